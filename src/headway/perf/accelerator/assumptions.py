@@ -1,8 +1,8 @@
-"""Everything that the paper leaves unsaid, as named fields, and the two sets that matter.
+"""Assumptions that the paper does not state, as named fields, and two presets.
 
-`default` is the real model with times from the mapping search. `paper` is what brings out the paper's own stage figures
-(docs/papers/accelerator.md): its feed-forward layer has two matrices, there is no LM head, attention is not causal,
-units run at a constant share of their peak, and a decode batch costs a packed product 128 rows.
+`default`: the real model, with times from the mapping search. `paper`: the set that reproduces the paper's stage
+figures (docs/papers/accelerator.md): a feed-forward layer of two matrices, no LM head, attention that is not causal,
+units at a constant share of their peak, and 128 rows of a packed product for a decode batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Unit = Literal["vector", "array", "fastest"]
 
 
 class AcceleratorAssumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """See the words of each field in `WORDS`, which `docs/papers/accelerator.md` and errors repeat."""
+    """Assumptions of the operator model; `WORDS` describes each field, as in `docs/papers/accelerator.md`."""
 
     preset: str = "default"
     ffn_matrices: int | None = None
@@ -88,7 +88,7 @@ PRESETS: dict[str, AcceleratorAssumptions] = {
 
 
 def assumptions(preset: str = "default", **changes: Any) -> AcceleratorAssumptions:
-    """A preset with some fields changed; ConfigError names presets and fields that exist."""
+    """Return a preset with some fields changed. Raises ConfigError, listing valid names, for an unknown one."""
     if preset not in PRESETS:
         raise ConfigError(f"assumptions.preset must be one of {', '.join(PRESETS)}, not {preset!r}")
     for name in changes:

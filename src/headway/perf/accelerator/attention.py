@@ -1,8 +1,8 @@
-"""What attention costs: a prefill chunk on the arrays (scores and softmax beside each other), decodes on either unit.
+"""Attention cost: a prefill chunk on the arrays with softmax concurrent on the vector unit; decodes on either unit.
 
 Keys and values are the stationary operand: for each KV head, ceil(d/R) · ceil(tokens/C) tiles of keys and
-ceil(tokens/R) · ceil(d/C) of values, through each of which the rows of the head's group of query heads stream. Under
-`causal` only the rows at or after a tile stream through it.
+ceil(tokens/R) · ceil(d/C) of values. The rows of the head's group of query heads stream through each tile; under
+`causal` only the rows at or after a tile do.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ def kv_bytes(shape: ModelShape, precision: OperandTypes) -> float:
 
 
 class ChunkNumbers(NamedTuple):
-    """One layer of a chunk's attention: numbers, or arrays of them. array_s, softmax_s: seconds of either unit, side by
-    side. group: resident bytes of one KV head's queries and outputs. moved_by_past: bytes a cached token."""
+    """One layer of a chunk's attention; each field is a number, or an array over chunk sizes."""
 
     array_s: Any
+    """Seconds of the arrays."""
     softmax_s: Any
+    """Seconds of the vector unit, concurrent with the arrays."""
     moved: Any
+    """Bytes over HBM."""
     moved_by_past: Any
+    """Bytes over HBM for each cached token."""
     fill: Any
+    """Bytes of `moved` during which the units wait."""
     group: Any
+    """Resident bytes of one KV head's queries and outputs."""
 
     def seconds(self, bandwidth: float) -> Any:
-        """As `OpCost.seconds`."""
+        """Return the layer's seconds at `bandwidth` bytes/s, as `OpCost.seconds` does."""
         rest_s = (self.moved - self.fill) / bandwidth
         return self.fill / bandwidth + np.maximum(np.maximum(self.array_s, self.softmax_s), rest_s)
 
@@ -53,11 +58,13 @@ def chunk_numbers(
     own: Any,
     fused: Any,
 ) -> ChunkNumbers:
-    """For a chunk of `tokens` (a number or an array) over `past` cached ones. own: its `own_cycles`. fused: queries
-    come from, and outputs go to, on-chip memory."""
+    """Return the costs of a chunk of `tokens` (a number or an array) over `past` cached tokens.
+
+    own: its `own_cycles`. fused: queries come from, and outputs go to, on-chip memory."""
     pairs = causal_pairs(tokens, past) if assumed.causal else tokens * past + tokens * tokens * 1.0
     if assumed.mapper:
         streamed = np.maximum(shape.q_heads // shape.kv_heads * tokens, machine.rows)
+        # A tile costs at least R cycles, the load of the next one. KV heads are spread over the arrays.
         cycles = (tiles(shape, machine, past) * streamed + own) * (shape.kv_heads / machine.arrays)
         array_s = (cycles + machine.rows + machine.columns) / machine.clock_hz
     else:
@@ -71,9 +78,11 @@ def chunk_numbers(
     passes = np.maximum(1.0, np.ceil(group / (machine.compute_bytes / 2)))
     own_reads = passes if assumed.kv_reread else passes - 1.0
     moved = (past * passes + tokens * (own_reads + 1.0)) * per_token + np.where(fused, 0.0, 2.0 * queries)
-    if not techniques.flash_attention:  # one head's scores are what may stay on chip
+    # Without flash attention scores that do not fit, one head's at a time, are written and read twice (raw, softmax).
+    if not techniques.flash_attention:
         spilled = scores * precision.activation_bytes
         moved = moved + np.where(spilled / shape.q_heads > machine.compute_bytes / 2, 4.0 * spilled, 0.0)
+    # First tiles of keys and values: all that the arrays wait for with double-buffering.
     first = 2.0 * machine.columns * shape.head_dim * precision.kv_bytes if assumed.mapper else 0.0
     fill = np.minimum(moved, first) if techniques.double_buffering else moved
     return ChunkNumbers(array_s, softmax_s, moved, passes * per_token, fill, group)
@@ -88,7 +97,7 @@ def chunk_attention(
     work: IterationWork,
     fused: bool,
 ) -> OpCost:
-    """A prefill chunk over what is cached, in one layer."""
+    """Return the cost of a prefill chunk's attention over its history and itself, in one layer."""
     tokens = work.prefill_tokens
     if not tokens:
         return none("prefill attention")
@@ -113,7 +122,7 @@ def decode_attention(
     assumed: AcceleratorAssumptions,
     work: IterationWork,
 ) -> OpCost:
-    """All decodes of an iteration, in one layer. `hbm_bytes` is all KV that they read, prefetched or not."""
+    """Return the cost of all decodes' attention in one layer; `hbm_bytes` is all KV they read, prefetched or not."""
     if not work.decodes:
         return none("decode attention", "vector")
     vector_s = vector_seconds(shape, machine, assumed, work.kv_tokens)
@@ -132,13 +141,16 @@ def decode_attention(
 
 
 def vector_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
-    """Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle."""
+    """Return the seconds of decode attention over `kv_tokens` on the vector unit, in one layer."""
+    # Scores and values: two multiply-accumulates a query head, dimension and token; one a lane and cycle.
     rate = machine.vector_lanes * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation)
     return 2.0 * kv_tokens * shape.q_width / rate
 
 
 def array_seconds(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, kv_tokens: int) -> float:
-    """The same on the arrays: a group of query heads streams through each tile, which costs at least R cycles."""
+    """Return the seconds of decode attention over `kv_tokens` on the arrays, in one layer.
+
+    A group of query heads streams through each tile, which costs at least R cycles."""
     cycles = tiles(shape, machine, kv_tokens) * max(shape.q_heads // shape.kv_heads, machine.rows)
     return (
         cycles * shape.kv_heads / (machine.arrays * machine.clock_hz * (1.0 if assumed.mapper else assumed.utilisation))
@@ -146,17 +158,18 @@ def array_seconds(shape: ModelShape, machine: MachineModel, assumed: Accelerator
 
 
 def tiles(shape: ModelShape, machine: MachineModel, tokens: int) -> int:
-    """Tiles of keys and of values of one KV head."""
+    """Return the number of tiles of keys and of values of one KV head."""
     rows, columns, wide = machine.rows, machine.columns, shape.head_dim
     return -(-wide // rows) * -(-tokens // columns) + -(-tokens // rows) * -(-wide // columns)
 
 
 def own_cycles(shape: ModelShape, machine: MachineModel, tokens: int, causal: bool) -> float:
-    """A chunk's attention to itself, for one KV head: rows that stream through each tile."""
+    """Return the array cycles of a chunk's attention to itself, for one KV head."""
     group = shape.q_heads // shape.kv_heads
     if not causal:
         return float(tiles(shape, machine, tokens) * max(group * tokens, machine.rows))
     total = 0.0
+    # (tokens a tile spans, tiles side by side over the head dimension) of keys, then of values.
     for size, each in (
         (machine.columns, -(-shape.head_dim // machine.rows)),
         (machine.rows, -(-shape.head_dim // machine.columns)),

@@ -1,4 +1,4 @@
-"""What one iteration computes, and the techniques that it may use."""
+"""Work of one iteration, and the techniques that it may use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from headway.core.errors import ConfigError
 
 
 class IterationWork(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill chunk of `prefill_tokens` over `prefill_past` cached tokens, beside `decodes` requests that read
-    `kv_tokens` of KV together."""
+    """A prefill chunk and the decodes batched with it. Raises ConfigError when empty or contradictory."""
 
     prefill_tokens: int = 0
+    """Tokens of the chunk."""
     prefill_past: int = 0
+    """Cached tokens before the chunk."""
     decodes: int = 0
+    """Decoding requests."""
     kv_tokens: int = 0
+    """KV tokens that all decodes read together."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens", "prefill_past", "decodes", "kv_tokens"):
@@ -34,21 +37,24 @@ class IterationWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prefill_only(self) -> IterationWork:
+        """The chunk without decodes."""
         return msgspec.structs.replace(self, decodes=0, kv_tokens=0)
 
     @property
     def decode_only(self) -> IterationWork:
+        """The decodes without the chunk."""
         return msgspec.structs.replace(self, prefill_tokens=0, prefill_past=0)
 
 
 class TechniqueSet(msgspec.Struct, frozen=True, kw_only=True):
-    """flash_attention: scores stay on chip. fusion: activations stay on chip where they fit ("auto") or never ("off").
-    double_buffering: the next tile is loaded while this one is computed. (Packing and prefetch are compared, not set.)
-    """
+    """Techniques of the operators. (Packing and prefetch are modes of the timeline, not set here.)"""
 
     flash_attention: bool = True
+    """Scores stay on chip."""
     fusion: str = "auto"
+    """Activations stay on chip where they fit ("auto") or never ("off")."""
     double_buffering: bool = True
+    """The next tile is loaded while one is computed."""
 
     def __post_init__(self) -> None:
         if self.fusion not in ("auto", "off"):

@@ -13,23 +13,27 @@ GIB = 1 << 30
 
 
 class MachineModel(msgspec.Struct, frozen=True, kw_only=True):
-    """`arrays` systolic arrays of rows × columns MACs, and a vector unit of `vector_lanes` MACs, at one clock.
-
-    compute_bytes: on-chip memory for operands (double-buffered tiles, activations that stay). prefetch_bytes: the
-    buffer beside it that holds prefetched KV. bandwidth: HBM bytes/s. capacity: HBM bytes.
-    """
+    """Systolic arrays and a vector unit at one clock, on-chip buffers, and HBM."""
 
     name: str
     rows: int
+    """MACs of an array along the depth of a product (R)."""
     columns: int
+    """MACs of an array along its other side (C)."""
     arrays: int
     vector_lanes: int
+    """MACs of the vector unit in one cycle."""
     clock_hz: float
     compute_bytes: int
+    """On-chip memory for operands: double-buffered tiles and resident activations."""
     prefetch_bytes: int
+    """Separate on-chip buffer for prefetched KV."""
     bandwidth: float
+    """HBM bytes/s."""
     capacity: int
+    """HBM bytes."""
     source: str = ""
+    """Origin of the numbers, in words."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "columns", "arrays", "vector_lanes", "clock_hz", "compute_bytes", "bandwidth", "capacity"):
@@ -50,5 +54,5 @@ class MachineModel(msgspec.Struct, frozen=True, kw_only=True):
         return 2.0 * self.macs * self.clock_hz
 
     def with_(self, **changes: Any) -> MachineModel:
-        """The same machine with other numbers; ConfigError where one is impossible."""
+        """Return a copy with some fields changed. Raises ConfigError for an impossible value."""
         return msgspec.structs.replace(self, **changes)

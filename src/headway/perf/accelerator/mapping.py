@@ -1,4 +1,4 @@
-"""The mapping search for matrix products: which tiles HBM streams, which operand stays in the arrays, how work is cut.
+"""Mapping search for matrix products: tiles streamed from HBM, operand stationary in the arrays, split of the work.
 
 A product of M rows, K deep and N wide is mapped by three choices:
 
@@ -7,14 +7,15 @@ A product of M rows, K deep and N wide is mapped by three choices:
   (weights are read once a block); or blocks of rows by blocks of columns whose sums are resident while K streams
   (inputs are read once a block of columns, weights once a block of rows). Tiles that stream are held twice where
   double-buffered.
-- dataflow: what stays in an array while the rest streams through it. Weights (rows stream: ceil(K/R) · ceil(N/C)
-  tiles of max(M, R) cycles each, the R being the load of the next tile), outputs (K streams) or inputs (N streams).
+- dataflow: the operand that is stationary in an array while the rest streams through it. Weights (rows stream:
+  ceil(K/R) · ceil(N/C) tiles of max(M, R) cycles each, the R being the load of the next tile), outputs (K streams) or
+  inputs (N streams).
 - split: tiles over arrays, and the streamed dimension cut 1 to 16 ways where there are too few tiles. Arrays take
   different K-slabs of the same columns first, so partial sums need M × C accumulators, FP32.
 
-Among tilings that fit the fewest HBM bytes win, then the fewest blocks; then the dataflow and split of the fewest
-cycles. Not the least time: so the choice does not depend on bandwidth (see `cost`), and cycles hardly ever ask for
-another tiling. All products of an iteration are searched as one array.
+Among the tilings that fit, the fewest HBM bytes win, then the fewest blocks; then the dataflow and split with the
+fewest cycles. Minimising bytes rather than time makes the choice independent of bandwidth (see `cost`); cycles hardly
+ever favour another tiling. All products of an iteration are searched as one array.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ Floats = npt.NDArray[np.float64]
 DATAFLOWS = ("weight-stationary", "output-stationary", "input-stationary")
 SPLITS = (1, 2, 4, 8, 16)
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+# (kind, blocks of rows, blocks of columns)
 TILINGS = (
     ("inputs resident", 1, 1),
     *(("column blocks", 1, b) for b in BLOCKS),
     *(("row blocks", b, 1) for b in BLOCKS[1:]),
     *(("output blocks", b, c) for b in BLOCKS for c in BLOCKS),
 )
+# Masks and factors over TILINGS, as rows: products are the other axis of the search.
 BY_COLUMNS, BY_ROWS, BY_OUTPUTS = (
     np.array([kind == name for kind, _, _ in TILINGS])[None, :]
     for name in ("column blocks", "row blocks", "output blocks")
@@ -51,35 +54,42 @@ ACCUMULATOR_BYTES = 4
 
 
 class GemmShape(NamedTuple):
-    """outputs: columns that leave (half of n where a gate folds two). *_bytes: of a value. *_on_chip: the activation
-    comes from, or stays in, on-chip memory."""
+    """A product of m rows, k deep and n wide."""
 
     name: str
     m: int
     n: int
     k: int
     outputs: int
+    """Columns written out: half of n where a gate folds two."""
     weight_bytes: float
+    """Bytes of one weight."""
     activation_bytes: float
+    """Bytes of one activation."""
     input_on_chip: bool = False
+    """The input comes from on-chip memory."""
     output_on_chip: bool = False
+    """The output is kept in on-chip memory."""
 
 
 def tile_bytes(machine: MachineModel, gemm: GemmShape) -> float:
-    """Weights that fill all arrays once, at most all there are."""
+    """Return the bytes of weights that fill all arrays once, at most those of the product."""
     return min(float(machine.macs), float(gemm.n * gemm.k)) * gemm.weight_bytes
 
 
 def fusible(machine: MachineModel, gemm: GemmShape) -> bool:
-    """Whether its input and output can both stay on chip while weights stream through."""
+    """Return whether input and output both fit on chip while weights stream through, double-buffered."""
     held = gemm.m * (gemm.k + gemm.outputs) * gemm.activation_bytes
     return held + gemm.m * machine.columns * ACCUMULATOR_BYTES + 2 * tile_bytes(machine, gemm) <= machine.compute_bytes
 
 
 def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: bool = True) -> list[OpCost]:
-    """The best mapping of each product. ConfigError where not even the smallest tiles fit the operand buffer."""
+    """Return the best mapping of each product.
+
+    Raises ConfigError where not even the smallest tiles fit the operand buffer."""
     if not gemms:
         return []
+    # Arrays below are products × tilings. Tiles that stream are held twice where double-buffered.
     times = 2.0 if double_buffering else 1.0
     table = np.array(
         [
@@ -95,11 +105,14 @@ def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: 
     tm, tn = np.ceil(m / CUT_ROWS), np.ceil(n / CUT_COLUMNS)
     of_rows, of_columns = np.ceil(m / tm), np.ceil(n / tn)
     blocks = of_rows * of_columns
+    # Weights are read once a block of rows, inputs once a block of columns; what is on chip is not moved.
     moved = weights * of_rows + inputs * (1.0 - kept_in) * of_columns + output * (1.0 - kept_out)
     slab = np.minimum(tm, float(machine.rows)) * k * a
+    # On-chip bytes of each tiling. Row blocks hold their inputs twice: the next block loads while one is computed.
     resident = np.where(BY_ROWS, times, 1.0) * tm * k * a
     held = np.where(BY_COLUMNS, times * (tn * k * w + slab) + inputs * kept_in, times * tile + resident)
     held += tm * machine.columns * ACCUMULATOR_BYTES
+    # Output blocks: sums resident, slabs of K stream.
     deep = np.minimum(k, float(machine.rows))
     sums = tm * tn * ACCUMULATOR_BYTES + times * deep * (tm * a * (1.0 - kept_in) + tn * w) + inputs * kept_in
     held = np.where(BY_OUTPUTS, sums, held) + output * kept_out
@@ -112,6 +125,7 @@ def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: 
             f"machine.compute_buffer of {machine.compute_bytes / MIB:g} MiB cannot hold the tiles of "
             f"{gemms[at].name!r}; it needs at least {held[at].min() / MIB:.3g} MiB"
         )
+    # Among tilings of the fewest bytes the fewest blocks; argmin takes the first of equal ones.
     best = np.where(moved <= least[:, None], blocks, np.inf).argmin(axis=1)[:, None]
 
     def chosen(values: Floats) -> Floats:
@@ -121,6 +135,7 @@ def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: 
     fastest = cycles.argmin(axis=1)
     first = tile[:, 0] + (np.minimum(m, float(machine.rows)) * machine.rows * a)[:, 0]
     fill = np.minimum(first, least) if double_buffering else least
+    # Cycles to fill and drain an array.
     ramp = machine.rows + machine.columns
     return [
         OpCost(
@@ -145,10 +160,11 @@ def _words(tiling: int, way: int) -> str:
 
 
 def _cycles(machine: MachineModel, m: Floats, n: Floats, k: Floats) -> Floats:
-    """Cycles of one block: all splits of the first dataflow, then of the second, then of the third."""
+    """Return the cycles of one block: all splits of the first dataflow, then of the second, then of the third."""
     rows, columns, arrays = float(machine.rows), float(machine.columns), float(machine.arrays)
     deep, wide = np.ceil(k / rows), np.ceil(n / columns)
 
+    # A tile costs the streamed dimension's length, at least `rows` cycles (the load of the next tile).
     def cycles(tiles: Floats, streamed: Floats) -> Floats:
         return np.asarray(np.ceil(tiles * SPLIT / arrays) * np.maximum(np.ceil(streamed / SPLIT), rows))
 

@@ -1,4 +1,4 @@
-"""The operators of one layer (and the LM head) of a packed iteration, with their costs.
+"""Operators of one layer (and the LM head) of a packed iteration, with their costs.
 
 In order: elementwise work, the query-key-value product, the chunk's attention, decode attention, the output product,
 up (gate and up together), down. An activation between two of them stays on chip where both its producer and its
@@ -21,22 +21,27 @@ from headway.perf.hardware.shapes import ModelShape
 
 
 class LayerOperators(NamedTuple):
-    """One layer's operators in order, split where decode attention stands, and the LM head of the iteration."""
+    """One layer's operators in order, and the LM head of the iteration."""
 
     before: tuple[OpCost, ...]
+    """Operators before attention."""
     chunk: OpCost
+    """Prefill attention."""
     decode: OpCost
+    """Decode attention."""
     after: tuple[OpCost, ...]
+    """Operators after attention."""
     head: OpCost
+    """LM head, once an iteration."""
 
     @property
     def others(self) -> tuple[OpCost, ...]:
-        """All but decode attention, of one layer."""
+        """All operators of the layer but decode attention."""
         return (*self.before, self.chunk, *self.after)
 
 
 class OperatorSetting(NamedTuple):
-    """Everything but the work: hashable, so that results can be remembered."""
+    """Everything that a cost depends on except the work; hashable, so that results can be cached."""
 
     shape: ModelShape
     machine: MachineModel
@@ -56,22 +61,24 @@ class OperatorSetting(NamedTuple):
 
 
 def rows_of(assumed: AcceleratorAssumptions, work: IterationWork) -> int:
-    """Rows of a packed product: the chunk's tokens and what a decode batch counts for."""
+    """Return the rows of a packed product: the chunk's tokens plus the decodes, or `decode_rows` where assumed."""
     decodes = 0 if not work.decodes else work.decodes if assumed.decode_rows is None else assumed.decode_rows
     return work.prefill_tokens + decodes
 
 
 def layers_of(setting: OperatorSetting, works: Sequence[IterationWork]) -> list[LayerOperators]:
-    """The operators of several iterations; all their products are mapped in one search."""
+    """Return the operators of several iterations; all their products are mapped in one search."""
     shape, machine, precision, assumed, techniques = setting
     shape = setting.model
     rows = [rows_of(assumed, work) for work in works]
+    # The LM head runs for each decode and for the chunk's last token.
     heads = [work.decodes + (1 if work.prefill_tokens else 0) for work in works]
     fused = [fused_of(setting, shape, m) for m in rows]
     costs = products(setting, shape, rows, heads, fused)
     layers = []
     for i, work in enumerate(works):
         qkv, out, up, down, head = costs[5 * i : 5 * i + 5]
+        # Prefill's new KV is counted by its attention; decodes' by the QKV product.
         if assumed.decode_kv_written:
             qkv = qkv._replace(hbm_bytes=qkv.hbm_bytes + work.decodes * kv_bytes(shape, precision))
         chunk = chunk_attention(shape, machine, precision, assumed, techniques, work, fused[i].attention)
@@ -85,7 +92,7 @@ def layers_of(setting: OperatorSetting, works: Sequence[IterationWork]) -> list[
 
 
 class FusedActivations(NamedTuple):
-    """Which activations stay on chip, by the operator that reads them."""
+    """Activations that stay on chip, by the operator that reads them."""
 
     qkv: bool
     attention: bool
@@ -95,7 +102,9 @@ class FusedActivations(NamedTuple):
 
 
 def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedActivations:
-    """Operator fusion for so many rows. Without the mapper everything stays on chip, as the paper's figures have it."""
+    """Return the operator fusion for so many rows.
+
+    Without the mapper everything stays on chip, as in the paper's figures."""
     if setting.techniques.fusion == "off":
         return FusedActivations(False, False, False, False, False)
     if not setting.assumed.mapper:
@@ -104,13 +113,14 @@ def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedAct
     qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
     queries = rows * shape.q_width * setting.precision.activation_bytes
     attention = 2 * queries <= machine.compute_bytes / 2
+    # Both the producer and the consumer of an activation must be able to keep it.
     return FusedActivations(down and qkv, qkv and attention, attention and out, out and up, up and down)
 
 
 def gemms(
     setting: OperatorSetting, shape: ModelShape, rows: int, fused: FusedActivations | None = None
 ) -> list[GemmShape]:
-    """Return the four products of a layer."""
+    """Return the four products of a layer: qkv, out, up, down."""
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
     (qkv_k, qkv_n), (out_k, out_n), (up_k, up_n), (down_k, down_n) = shape.qkv, shape.out, shape.up, shape.down
     f = fused or FusedActivations(False, False, False, False, False)
@@ -129,7 +139,7 @@ def products(
     heads: Sequence[int],
     fused: Sequence[FusedActivations],
 ) -> list[OpCost]:
-    """Each iteration's four products and its LM head, one after the other."""
+    """Return the costs of each iteration's four products and its LM head, flat: five entries an iteration."""
     w, a = setting.precision.weight_bytes, setting.precision.activation_bytes
     wanted = []
     for m, h, f in zip(rows, heads, fused, strict=True):
@@ -142,7 +152,7 @@ def products(
 
 
 def constant(gemm: GemmShape, setting: OperatorSetting) -> OpCost:
-    """A product without a mapping: weights once, arrays at a constant share of their peak."""
+    """Return the cost of a product without a mapping: weights read once, arrays at a constant share of their peak."""
     rate = setting.machine.flops * setting.assumed.utilisation
     moved = gemm.n * gemm.k * gemm.weight_bytes
     moved += 0.0 if gemm.input_on_chip else gemm.m * gemm.k * gemm.activation_bytes
@@ -152,7 +162,8 @@ def constant(gemm: GemmShape, setting: OperatorSetting) -> OpCost:
 
 
 def elementwise_cost(shape: ModelShape, machine: MachineModel, assumed: AcceleratorAssumptions, rows: int) -> OpCost:
-    """Two norms and two residuals of the hidden state, rotations of queries and keys, the activation."""
+    """Return the vector unit's cost of norms, residuals, rotations and the activation in one layer."""
+    # Two norms and two residuals of the hidden state, rotated queries and keys, the activation.
     elements = rows * (4 * shape.hidden + shape.rotary_width + shape.mlp)
     return OpCost(
         "elementwise", "vector", assumed.elementwise_ops * elements / (machine.vector_lanes * machine.clock_hz), 0.0

@@ -1,11 +1,11 @@
-"""Machines by name. The TPU-like ones are Table I of the paper; GPUs are data sheets seen as arrays, for comparison.
+"""Accelerator models by name. TPU-like ones are Table I of the paper; GPUs are data sheets modelled as arrays.
 
 Table I states FLOP/s and the arrays; the clock follows from both (1.751 GHz and 2.200 GHz). Buffers and HBM capacity
 are read as MiB and GiB (512 MB is one layer of 128K tokens only as 2^29 bytes), bandwidth as 10^9 bytes/s.
 
 A GPU's multiprocessor is an array of as many MACs as its tensor cores do in a cycle, and 256 half-precision vector
-lanes. Its L2 is the on-chip memory: a quarter for operands, three quarters for prefetched KV, which is what the CUDA
-programming guide has one set aside for persisting accesses at most. Register files and shared memory are not counted.
+lanes. Its L2 is the on-chip memory: a quarter for operands, three quarters for prefetched KV, the largest share that
+the CUDA programming guide allows for persisting accesses. Register files and shared memory are not counted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _TABLE = "Table I of the packing-prefetch paper"
 
 def _gpu(name: str, of: str, columns: int, l2_mib: int) -> MachineModel:
     device = accelerator(of)
+    # MACs of all tensor cores in a cycle; the clock follows from the data sheet's FLOP/s.
     macs = 32 * columns * device.multiprocessors
     return MachineModel(
         name=name,
@@ -72,7 +73,7 @@ MACHINES: dict[str, MachineModel] = {
 
 
 def machine(name: str) -> MachineModel:
-    """By name, with or without `-like`; ConfigError lists those that exist."""
+    """Return a machine by name, with or without `-like`. Raises ConfigError, listing those that exist."""
     key = name.lower()
     for known in (key, f"{key}-like"):
         if known in MACHINES:
