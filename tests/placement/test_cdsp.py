@@ -99,6 +99,7 @@ def test_chunks_cover_the_prompt_on_growing_groups_within_the_estimated_time(see
     assert len(single.chunks) == 1
     assert plan.ttft_s <= single.ttft_s + 1e-9
     idle = planner.plan(state.tokens, [0.0] * len(state.nodes), state.rate, state.cached)
+    # chunking gains only by starting on free instances while others are busy
     assert len(idle.chunks) == 1, "no queues, no gaps to fill"
 
 

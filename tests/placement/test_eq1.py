@@ -38,6 +38,7 @@ def test_one_more_chunk_costs_one_more_constant_and_the_inverse_is_exact(sp: int
     group, at = GroupShape(sp), TABLE.sizes[sp]
     whole = TABLE.prefill_s(0, first + second, group)
     parts = TABLE.prefill_s(0, first, group) + TABLE.prefill_s(first, second, group)
+    # c = 2 d: attention over past tokens adds up exactly, so that only the constant is paid twice
     assert parts == pytest.approx(whole + at.a, rel=1e-9)
     budget_s = TABLE.prefill_s(first, second, group)
     assert TABLE.sizes[sp].solve(first, budget_s) == pytest.approx(second, rel=1e-6)

@@ -64,6 +64,7 @@ def test_partition_is_optimal_over_all_splits(tokens: list[int], room: list[floa
         for split in splits(len(tokens), len(room))
         if all((not most or b.last - b.first <= most) and (not max_sp or b.stop - b.start <= max_sp) for b in split)
     ]
+    # several splits may be optimal: costs are compared, not splits
     least = min((value(split, tokens, room, nodes) for split in allowed), default=math.inf)
     if found is None:
         assert least == math.inf

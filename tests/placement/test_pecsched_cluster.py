@@ -58,6 +58,7 @@ def check(result: ClusterResult, requests: list[TraceRequest]) -> None:
         assert all(one[1] <= other[0] + 1e-9 for one, other in itertools.pairwise(sorted(times)))
     for (name, _), seconds in worked.items():
         tokens = requests[int(name[1:])].prompt_tokens
+        # on each instance: a group computes in lockstep, and no pause repeats work
         assert seconds == pytest.approx(PerToken().prefill_s(0, tokens, GroupShape(3)))
 
 
@@ -95,6 +96,7 @@ def test_long_decode_is_paused_only_without_colocation() -> None:
     instead = run("pecsched", {**PECSCHED, "colocate": False}, requests, instances=4)
     for result in (beside, instead):
         check(result, requests)
+    # a decode that is paused shows as a gap between two of its tokens
     gaps = [max(b - a for a, b in itertools.pairwise(r.sim.records[0].token_s)) for r in (beside, instead)]
     assert gaps[1] > 3 * gaps[0]
     assert beside.sim.records[1].token_s[0] < 2.0

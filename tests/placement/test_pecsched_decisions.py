@@ -1,3 +1,5 @@
+"""PecSched's decisions in a drill without schedulers: placement order, preemption, ageing, and group sizes."""
+
 from __future__ import annotations
 
 import random
@@ -95,6 +97,7 @@ def test_long_prefill_is_not_paused_when_a_free_replica_is_sooner(mode: str, pla
 def test_group_pauses_at_a_layer_edge_and_resumes_after_the_last_short() -> None:
     work = [long("l", 0.0), *(short(f"s{i}", 0.3 + i * 1e-4) for i in range(4))]
     out = drilled(policy(fast_sp=False), work, 3)
+    # 0.1 ms a token over three replicas, 1.3 for ring attention instead of Ulysses, eight layers
     layer_s = 60_000 * 1e-4 / 3 * 1.3 / 8
     pause_s = layer_s  # 0.3 s is inside the first of eight layers
     assert [out.prefilled_s[f"s{i}"] for i in range(3)] == pytest.approx([pause_s + 0.1] * 3)
@@ -109,6 +112,7 @@ def test_short_batches_are_balanced_over_the_replicas_of_a_group() -> None:
     load: dict[int, int] = defaultdict(int)
     for name, where in places(out.actions).items():
         load[where[0][0]] += lengths[int(name[1:])]
+    # each short prompt joins the shortest queue: 900 | 100 + 400 + 300 | 500 + 300
     assert dict(load) == {0: 900, 1: 800, 2: 800}
 
 
@@ -147,12 +151,14 @@ def test_ageing_bounds_suspension(ageing: float, seed: int, gap_s: float) -> Non
     work = [long("l", 0.0), *stream(gap_s, 400)]
     out = drilled(policy(ageing=ageing, batch_tokens=1000), work, 3)
     alone_s = 60_000 * 1e-4 / 3
+    # 1 s is the default `slice_s`; 0.3 s bounds a last batch of short prompts, and a pause waits for one layer of eight
     assert out.prefilled_s["l"] <= alone_s + ageing * (alone_s + 1.0) + 0.3 + alone_s / 8
 
 
 def test_long_requests_keep_their_order() -> None:
     work = [long("l0", 0.0), long("l1", 0.01), long("l2", 0.02, 20_000)]
     out = drilled(policy(), work, 5)
+    # l2 is shorter and would fit earlier: it must not overtake
     begun = [action.request for _, action in out.actions if isinstance(action, CommitSpans)]
     assert begun == ["l0", "l1", "l2"]
     assert out.prefilled_s["l0"] < out.prefilled_s["l1"]

@@ -1,3 +1,5 @@
+"""PecSched's indexes of replicas: the heap and the node table answer as scans of all replicas do."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -22,6 +24,7 @@ def test_stale_heap_entries_are_bounded() -> None:
     heap = HeapArgMin(4)
     for i in range(10_000):
         heap.update(0, i)
+        # every update leaves a stale entry: without rebuilding there would be 20,000
         heap.update(1, 10_000 - i)
     assert len(heap._heap) <= heap._limit + 1
 
@@ -36,6 +39,7 @@ def test_node_table_and_scan_select_the_same_replicas(nodes, puts, sizes, rng) -
     """Nodes of any size, queues that change, groups that are taken and released."""
     table, scan = IndexedNodes(nodes), ScanNodes(nodes)
     available: set[int] = set()
+    # drawn without knowledge of the number of replicas
     puts = [(replica % len(nodes), weight) for replica, weight in puts]
     while puts or sizes:
         for replica, weight in puts[:10]:

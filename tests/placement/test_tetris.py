@@ -45,6 +45,7 @@ def test_plan_becomes_nested_spans_with_transfers() -> None:
     assert len(commit.spans) > 1
     assert (commit.spans[0].start, commit.spans[-1].end) == (0, 131_072)
     assert all(a.end == b.start and set(a.group) < set(b.group) for a, b in pairwise(commit.spans))
+    # one transfer for each span, all to the decode instance chosen at the commit
     assert transfers == [TransferKv("r0", 16, index) for index in range(len(commit.spans))]
     single = make_placement("tetris", CONTEXT, {"rate": 0.05, "single_chunk": True})
     alone = single.on_event(RequestArrived(request(131_072, output=1)), ClusterSnapshot(state, 8.0))

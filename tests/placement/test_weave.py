@@ -83,6 +83,7 @@ def test_running_group_is_paused_for_a_short_prompt_and_resumed_after_it() -> No
     policy, book = with_running_group()
     first = ask(policy, book, RequestArrived(request("a", 100)), 1.0)
     assert first == [EnqueueRequest("a", (0,), "all", concurrent=True), PreemptRequest("long")]
+    # any instance of the pausing group will do: it stops anyway
     second = ask(policy, book, RequestArrived(request("b", 100)), 1.0)
     assert second[0] in [EnqueueRequest("b", (i,), "all", concurrent=True) for i in range(4)]
     assert len(second) == 1, "the group is on its way to a pause already"
@@ -109,10 +110,12 @@ def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
 def test_share_of_yielding_follows_relative_slack_down_to_the_least() -> None:
     placed = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
     assert placed.slack(0.0) == 4.0
+    # a share r of the total is r / (1 - r) of the work; ample slack is cut to the largest share, little to the least
     assert placed.yieldable_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
     assert placed.yieldable_s(49.0, 0.2, 0.7) == pytest.approx(10 * 0.2 / 0.8)
     placed.delay(2.0)
     assert (placed.end_s, placed.starts_s, placed.slack(0.0)) == (12.0, [2.0], 3.8)
+    # 2.5 s in all, less the 2 s yielded
     assert placed.yieldable_s(49.0, 0.2, 0.7) == pytest.approx(0.5)
 
 
@@ -222,6 +225,7 @@ def test_short_prompts_gain_from_yielding_and_long_ones_lose_at_most_their_share
     assert without.paused == 0
     assert mean_s(within, "short") < 0.2 * mean_s(without, "short")
     least = run(requests, {"rho_min": 0.05, "rho_max": 0.05})
+    # with at most 0.7 of the time yielded, a long prompt takes at most 1 / 0.3 of its time
     assert mean_s(within, "long") < mean_s(without, "long") / 0.3
     assert mean_s(least, "long") < 1.15 * mean_s(without, "long")
     assert mean_s(within, "short") < mean_s(least, "short")

@@ -2,7 +2,7 @@
 
 It carries out a policy's actions, whole or not at all, and passes what happens to the policy as events, in order. It
 keeps the queue of each instance, reservations, each request's spans and scheduler, KV transfers, and the `ClusterState`
-behind the policy's snapshots. It knows no clock.
+behind the policy's snapshots. It has no clock.
 
 A driver (simulator, live cluster or replay) reports what has happened by callbacks in order of time, each with the
 time; then it calls `settle`, which consults the policy, begins everything that can begin, and returns when the policy

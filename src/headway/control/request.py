@@ -18,8 +18,8 @@ class ControlledRequest:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.entries: list[SpanEntry] = []  # committed spans, in order
-        self.door: SchedulerEntry | None = None  # its turn at a scheduler, while it waits for it
-        self.staying = False  # it is in the scheduler of `group`, for `phase`
+        self.door: SchedulerEntry | None = None  # its queue entry for a scheduler, while it waits there
+        self.staying = False  # it is resident in the scheduler of `group`, for `phase`
         self.group: tuple[int, ...] = ()  # after it has left the scheduler: where its KV is
         self.phase: Phase = "all"
         self.tokens = 0  # of its output, as of when it last left a scheduler
@@ -30,12 +30,13 @@ class ControlledRequest:
         self.driver: Any = None  # the backend's own state of it
 
     def places(self) -> set[int]:
-        """Return the instances that it depends on: where its KV is or will be. (Slices under way come on top:
-        `TransferQueue.ends`.)"""
+        """Return the instances that the request depends on: where its KV is or will be. Slices under way come on top
+        (`TransferQueue.ends`)."""
         found = set(self.group) | self.kv_at | set(self.sends.values())
         if self.door is not None:
             found.update(self.door.group)
         for entry in self.entries:
+            # a completed span matters only until the request has been resident: from then on `group` has its KV
             if entry.state != "done" or not self.group:
                 found.update(entry.group)
         return found

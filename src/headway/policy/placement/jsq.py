@@ -20,7 +20,7 @@ class JsqOptions(PolicyOptions, frozen=True, kw_only=True):
 
     queue: Literal["seconds", "tokens", "requests"] = "seconds"
     """A queue's length: the predicted seconds of its prefills; their tokens, which leave out that attention is
-    quadratic; or the number of requests with decodes, as a router does that has no predictions."""
+    quadratic; or the number of requests with decodes, as a load balancer without predictions counts."""
 
 
 class JoinShortestQueue(PlacementPolicy):
