@@ -1,7 +1,7 @@
 """`headway demo`: one long document and a stream of chats, on Headway's policy and on first come, first served.
 
-The model is the embedded one, which truly does one thing: it finds a passkey in a document. So answers can be checked:
-the document hides one passkey, and each chat is a few lines of source code with one of its own.
+The model is the embedded one, which does one thing: find a passkey in a document. So answers can be checked: the
+document hides one passkey, and each chat is a few lines of source code with one of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 0 only if every request was answered and every passkey was right."""
+    """Run the demo. Return 0 only if every request was answered and every passkey was right."""
     from headway.runtime.embedded import model_path
     from headway.sim.report.console import say, show
 
@@ -109,7 +109,7 @@ class DemoTexts:
         self._next = count()
 
     def prompts(self) -> PromptSource:
-        """For the convoy: the document as the long prompt, chats as the short ones."""
+        """Return the convoy's prompts: the document as the long one, chats as the short ones."""
         return PromptSource(
             long=lambda: _job("document", self._document, self.document_tokens),
             short=lambda: self._chat(next(self._next)),
@@ -122,12 +122,12 @@ class DemoTexts:
         return _job("chat", self._made[number][0], self._chat_tokens)
 
     def chat_passkey(self, number: int) -> str:
-        """What the answer to the number-th chat must begin with."""
+        """Return the passkey of the `number`-th chat, with which its answer must begin."""
         return self._made[number][1]
 
 
 def token_counter(model: str) -> Callable[[str], int]:
-    """Counts tokens as the model's own tokenizer does."""
+    """Return a function that counts tokens with the model's own tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -147,7 +147,7 @@ def _job(klass: str, text: str, length: int) -> LoadRequest:
 
 
 def _answers(policy: str, run: ConvoyRun, texts: DemoTexts) -> tuple[str, bool]:
-    """A sentence on the answers under one policy, and whether all were right."""
+    """Return a sentence on the answers under one policy, and whether all were right."""
     found = [digits(convoy.long.text) for convoy in run.convoys]
     shorts = run.shorts
     first = len(run.shorts_alone)
@@ -159,14 +159,14 @@ def _answers(policy: str, run: ConvoyRun, texts: DemoTexts) -> tuple[str, bool]:
 
 
 def digits(text: str | None) -> str:
-    """The number that an answer begins with; empty if there is none."""
+    """Return the number that an answer begins with; empty if there is none."""
     body = (text or "").lstrip()
     end = next((i for i, letter in enumerate(body) if not letter.isdigit()), len(body))
     return body[:end]
 
 
 def _waits(run: dict[str, Any]) -> bool:
-    """Whether chats waited for the document: their median wait is more than a tenth of its time."""
+    """Return whether chats waited for the document: their median wait is more than a tenth of its time."""
     median, long_s = run["short"]["ttft_s"]["p50"], run["long"]["ttft_s"]["p50"]
     return median is not None and long_s is not None and median > long_s / 10
 
@@ -177,7 +177,7 @@ def _title(run: dict[str, Any]) -> str:
 
 
 def _sentences(data: dict[str, Any]) -> list[str]:
-    """What was seen, in words, from the data."""
+    """Return the results of all policies as sentences."""
     lines = []
     for run in data["runs"]:
         short, long_s = run["short"], run["long"]["ttft_s"]["p50"]

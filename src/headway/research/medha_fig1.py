@@ -33,15 +33,15 @@ class TtftByShare:
         )
 
     def ttft_s(self, system: str, cut: str, share: float, mode: Mode) -> float:
-        """Seconds, over all seeds; `cut` names a percentile."""
+        """Return TTFT in seconds over all seeds; `cut` names a percentile."""
         return self.study.value(system, mode, QPS, "ttft_s", cut, share) or 0.0
 
     def medha_s(self, mode: Mode) -> dict[str, float]:
-        """Medha's P90 by share."""
+        """Return Medha's P90 TTFT by share of long requests."""
         return {f"{share:.0%}": self.ttft_s("Medha", "p90", share, mode) for share in self.shares}
 
     def growth(self, cut: str, share: float, mode: Mode) -> float | None:
-        """Non-preemptive: a share's TTFT over that without long requests."""
+        """Return the non-preemptive system's TTFT at a share over that without long requests."""
         if mode == "paper":  # whole prompts ask nothing that the modes differ in
             return None
         return self.ttft_s("non-preemptive", cut, share, mode) / max(
@@ -49,26 +49,26 @@ class TtftByShare:
         )
 
     def over_medha(self, cut: str, mode: Mode) -> float:
-        """Non-preemptive over Medha at 5% long."""
+        """Return the non-preemptive system's TTFT over Medha's at 5% long."""
         medha_s = max(self.ttft_s("Medha", cut, LONG_SHARE, mode), 1e-9)
         return self.ttft_s("non-preemptive", cut, LONG_SHARE, "default") / medha_s
 
     def loong_s(self, cut: str, share: float, mode: Mode) -> float:
-        """LoongServe's seconds, first seed only."""
+        """Return LoongServe's TTFT in seconds, first seed only."""
         return self.first_seed.value("LoongServe", mode, QPS, "ttft_s", cut, share) or 0.0
 
     def loong_growth(self, cut: str, share: float, mode: Mode) -> float:
-        """LoongServe: a share's TTFT over that without long requests."""
+        """Return LoongServe's TTFT at a share over that without long requests."""
         return self.loong_s(cut, share, mode) / max(self.loong_s(cut, 0.0, mode), 1e-9)
 
     def loong_over_medha(self, cut: str, mode: Mode) -> float:
-        """LoongServe over Medha at 5% long, first seed only."""
+        """Return LoongServe's TTFT over Medha's at 5% long, first seed only."""
         medha_s = self.first_seed.value("Medha", mode, QPS, "ttft_s", cut, LONG_SHARE) or 0.0
         return self.loong_s(cut, LONG_SHARE, mode) / max(medha_s, 1e-9)
 
 
 def run(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 1."""
+    """Reproduce Medha Fig. 1."""
     points = TtftByShare(options)
     return ExperimentReport(
         source=points.study.source(),

@@ -28,12 +28,12 @@ TBT_S = 8 * STAGE_S
 
 
 def stage_target_s(system: str, mode: Mode) -> float:
-    """Seconds that a stage may take."""
+    """Return the seconds that a stage may take."""
     return STAGE_S if mode == "paper" else TBT_S / (SYSTEMS[system]["stages"] + 1)
 
 
 def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
-    """One point as a scenario's data."""
+    """Return one point as a scenario's data."""
     layout = SYSTEMS[system]
     return {
         "name": f"Medha {system}, {mode} mode, {qps:g} QPS, {long_share:.0%} of up to 2M tokens",
@@ -73,7 +73,7 @@ def _runs(options: RunOptions) -> MedhaStudy:
 
 
 def fig11(options: RunOptions) -> ExperimentReport:
-    """TTFT."""
+    """Reproduce Medha Fig. 11: TTFT of both layouts."""
     runs = _runs(options)
 
     def deep_over_flat(metric: str, cut: str, qps: float, mode: Mode) -> float | None:
@@ -107,7 +107,7 @@ def fig11(options: RunOptions) -> ExperimentReport:
 
 
 def fig12(options: RunOptions) -> ExperimentReport:
-    """Decode latency."""
+    """Reproduce Medha Fig. 12: decode latency of both layouts."""
     runs = _runs(options)
 
     def flat_over_deep(metric: str, cut: str, mode: Mode) -> float | None:

@@ -1,4 +1,4 @@
-"""Medha Fig. 13 and §6.4: what the order of prefills and multi-prefill batching do, under the one setting.
+"""Medha Fig. 13 and §6.4: effect of the order of prefills and of multi-prefill batching, under the one setting.
 
 The figure shows CDFs of TTFT; its claims are ratios of medians. SRPT is not in the paper; it stands beside the others
 because it beats LARS on most requests. The paper's gain of multi-prefill batching (1.6-1.8×) rests on a deadline that

@@ -19,7 +19,7 @@ RATES = (0.75, 1.75)
 
 
 def run(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 14."""
+    """Reproduce Medha Fig. 14."""
     seeds = MedhaStudy(options).seeds[:1]
     runs = MedhaStudy(replace(options, seeds=seeds))
     runs.ensure([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
@@ -50,7 +50,7 @@ def _by_system(runs: MedhaStudy, metric: str, cut: str, qps: float, mode: Mode) 
 
 
 def _rows(runs: MedhaStudy, qps: float) -> list[ClaimRow]:
-    """What is said of one rate."""
+    """Return the rows of one rate."""
 
     def fewer(than: str, mode: Mode) -> float:
         return longs_done(runs, "LoongServe+Reserv", qps, mode) / max(longs_done(runs, than, qps, mode), 1e-9)

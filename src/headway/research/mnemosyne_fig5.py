@@ -1,4 +1,4 @@
-"""Mnemosyne Fig. 5: what a 30 s TTFT and a 20 ms TBT take, Llama-3 8B on H100s, at full utilisation.
+"""Mnemosyne Fig. 5: resources for a 30 s TTFT and a 20 ms TBT, Llama-3 8B on H100s, at full utilisation.
 
 paper mode: the printed Eq. 1, 4·n²·d·h_q a layer (attention not counted as causal), plus matrix products, contexts of
 2^20 tokens. default mode: causal attention. Bandwidth: KV read within the TBT; capacity: weights and KV. The two halves
@@ -22,19 +22,20 @@ MI = 1 << 20
 
 
 def flops(tokens: int, mode: Mode) -> float:
-    """A prefill's arithmetic."""
+    """Return the FLOPs of a prefill; paper mode counts attention whole, twice the causal count."""
     times = 2.0 if mode == "paper" else 1.0
     return SHAPE.linear_flops(tokens) + times * SHAPE.attention_flops(tokens, 0)
 
 
 def gpus_for(tokens: int, mode: Mode) -> int:
-    """So many are needed for the TTFT."""
+    """Return the number of devices whose peak FLOP/s suffice for the TTFT."""
     return math.ceil(flops(tokens, mode) / (TTFT_S * DEVICE.flops))
 
 
 def most_tokens(gpus: int, mode: Mode) -> dict[str, int]:
-    """The longest context by resource on so many."""
+    """Return the longest context by resource: compute for the TTFT, bandwidth for the TBT, memory capacity."""
     low, high = 1, 1 << 26
+    # FLOPs have no closed inverse here: bisect for the largest prompt within the TTFT
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if flops(middle, mode) <= gpus * TTFT_S * DEVICE.flops else (low, middle - 1)

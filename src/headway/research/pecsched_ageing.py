@@ -1,9 +1,9 @@
-"""Do long requests starve under PecSched as short ones grow more? §5 does not say. Short load 0.5 to 1.0, long load
-0.3, so up to 1.3 of what the cluster can compute. The setting: `pecsched_setting`.
+"""Starvation of long requests under PecSched as the short load grows (not covered by §5). Short load 0.5 to 1.0, long
+load 0.3, so up to 1.3 of what the cluster can compute. The setting: `pecsched_setting`.
 
-Default mode ages: a long prefill is suspended for about as long as it computes, no longer. So long requests get half of
-the cluster at least, and wait for each other where they ask for more: how many came stands beside each row. Paper mode
-does not age, and is shown at the highest load.
+Default mode ages: a long prefill is suspended for about as long as it computes, no longer. So long requests get at
+least half of the cluster, and queue for each other where they need more: each row has the number that arrived. Paper
+mode does not age, and is shown at the highest load.
 """
 
 from __future__ import annotations

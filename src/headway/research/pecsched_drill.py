@@ -1,8 +1,8 @@
-"""Drives PecSched's placement alone, at any size: what decisions cost (Fig. 15) and whether they are sound.
+"""A driver of PecSched's placement policy alone, at any cluster size, to time and check its decisions (Fig. 15).
 
 Every replica is one server that computes short prefills in order; decodes take a fixed time. That is far less than the
-cluster simulator does, which runs every instance's own scheduler, and therefore fits 8,192 replicas into seconds.
-What must never happen is checked at every step: InvariantError.
+cluster simulator does, which runs every instance's own scheduler, so that 8,192 replicas take seconds. Invariants are
+checked at every step (InvariantError).
 """
 
 from __future__ import annotations
@@ -42,32 +42,42 @@ _DONE, _SHORT, _NEWS, _TIMER, _ARRIVE = range(5)
 
 @dataclass
 class LongRequest:
-    """A long request: seconds of its prefill, how many are left, and since when it runs (-1: it does not)."""
+    """The state of a long request."""
 
     request: Request
     group: tuple[int, ...]
     seconds: float
+    """Seconds of its whole prefill on the group."""
     left_s: float
+    """Seconds still to compute, as of the last start or pause."""
     began_s: float = -1.0
+    """Start of the current stretch; -1 while it does not run."""
     wants: bool = True
+    """It is to start or resume as soon as its group is free."""
     serial: int = 0
+    """Counts starts and preemptions: scheduled ends with another number are stale."""
 
 
 @dataclass
 class DrillResult:
-    """What came out. short_s, long_s: seconds of each call that placed a short or a long request, by the stopwatch;
-    all_s: of all calls. prefilled_s: when each request's first token came. suspensions: pauses of long prefills."""
+    """The result of a drill. Decision times are by the stopwatch, all others virtual."""
 
     short_s: list[float] = field(default_factory=list)
+    """Seconds of each call that placed a short request."""
     long_s: list[float] = field(default_factory=list)
+    """Seconds of each call that placed long requests, divided by their number."""
     all_s: float = 0.0
+    """Seconds of all calls of the policy."""
     actions: list[tuple[float, Action]] = field(default_factory=list)
+    """(time, action), where they are kept."""
     prefilled_s: dict[str, float] = field(default_factory=dict)
+    """Time of each request's first token."""
     suspensions: int = 0
+    """Pauses of long prefills."""
 
 
 class PlacementDrill:
-    """One run of a policy over requests. `layers`: where long prefills can be paused."""
+    """One run of a policy over requests. Long prefills can be paused at the edges of `layers` equal layers."""
 
     def __init__(
         self,
@@ -83,9 +93,11 @@ class PlacementDrill:
         self._layers, self._decode_s = layers, decode_s
         self._watch, self._keep = stopwatch, keep_actions
         count = len(book.instances)
+        # by instance: queued short prefills, whether one computes, and the long prefill that computes
         self._queue: list[deque[Request]] = [deque() for _ in range(count)]
         self._busy = [False] * count
         self._computing: list[LongRequest | None] = [None] * count
+        # long requests that hold their group, and those of them that are to start or resume
         self._longs: dict[str, LongRequest] = {}
         self._wanting: dict[str, LongRequest] = {}
         self._requests: dict[str, Request] = {}
@@ -96,7 +108,7 @@ class PlacementDrill:
         self.out = DrillResult()
 
     def run(self, requests: Sequence[Request], until_s: float = float("inf")) -> DrillResult:
-        """To the end, or to `until_s`."""
+        """Run all requests to their end, or to `until_s`."""
         for request in requests:
             self._push(request.arrival_s, _ARRIVE, request)
         while self._heap and self._heap[0][0] <= until_s:
@@ -147,6 +159,7 @@ class PlacementDrill:
             took = self._watch() - began
             self.out.all_s += took
             commits = sum(isinstance(action, CommitSpans) for action in actions)
+            # a call that commits spans placed long requests, even when the event was an arrival
             if commits:
                 self.out.long_s.append(took / commits)
             elif isinstance(event, RequestArrived):
@@ -208,7 +221,7 @@ class PlacementDrill:
     # -- long requests ------------------------------------------------------------------------------------------------
 
     def _start_longs(self) -> None:
-        """All instances of a group at once, and only when no short prefill is on any of them."""
+        """Start or resume long prefills whose group has no short prefill queued or computing and no other long one."""
         for name, long in list(self._wanting.items()):
             if all(not self._queue[i] and self._computing[i] is None for i in long.group):
                 del self._wanting[name]
@@ -224,6 +237,7 @@ class PlacementDrill:
             self._push(self.now, _NEWS, ActionRefused(name, "preempt", "it does not run"))
             return
         ran_s = self.now - long.began_s
+        # the layer in progress is completed; on an edge exactly (up to rounding) the prefill stops there
         whole = int((long.seconds - long.left_s + ran_s) / layer_s - 1e-9) + 1
         at_s = long.began_s + whole * layer_s - (long.seconds - long.left_s)
         if whole >= self._layers:

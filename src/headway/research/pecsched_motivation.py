@@ -23,7 +23,7 @@ STARVED = {"Mistral-v0.3 7B": 0.92, "Phi-3 14B": 0.97, "Yi 34B": 1.0, "Llama-3.1
 
 
 def fig1(options: RunOptions) -> ExperimentReport:
-    """Azure's lengths: of the conversation service of 2023, which the presets were fitted to."""
+    """Reproduce Fig. 1 on the lengths of Azure's conversation service of 2023, to which the presets were fitted."""
     drawn = preset("azure-conv-like").draw(
         np.random.default_rng(0), ConstantArrivals(1.0), 2000 if options.quick else 50_000
     )
@@ -49,13 +49,13 @@ def fig1(options: RunOptions) -> ExperimentReport:
 
 
 def fig2(options: RunOptions) -> ExperimentReport:
-    """Short requests under FIFO, with long requests and without."""
+    """Reproduce Fig. 2: short requests under FIFO, with long requests and without."""
     why = "Where nothing queues without long requests the ratio has no meaningful size."
     return _beside(options, "FIFO", "FIFO, no longs", "with long ones over without", (FIFO_RATIO, FIFO_RPS), why)
 
 
 def fig3(options: RunOptions) -> ExperimentReport:
-    """Short requests under reservation and under FIFO."""
+    """Reproduce Fig. 3: short requests under reservation and under FIFO."""
     why = "Worse than FIFO only where short requests saturate their part of the cluster."
     return _beside(options, "Reservation", "FIFO", "under reservation over FIFO", (RESERVED_RATIO, RESERVED_RPS), why)
 
@@ -63,7 +63,7 @@ def fig3(options: RunOptions) -> ExperimentReport:
 def _beside(
     options: RunOptions, system: str, peer: str, words: str, paper: tuple[dict[str, float], dict[str, float]], why: str
 ) -> ExperimentReport:
-    """Queueing and throughput of short requests under a system, over those under its peer."""
+    """Return rows of queueing and throughput of short requests under a system, over those under its peer."""
     runs = PecSchedStudy(options)
     runs.ensure([(system, "default"), (peer, "default")], REGIMES)
     rows = []
@@ -87,7 +87,7 @@ def _beside(
 
 
 def table1(options: RunOptions) -> ExperimentReport:
-    """How much of the cluster is idle under FIFO and under reservation."""
+    """Reproduce Table 1: idle share of the cluster under FIFO and under reservation."""
     runs = PecSchedStudy(options)
     runs.ensure([("FIFO", "default"), ("Reservation", "default")], REGIMES)
     rows = []
@@ -111,7 +111,7 @@ def table1(options: RunOptions) -> ExperimentReport:
 
 
 def table3(options: RunOptions) -> ExperimentReport:
-    """How often long prefills are preempted where sequence parallelism is plain ring attention (/FSP)."""
+    """Reproduce Table 3: preemptions of long prefills where sequence parallelism is plain ring attention (/FSP)."""
     runs = PecSchedStudy(options)
     runs.ensure([("/FSP", "default")], REGIMES)
     rows = [
@@ -133,7 +133,7 @@ def _each(runs: PecSchedStudy, regime: Regime) -> dict[str, float]:
 
 
 def table2(options: RunOptions) -> ExperimentReport:
-    """Long requests that never run under priority."""
+    """Reproduce Table 2: long requests that never run under priority."""
     runs = PecSchedStudy(options)
     runs.ensure([("Priority", "default"), ("PecSched", "default"), ("PecSched", "paper")], REGIMES)
     rows = [

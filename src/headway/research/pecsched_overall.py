@@ -32,7 +32,7 @@ def _default(found: dict[str, float]) -> dict[Mode, dict[str, float] | None]:
 
 
 def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedStudy:
-    """Parts are taken from the default mode only."""
+    """Return the study with its simulations run: ablations in default mode only, other systems in both."""
     runs = PecSchedStudy(options)
     modes: dict[str, tuple[Mode, ...]] = dict.fromkeys(ABLATIONS, ("default",))
     runs.ensure([(system, mode) for system in systems for mode in modes.get(system, MODES)], REGIMES)
@@ -40,7 +40,7 @@ def _prepared(options: RunOptions, systems: tuple[str, ...]) -> PecSchedStudy:
 
 
 def fig9(options: RunOptions) -> ExperimentReport:
-    """Queueing of short requests."""
+    """Reproduce Fig. 9: queueing of short requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "0.42 to 0.13", "Reservation": "0.39 to 0.08", "Priority": "about 1"}
     rows = [
@@ -66,7 +66,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
 
 
 def fig10(options: RunOptions) -> ExperimentReport:
-    """Throughput of short requests."""
+    """Reproduce Fig. 10: throughput of short requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "1.42 to 4.18", "Reservation": "2.93 to 6.95", "Priority": "about 1"}
     rows = [
@@ -84,7 +84,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
 
 
 def fig11(options: RunOptions) -> ExperimentReport:
-    """JCT of long requests."""
+    """Reproduce Fig. 11: JCT of long requests."""
     runs = _prepared(options, (*PEERS, "PecSched"))
     paper = {"FIFO": "1.04 to 1.07", "Reservation": "1.06 to 1.13"}
     rows = [
@@ -102,13 +102,13 @@ def fig11(options: RunOptions) -> ExperimentReport:
 
 
 def _left_out(names: Sequence[str], found: Mapping[str, float]) -> str:
-    """Which models a row says nothing about, as a sentence."""
+    """Return a sentence that names the models without a value in a row; empty when there is none."""
     missing = ", ".join(name for name in names if name not in found)
     return f"Nothing about {missing}: no long request came in the first half of the window." if missing else ""
 
 
 def _without(runs: PecSchedStudy, regime: Regime, metric: str, mode: Mode) -> dict[str, float]:
-    """Without each part over PecSched, averaged over models."""
+    """Return a metric without each part over PecSched's, averaged over models."""
     found = {}
     for part in ABLATIONS:
         ratios = runs.ratios(part, "PecSched", mode, regime, metric)
@@ -118,7 +118,7 @@ def _without(runs: PecSchedStudy, regime: Regime, metric: str, mode: Mode) -> di
 
 
 def fig12(options: RunOptions) -> ExperimentReport:
-    """Queueing of short requests without each part."""
+    """Reproduce Fig. 12: queueing of short requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = [
         judge(
@@ -135,7 +135,7 @@ def fig12(options: RunOptions) -> ExperimentReport:
 
 
 def fig13(options: RunOptions) -> ExperimentReport:
-    """Throughput of short requests without each part."""
+    """Reproduce Fig. 13: throughput of short requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = [
         judge(
@@ -155,7 +155,7 @@ def _pe_largest(found: Mapping[str, float]) -> bool:
 
 
 def fig14(options: RunOptions) -> ExperimentReport:
-    """JCT of long requests without each part."""
+    """Reproduce Fig. 14: JCT of long requests without each part."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     paper = {"/PE": "0.86 to 0.82", "/Dis": "1.21 to 1.29", "/CoL": "1.23 to 1.26", "/FSP": "1.39 to 1.55"}
     rows = []
@@ -191,7 +191,7 @@ def _part(runs: PecSchedStudy, part: str, regime: Regime, mode: Mode) -> dict[st
 
 
 def table6(options: RunOptions) -> ExperimentReport:
-    """How often long requests are suspended."""
+    """Reproduce Table 6: suspensions of long requests."""
     runs = _prepared(options, ("PecSched", *ABLATIONS))
     rows = []
     for regime in REGIMES:
@@ -235,5 +235,5 @@ def _panels(runs: PecSchedStudy, systems: tuple[str, ...]) -> tuple[PlotPanel, .
 
 
 def _delay_s(runs: PecSchedStudy, name: str, system: str, regime: Regime, cut: int) -> float:
-    """At least 0.1 ms, for a logarithmic axis."""
+    """Return a value of at least 0.1 ms, for a logarithmic axis."""
     return max(1e-4, runs.value(name, system, "default", regime, "delay_s", f"p{cut}") or 0.0)

@@ -1,7 +1,7 @@
-"""PecSched §6.5 and §6.6: what decisions cost, over JCT (Table 7), and as the cluster grows to 8,192 GPUs (Fig. 15).
+"""PecSched §6.5 and §6.6: time of decisions over JCT (Table 7), and as the cluster grows to 8,192 GPUs (Fig. 15).
 
-Decisions are timed on this machine while the drill (`pecsched_drill`) drives the policy at any size. `literal` looks at
-every replica for each decision, as the paper's scheduler does; the indexed one is what is used. Both decide alike.
+Decisions are timed on the computer at hand while `pecsched_drill` drives the policy at any size. The `literal` policy
+scans every replica for each decision, as the paper's scheduler does; the indexed one is the default. Both decide alike.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ DECODE_S = 2.0
 
 
 class DecisionCost(NamedTuple):
-    """Seconds: 99th percentiles of a decision, and mean JCT; `per_s`: short decisions a second."""
+    """Times of decisions at one cluster size."""
 
     short_s: float
+    """99th percentile of placing a short request, seconds."""
     long_s: float
+    """99th percentile of placing a long request, seconds."""
     short_ratio: float
+    """`short_s` over the mean JCT of short requests."""
     long_ratio: float
+    """`long_s` over the mean JCT of long requests."""
     per_s: float
+    """Short decisions a second, by their mean time."""
 
 
 DecisionCosts = dict[tuple[str, int, bool], DecisionCost]
@@ -61,7 +66,7 @@ def _spec(name: str) -> ClusterSpec:
 def drill(
     name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]
 ) -> tuple[DrillResult, list[Request]]:
-    """PecSched on so many GPUs: a share of the replicas is taken by long requests at the start, short ones follow."""
+    """Run PecSched on `gpus` GPUs: long requests occupy a share of the replicas at the start, short ones follow."""
     at, spec = MODELS[name], _spec(name)
     replicas, each = gpus // at.tp, 8 // at.tp
     prefill = [ClusterInstance(id=i, node=i // each, role="prefill", tp=at.tp) for i in range(replicas)]
@@ -73,6 +78,7 @@ def drill(
         for i in range(max(1, round(HELD_AT_FIRST * replicas / size)))
     ]
     drawn = preset("pecsched-short").draw(np.random.default_rng(0), ConstantArrivals(1.0), count)
+    # the rate at which short requests are SHORT_LOAD of what all replicas can compute
     gap_s, now = work_s(name)[0] / (SHORT_LOAD * replicas), 0.001
     for i, short in enumerate(drawn):
         now += rng.expovariate(1 / gap_s)
@@ -87,7 +93,7 @@ def drill(
 
 
 def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[], float]) -> DecisionCost:
-    """Reduce a drill."""
+    """Run a drill and return the times of its decisions."""
     out, work = drill(name, gpus, count, literal, stopwatch)
     jct: dict[str, list[float]] = {"s": [], "l": []}
     for request in work:
@@ -95,12 +101,13 @@ def cost(name: str, gpus: int, count: int, literal: bool, stopwatch: Callable[[]
             jct[request.id[0]].append(out.prefilled_s[request.id] - request.arrival_s + DECODE_S)
     short_s, long_s = (float(np.quantile(found, 0.99)) for found in (out.short_s, out.long_s))
     alone_s = work_s(name)[1] / min(MODELS[name].long_sp, gpus // MODELS[name].tp) + DECODE_S
+    # in a short drill perhaps no long request ends: take its JCT on an idle cluster, a lower bound
     long_jct_s = fmean(jct["l"]) if jct["l"] else alone_s
     return DecisionCost(short_s, long_s, short_s / fmean(jct["s"]), long_s / long_jct_s, 1 / fmean(out.short_s))
 
 
 def table7(options: RunOptions) -> ExperimentReport:
-    """99th percentile of decision time over mean JCT, on 32 GPUs."""
+    """Reproduce Table 7: 99th percentile of decision time over mean JCT, on 32 GPUs."""
     found = _costs(options, (32,), list(MODELS))
     paper = {
         "short": {"Mistral-v0.3 7B": 0.00354, "Phi-3 14B": 0.00282, "Yi 34B": 0.00196, "Llama-3.1 70B": 0.00071},
@@ -124,7 +131,7 @@ def _below(paper: dict[str, float], got: dict[str, float]) -> bool:
 
 
 def fig15(options: RunOptions) -> ExperimentReport:
-    """Scheduling time to 8,192 GPUs."""
+    """Reproduce Fig. 15: scheduling time up to 8,192 GPUs."""
     sizes = (32, 512) if options.quick else SIZES
     found = _costs(options, sizes, list(MODELS))
     panels = tuple(

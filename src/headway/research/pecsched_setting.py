@@ -1,11 +1,10 @@
 """The one setting of PecSched's figures (§6.2): four models on 4 × 8 A100, a node's network 400 Gb/s. Nothing is tuned
 per figure.
 
-Times of iterations: operator fits of the A100 (`perf.latency.fitted`); of long prefills: fast SP's corrected
-formulas at the
-roofline's shares of peak. 4, 4, 1 and 1 replicas decode short requests under PecSched; its peers use them as any other.
-Hidden in the paper, and decided here: a long request takes 22, 24, 7 and 7 replicas (what the throughput that
-Reservation leaves to short requests implies; memory alone needs 2, 3, 1 and 2), and how loaded the cluster is.
+Times of iterations: operator fits of the A100 (`perf.latency.fitted`); of long prefills: fast SP's corrected formulas
+at the roofline's shares of peak. 4, 4, 1 and 1 replicas decode short requests under PecSched; its peers use them as any
+other. Not stated in the paper, and chosen here: the replicas of a long request, 22, 24, 7 and 7 (implied by the
+throughput that Reservation leaves to short requests; memory alone needs 2, 3, 1 and 2), and the load of the cluster.
 
 Regimes, since no single load gives all of the paper's figures (docs/papers/pecsched.md). Loads are shares of what the
 replicas that prefill under PecSched can compute:
@@ -57,15 +56,18 @@ QUICK_S = 20.0
 
 
 class PecSchedCluster(NamedTuple):
-    """A model of Table 5 on 32 GPUs: replicas that prefill and decode under PecSched, and those of a long request.
-    window_s: of a run; shorter where requests are many."""
+    """A model of Table 5 on 32 GPUs."""
 
     model: str
     tp: int
     prefill: int
+    """Replicas that prefill under PecSched."""
     decode: int
+    """Replicas that decode under PecSched."""
     long_sp: int
+    """Replicas of a long request."""
     window_s: float
+    """Observed seconds of a run; fewer where requests are many."""
 
 
 MODELS: dict[str, PecSchedCluster] = {
@@ -91,7 +93,7 @@ ABLATIONS = ("/PE", "/Dis", "/CoL", "/FSP")
 
 
 class PecSchedPoint(NamedTuple):
-    """One simulation."""
+    """The inputs of one simulation. Two runs with equal points have equal results."""
 
     name: str
     system: str
@@ -103,25 +105,32 @@ class PecSchedPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class PecSchedResult:
-    """What is kept of it. delay_s: queueing of short requests, by percentile. short_rps: completed a second of the
-    window. long_jct_s: mean. starved, unfinished: shares of long requests. idle: share of replicas' time. pauses: of
-    longs."""
+    """The figures of one simulation."""
 
     delay_s: dict[str, float]
+    """Queueing delay of short requests, by percentile."""
     short_rps: float
+    """Short requests completed, for each second of the window."""
     long_jct_s: float | None
+    """Mean JCT of long requests that arrived in the window's first half."""
     starved: float | None
+    """Share of long requests never begun, of those that arrived in the first two thirds."""
     unfinished: float | None
+    """Share of long requests that did not end, of those that arrived in the first half."""
     idle: float
+    """Share of the replicas' time in which nothing was computed."""
     pauses: int
+    """Preemptions of long prefills."""
     longs: int
+    """Long requests that arrived."""
 
 
 def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float) -> dict[str, Any]:
-    """A set-up as a scenario's data, as `headway simulate` takes it."""
+    """Return a point as a scenario's data, as `headway simulate` takes it."""
     at = MODELS[name]
     placement, changed = SYSTEMS[system]
     options: dict[str, Any] = {"long_sp": at.long_sp, **changed}
+    # separate decode replicas exist only where PecSched disaggregates; its peers use all replicas for both
     apart = placement == "pecsched" and options.get("disaggregate", True)
     if placement == "pecsched":
         options |= {"mode": mode, "long_replicas": "fixed"}
@@ -162,9 +171,10 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
 
 @cache
 def _rates(name: str, regime: Regime) -> tuple[float, float]:
-    """Short and long requests a second."""
+    """Return (short, long) requests a second of a regime."""
     if regime == "trace":
         return TRACE_RPS * (1 - TRACE_LONG), TRACE_RPS * TRACE_LONG
+    # load = rate · replica-seconds of a request / replicas that prefill, solved for the rate
     short_s, long_s = work_s(name)
     shorts, longs = LOADS[regime]
     return shorts * MODELS[name].prefill / short_s, longs * MODELS[name].prefill / long_s
@@ -172,7 +182,7 @@ def _rates(name: str, regime: Regime) -> tuple[float, float]:
 
 @cache
 def work_s(name: str) -> tuple[float, float]:
-    """Replica-seconds of a mean short prefill, and of a mean long one as a plain ring."""
+    """Return the replica-seconds of a mean short prefill, and of a mean long one as a plain ring."""
     at = MODELS[name]
     data = {
         "model": at.model,
@@ -191,15 +201,17 @@ def work_s(name: str) -> tuple[float, float]:
     ring = GroupShape(at.long_sp, -(-at.long_sp * at.tp // 8))
     return (
         fmean(spans.prefill_s(0, request.prompt_tokens, GroupShape(1)) for request in shorts),
+        # a long prefill occupies all replicas of its ring
         at.long_sp * fmean(spans.prefill_s(0, tokens, ring) for tokens in lengths),
     )
 
 
 def measure(result: ClusterResult) -> PecSchedResult:
-    """Reduce a run."""
+    """Return the figures of a run."""
     end_s = result.sim.duration_s
     shorts = [record for record in result.sim.records if record.klass == "short"]
     longs = [record for record in result.sim.records if record.klass == "long"]
+    # a lower bound for requests that have not begun
     delays = [(end_s if r.scheduled_s is None else r.scheduled_s) - r.arrival_s for r in shorts]
     early = [r for r in longs if r.arrival_s < end_s / 2]
     jct = [(r.finish_s if r.finish_s is not None else end_s) - r.arrival_s for r in early]
@@ -217,7 +229,7 @@ def measure(result: ClusterResult) -> PecSchedResult:
 
 
 def run_point(point: PecSchedPoint) -> PecSchedResult:
-    """Simulate."""
+    """Simulate a point and return its figures."""
     data = scenario(point.name, point.system, point.mode, point.regime, point.window_s)
     return measure(run_cluster(parse_scenario(data), point.seed))
 
@@ -226,7 +238,7 @@ RESULTS: SimulationCache[PecSchedPoint, PecSchedResult] = SimulationCache()
 
 
 class PecSchedStudy:
-    """All points of a figure."""
+    """The points of a figure; results are shared by all figures of a process."""
 
     def __init__(self, options: RunOptions, names: Sequence[str] = tuple(MODELS)) -> None:
         self.names = names[-1:] if options.quick else names
@@ -234,16 +246,16 @@ class PecSchedStudy:
         self._options = options
 
     def window_s(self, name: str) -> float:
-        """Of one model's runs."""
+        """Return the observed seconds of a model's runs."""
         return self._options.window_s or (QUICK_S if self._options.quick else MODELS[name].window_s)
 
     def _point(self, name: str, system: str, mode: Mode, regime: Regime, seed: int) -> PecSchedPoint:
-        """Modes are PecSched's: one run of its peers stands for both."""
+        """Return the cache key of a point. Only PecSched has modes, so one run of a peer serves both."""
         own: Mode = mode if SYSTEMS[system][0] == "pecsched" else "default"
         return PecSchedPoint(name, system, own, regime, self.window_s(name), seed)
 
     def ensure(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
-        """Simulate what is not there yet, in `jobs` processes."""
+        """Simulate the points that have no result yet, in `jobs` processes."""
         kinds, loads = list(systems), list(regimes)
         points = (
             self._point(name, system, mode, regime, seed)
@@ -255,7 +267,7 @@ class PecSchedStudy:
         RESULTS.ensure(points, run_point, self._options.jobs, self._options.on_progress)
 
     def value(self, name: str, system: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99") -> float | None:
-        """Mean over seeds; None where no seed has it. delay_s: of a percentile."""
+        """Return the mean of a metric over seeds; None where no seed has it. `cut`: the percentile of `delay_s`."""
         found = []
         for seed in self.seeds:
             point = self._point(name, system, mode, regime, seed)
@@ -270,7 +282,7 @@ class PecSchedStudy:
     def ratios(
         self, over: str, under: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99"
     ) -> dict[str, float]:
-        """By model; a model is left out where either has no value or the lower one is 0."""
+        """Return `over` / `under` by model, without models where either has no value or `under` is 0."""
         found = {}
         for name in self.names:
             top = self.value(name, over, mode, regime, metric, cut)
@@ -280,16 +292,16 @@ class PecSchedStudy:
         return found
 
     def values(self, system: str, mode: Mode, regime: Regime, metric: str) -> dict[str, float]:
-        """By model."""
+        """Return a metric by model, without models that have no value."""
         found = {name: self.value(name, system, mode, regime, metric) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
     def expected_longs(self, name: str, regime: Regime) -> float:
-        """Long requests of a run, on average; how many come is drawn."""
+        """Return the expected number of long requests of a run; the actual number is drawn."""
         return _rates(name, regime)[1] * self.window_s(name)
 
     def source(self, regimes: Sequence[Regime], **more: Any) -> dict[str, Any]:
-        """The `source` of a report."""
+        """Return the `source` of a report."""
         name = self.names[-1]
         return {
             "latency": "fitted: A100 operator profiles; long prefills: fast-SP formulas, corrected, at 0.7 and 0.6 of "

@@ -1,4 +1,4 @@
-"""A report's curves, side by side, in the house style."""
+"""Picture of a report: its panels side by side, in the house style."""
 
 from __future__ import annotations
 

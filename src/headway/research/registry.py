@@ -1,4 +1,4 @@
-"""Every experiment by id, in the papers' order: the function that runs it, its title and what it costs."""
+"""Registry of experiments by id, in the papers' order: function, title and cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report for people: a table of claims, then where its numbers come from."""
+"""Terminal output of a report: a table of claims, then the source of its numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"exact": "green", "within band": "green", "ordering holds": "green",
 
 
 def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
-    """One report's JSON."""
+    """Return the table of one report's JSON, titled by its id and `about`."""
     table = Table(title=f"{data['id']} · {about}", title_justify="left", show_lines=True)
     table.add_column("claim", ratio=5)
     table.add_column("paper", ratio=3)

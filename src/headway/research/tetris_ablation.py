@@ -1,4 +1,4 @@
-"""Tetris Fig. 11-12 (improvement rates by load) and 13 (what chunking is worth)."""
+"""Tetris Fig. 11-12 (improvement rates by load) and 13 (chunked against single-chunk plans)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STEP = 0.1
 
 
 def fig11(options: RunOptions) -> ExperimentReport:
-    """Llama-3 8B."""
+    """Reproduce Fig. 11: improvement rates on Llama-3 8B."""
     return _rates(options, "8b")
 
 
 def fig12(options: RunOptions) -> ExperimentReport:
-    """Llama-3 70B."""
+    """Reproduce Fig. 12: improvement rates on Llama-3 70B."""
     return _rates(options, "70b")
 
 
@@ -66,7 +66,7 @@ def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
 
 
 def fig13(options: RunOptions) -> ExperimentReport:
-    """Single-chunk plans under the same rates."""
+    """Reproduce Fig. 13: single-chunk plans under the same rates."""
     rows, panels = [], []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):

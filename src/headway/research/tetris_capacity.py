@@ -1,4 +1,4 @@
-"""Tetris Fig. 8, 9 and 10: how much load each system carries, TTFT and throughput at the critical rates, and noise.
+"""Tetris Fig. 8, 9 and 10: capacity of each system, TTFT and throughput at the critical rates, and noise.
 
 The paper normalises to 25 times the light-load latency and does not say whose; here it is Tetris's own at 0.1 requests
 a second, for P50 and P99 apart. The 25× crossing lies past the knee, where it depends on how long a run is, so 5×
@@ -30,13 +30,13 @@ NOISY_LOADS: Mapping[str, tuple[float, ...]] = {"short": (4.0,), "medium": (3.0,
 
 
 def systems(cluster: str) -> list[str]:
-    """Those compared, worst first as the paper has them for the 8B."""
+    """Return the systems compared, worst first as the paper has them for the 8B."""
     names = ["Fixed-SP16", "LoongServe disaggregated", "Fixed-SP8", "Tetris"]
     return names if cluster == "8b" else names[1:]
 
 
 def fig8(options: RunOptions) -> ExperimentReport:
-    """Capacity."""
+    """Reproduce Fig. 8: capacity of each system."""
     rows: list[ClaimRow] = []
     panels: list[PlotPanel] = []
     sources = {}
@@ -78,7 +78,7 @@ def _capacity(runs: TetrisStudy, names: list[str], cluster: str, workload: str, 
 
 
 def fig9(options: RunOptions) -> ExperimentReport:
-    """TTFT at the highest load that the best baseline carries within 5×."""
+    """Reproduce Fig. 9: TTFT at the highest load that the best baseline carries within 5× of light load."""
     rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
@@ -107,7 +107,7 @@ def fig9(options: RunOptions) -> ExperimentReport:
 
 
 def fig10(options: RunOptions) -> ExperimentReport:
-    """Requests within 5× of light load: the highest load of each system, in prompt tokens a second."""
+    """Reproduce Fig. 10: prompt tokens a second at the highest load that each system carries within 5×."""
     rows: list[ClaimRow] = []
     source: dict[str, Any] = {}
     for cluster in ("8b", "70b"):
@@ -125,7 +125,7 @@ def fig10(options: RunOptions) -> ExperimentReport:
 
 
 def noise(options: RunOptions) -> ExperimentReport:
-    """30% execution noise: what anchoring the time line at every completion is worth, and a profiler that knows it."""
+    """Compare anchored plans, open-loop plans and rates profiled under noise, at 30% execution noise."""
     runs, rows = TetrisStudy(options, "8b"), []
     loads = {workload: NOISY_LOADS[workload] for workload in runs.workloads}
     knowing = "Tetris, rates under noise"
@@ -154,13 +154,14 @@ def noise(options: RunOptions) -> ExperimentReport:
 
 
 def loongserve(options: RunOptions) -> ExperimentReport:
-    """LoongServe three ways beside fixed sizes and Tetris; and the one whose instances decode too."""
+    """Compare three variants of LoongServe with fixed sizes and Tetris, and one pool for both phases with two pools."""
     runs, rows = TetrisStudy(options, "8b", VARIANT_REQUESTS, every=2), []
     runs.seeds = runs.seeds[:1]
     runs.ensure(VARIANTS)
     for workload in runs.workloads:
         for times in (5.0, 25.0):
             top = runs.loads(workload)[-1]
+            # a system that does not cross within the grid counts with the grid's end
             found = {name: runs.crossing(name, workload, times) or top for name in VARIANTS}
             what = f"8B, {workload}: requests/s (to {top:g}) where P50 TTFT exceeds {times:g}× light load"
             for name in VARIANTS[1:4]:
@@ -177,8 +178,11 @@ def loongserve(options: RunOptions) -> ExperimentReport:
 
 
 def unified(which: str, requests: int = 300) -> dict[str, Any]:
-    """Medium lengths at 2 requests/s on four nodes, as a scenario: `pool`: LoongServe over all 32 instances of TP1, on
-    which requests decode too; `apart`: its rounds on 16, and two decode instances of TP8."""
+    """Return the scenario of medium lengths at 2 requests/s on four nodes.
+
+    which: `pool`, LoongServe over all 32 instances of TP1, which also decode; `apart`, its rounds on 16 instances, and
+    two decode instances of TP8.
+    """
     pool = [{"role": "mixed", "count": 32, "tp": 1, "per_node": 8}]
     apart = [{"role": "prefill", "count": 16, "tp": 1, "per_node": 8}, {"role": "decode", "count": 2, "tp": 8}]
     return {
@@ -225,7 +229,7 @@ def _unified(options: RunOptions) -> list[ClaimRow]:
 
 
 def _critical(runs: TetrisStudy, workload: str) -> float:
-    """The highest load of the grid at which Fixed-SP8 stays within 5× of light load."""
+    """Return the highest rate of the grid at which Fixed-SP8 stays within 5× of light load."""
     limit = 5 * runs.light(workload, "p50")
     within = [rps for rps in runs.loads(workload) if runs.value("Fixed-SP8", workload, rps, "p50") <= limit]
     return max(within, default=runs.loads(workload)[0])

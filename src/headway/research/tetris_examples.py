@@ -18,7 +18,7 @@ CELLS = eq1.TableCells(eq1.table1_samples())
 
 
 def place(planner: LiteralPlanner, lengths: tuple[int, ...], queue_s: float) -> list[float]:
-    """TTFTs of requests that arrive together, in this order, each after the ones before are committed."""
+    """Return the TTFTs of requests that arrive together and are committed one by one in this order."""
     pool, found = dict.fromkeys(range(16), queue_s), []
     for length in lengths:
         group, ttft_s = single(planner, length, pool)
@@ -28,7 +28,7 @@ def place(planner: LiteralPlanner, lengths: tuple[int, ...], queue_s: float) -> 
 
 
 def single(planner: LiteralPlanner, tokens: int, pool: dict[int, float]) -> tuple[tuple[int, ...], float]:
-    """Algorithm 2's plan: one chunk."""
+    """Return (group, TTFT) of Algorithm 2's plan: one chunk."""
     alone = LiteralPlanner(CELLS, planner.sizes, NODES, planner.rate)
     return alone._single_chunk(tokens, (), 0, alone.sizes, pool)
 

@@ -1,4 +1,4 @@
-"""Tetris Fig. 2 (why prefill and decode want different TP), 14 (cache balancing, transfers), Table 2 (planning).
+"""Tetris Fig. 2 (different best TP of prefill and decode), 14 (cache balancing, transfers), Table 2 (planning).
 
 Fig. 2 comes from operator fits of the A100 over a named grid of batches and contexts, because the paper does not give
 its own. Fig. 14 is arithmetic on data-sheet links with layer-wise overlap; what kernels and libraries add is not in it.
@@ -67,7 +67,7 @@ def fig2(options: RunOptions) -> ExperimentReport:
 
 
 def fig14(options: RunOptions) -> ExperimentReport:
-    """What balancing and transfers add."""
+    """Reproduce Fig. 14: time that balancing and transfers add."""
     rows: list[ClaimRow] = []
     for cluster, tokens, sizes in (("8b", 128 * K, (8, 16)), ("70b", 64 * K, (4, 8))):
         spec = prefill_cluster(cluster)
@@ -107,7 +107,7 @@ def fig14(options: RunOptions) -> ExperimentReport:
 
 
 def transfer_share(tokens: int, backends: int) -> float:
-    """Seconds from the end of a lone prefill on all instances to its KV being there, over the prefill's."""
+    """Return the time from the end of a lone prefill on all instances to the arrival of its KV, over the prefill's."""
     base = prefill_cluster("8b")
     decode = ClusterInstance(id=16, node=9, role="decode", tp=8, capacity=1 << 20)
     spec = replace(base, instances=(*base.instances, decode), backends=backends)
@@ -132,7 +132,7 @@ def transfer_share(tokens: int, backends: int) -> float:
 
 
 def table2(options: RunOptions) -> ExperimentReport:
-    """Planning time by the largest SP size, 1,000 random states as the paper's."""
+    """Reproduce Table 2: planning time by the largest SP size, over 1,000 random states as in the paper."""
     rows = []
     watch = options.stopwatch
     for most, paper in TABLE2.items():
@@ -155,7 +155,7 @@ def table2(options: RunOptions) -> ExperimentReport:
 def planning_us(
     most: int, stopwatch: Callable[[], float], plans: int = PLANS, native: bool | None = None
 ) -> dict[str, Any]:
-    """Mean, median and worst time of a plan in µs, conversions from and to Python included."""
+    """Return the mean, median and worst time of a plan in µs, conversions from and to Python included."""
     rng = random.Random(most)
     latency = eq1.extended(eq1.tetris_table1(), 128)
     planner = CdspPlanner(latency, [1 << k for k in range(8)], [i // 8 for i in range(most)], native=native)
@@ -166,5 +166,6 @@ def planning_us(
         began = stopwatch()
         planner.plan(tokens, queue_s, 0.3 * (k % 2))
         took.append((stopwatch() - began) * 1e6)
+    # the first five calls warm up caches and the compiled planner
     took = sorted(took[5:])
     return {"mean": mean(took), "median": took[len(took) // 2], "max": took[-1], "compiled": planner.is_native}

@@ -27,12 +27,12 @@ _KNOWN: dict[tuple[str, str, bool, float], tuple[tuple[float, float], ...]] = {}
 def best_rates(
     loads: Sequence[float], candidates: Sequence[float], mean_ttft_s: Callable[[float, float], float]
 ) -> tuple[tuple[float, float], ...]:
-    """For each load the candidate with the least TTFT; of equal ones the smallest."""
+    """Return (load, rate) for each load: the candidate with the least mean TTFT, of equal ones the smallest."""
     return tuple((load, min(candidates, key=lambda rate: (mean_ttft_s(load, rate), rate))) for load in loads)
 
 
 def profiled(cluster: str, workload: str, options: RunOptions, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
-    """The table of a cluster and workload of the setting, made once a process. noise: of the profiler's own runs."""
+    """Return the table of a cluster and workload, computed once a process. `noise`: of the profiler's own runs."""
     key = (cluster, workload, options.quick, noise)
     if key not in _KNOWN:
         loads = LOADS[cluster, workload]
@@ -53,9 +53,9 @@ def profiled(cluster: str, workload: str, options: RunOptions, noise: float = 0.
 
 
 def scenario_ttft_s(data: Mapping[str, Any], load_rps: float, rate: float, count: int, seed: int) -> float:
-    """Mean TTFT of a scenario's cluster and lengths at a load and with a rate, over all but the first tenth.
+    """Return the mean TTFT of a scenario's cluster and lengths at a load and with a rate, without the first tenth.
 
-    One token of output each: nothing that decodes comes back to prefills."""
+    One token of output for each request: decodes have no effect on prefills."""
     options = {k: v for k, v in data["cluster"].get("options", {}).items() if k not in ("rate", "rates", "rates_file")}
     changed = with_field(data, "cluster.options", options | {"rate": rate})
     for field, value in (("qps", load_rps), ("arrivals", "poisson"), ("requests", count), ("max_output", 1)):

@@ -1,14 +1,12 @@
 """The one setting of Tetris's figures 8 to 13 (§7.1). Nothing is tuned per figure.
 
 8b: Llama-3 8B, two nodes of eight A100s prefill with tp 1 (16 instances), two nodes decode; times of chunks from
-Eq. (1) fitted to the paper's Table 1. 70b: Llama-3 70B, four nodes prefill with tp 4 (8 instances), four decode; nobody
-has published its latencies, so chunks come from one instance's operator fits on a ring (`perf.latency.ring`), and
-Eq. (1) is
-fitted to that. Lengths: truncated log-normals with the published minimum, maximum and mean; Poisson
+Eq. (1) fitted to the paper's Table 1. 70b: Llama-3 70B, four nodes prefill with tp 4 (8 instances), four decode; its
+latencies are not published, so chunks come from one instance's operator fits on a ring (`perf.latency.ring`), and
+Eq. (1) is fitted to those. Lengths: truncated log-normals with the published minimum, maximum and mean; Poisson
 arrivals; 3,000 requests a run, of which the first tenth is left out; seeds 0, 1, 2.
 
-TTFT is decided before decode instances see a request, and nothing of theirs comes back, so runs that ask for TTFT alone
-ask for one token of output.
+Decode instances have no effect on TTFT, so runs that measure TTFT alone ask for one token of output.
 """
 
 from __future__ import annotations
@@ -60,13 +58,14 @@ Fields = tuple[tuple[str, Any], ...]
 
 
 class TetrisSystem(NamedTuple):
-    """A policy and its options. `profiled`: its improvement rates come from the profiler; `noisy`: whose runs then have
-    the execution noise of the point, of which it knows nothing otherwise."""
+    """A placement policy and its options."""
 
     policy: str
     options: Fields = ()
     profiled: bool = False
+    """Its improvement rates come from the profiler (`tetris_rates`)."""
     noisy: bool = False
+    """The profiler's runs have the execution noise of the point; otherwise none."""
 
 
 SYSTEMS: dict[str, TetrisSystem] = {
@@ -84,7 +83,7 @@ SYSTEMS: dict[str, TetrisSystem] = {
 
 
 class TetrisPoint(NamedTuple):
-    """One simulation. noise: standard deviation of ln of what spans take over what was predicted."""
+    """The inputs of one simulation. Two runs with equal points have equal results."""
 
     cluster: str
     workload: str
@@ -93,22 +92,26 @@ class TetrisPoint(NamedTuple):
     requests: int
     seed: int
     noise: float = 0.0
+    """Standard deviation of ln(time of a span / its predicted time)."""
     rates: tuple[tuple[float, float], ...] = ()
+    """Improvement rates by load, (requests/s, rate); empty: the policy's own."""
 
 
 class TetrisResult(NamedTuple):
-    """Seconds; throughput in prompt tokens a second from the first arrival to the last first token."""
+    """The figures of one simulation. TTFT in seconds."""
 
     p50: float
     p99: float
     mean: float
     tokens_per_s: float
+    """Prompt tokens a second, from the first arrival to the last first token."""
     chunked: float
+    """Share of requests with more than one chunk."""
 
 
 @cache
 def spans_of(cluster: str) -> tuple[Any, Any, ClusterLinks]:
-    """(times of spans, model shape, links) of a cluster by name."""
+    """Return (latency of spans, model shape, links) of a cluster by name."""
     device = accelerator("a100-80gb")
     links = ClusterLinks(inside=device.inside, across=device.across)
     if cluster == "8b":
@@ -119,7 +122,7 @@ def spans_of(cluster: str) -> tuple[Any, Any, ClusterLinks]:
 
 
 def prefill_cluster(cluster: str) -> ClusterSpec:
-    """Its prefill instances alone."""
+    """Return a cluster's prefill instances alone."""
     spans, shape, links = spans_of(cluster)
     count, per_node, tp = (16, 8, 1) if cluster == "8b" else (8, 2, 4)
 
@@ -136,13 +139,13 @@ def prefill_cluster(cluster: str) -> ClusterSpec:
 
 
 def requests_of(workload: str, rps: float, count: int, seed: int) -> list[TraceRequest]:
-    """Prompts of a trace, each with one token of output."""
+    """Return prompts of a trace, each with one token of output."""
     drawn = preset(f"tetris-{workload}").draw(np.random.default_rng([seed, 1]), PoissonArrivals(rps), count)
     return [TraceRequest(r.arrival_s, r.prompt_tokens, 1) for r in drawn]
 
 
 def simulate_point(point: TetrisPoint) -> ClusterResult:
-    """Run it."""
+    """Simulate a point."""
     spec, system = prefill_cluster(point.cluster), SYSTEMS[point.system]
     options = dict(system.options) | ({"rates": point.rates} if point.rates else {})
     noise = NoiseSpec("lognormal", point.noise) if point.noise else NoiseSpec()
@@ -152,7 +155,7 @@ def simulate_point(point: TetrisPoint) -> ClusterResult:
 
 
 def run_point(point: TetrisPoint) -> TetrisResult:
-    """Run it, and keep what figures need. The first tenth of the requests is left out of latencies."""
+    """Simulate a point and return its figures. The first tenth of the requests is left out of latencies."""
     result = simulate_point(point)
     records = result.sim.records
     waits = np.array([ttft_s(record) for record in records[len(records) // 10 :]])
@@ -174,22 +177,22 @@ def measured(points: Iterable[TetrisPoint], jobs: int) -> dict[TetrisPoint, Tetr
 
 
 class TetrisStudy:
-    """Points of the setting, medians over seeds."""
+    """The points of a figure, as medians over seeds."""
 
     def __init__(self, options: RunOptions, cluster: str, requests: int = REQUESTS, every: int = 1) -> None:
-        """`every`: which rates of the grid."""
+        """`every`: step through the grid of rates; 1 takes all of them."""
         self.cluster, self.options, self._every = cluster, options, every
         self.requests = 60 if options.quick else requests
         self.seeds = options.seeds or (SEEDS[:1] if options.quick else SEEDS)
         self.workloads = WORKLOADS[1:2] if options.quick else WORKLOADS
 
     def loads(self, workload: str) -> tuple[float, ...]:
-        """The grid of rates."""
+        """Return the simulated rates of a workload, requests a second."""
         loads = LOADS[self.cluster, workload]
         return loads[1 : len(loads) : 4] if self.options.quick else loads[:: self._every]
 
     def rates(self, workload: str, noise: float = 0.0) -> tuple[tuple[float, float], ...]:
-        """The profiled table of improvement rates."""
+        """Return the profiled table of improvement rates, (requests/s, rate)."""
         from headway.research.tetris_rates import profiled
 
         return profiled(self.cluster, workload, self.options, noise)
@@ -202,7 +205,7 @@ class TetrisStudy:
     def ensure(
         self, systems: Iterable[str], loads: Mapping[str, Iterable[float]] | None = None, noise: float = 0.0
     ) -> None:
-        """Simulate what is not known yet, light load included."""
+        """Simulate the points that have no result yet, light load included."""
         points = [
             self.point(system, workload, rps, seed, noise)
             for workload in self.workloads
@@ -213,17 +216,19 @@ class TetrisStudy:
         measured(points, self.options.jobs)
 
     def value(self, system: str, workload: str, rps: float, what: str, noise: float = 0.0) -> float:
-        """Median over seeds; what: a field of `TetrisResult`."""
+        """Return the median over seeds of `what`, a field of `TetrisResult`."""
         points = [self.point(system, workload, rps, seed, noise) for seed in self.seeds]
         return float(median(getattr(m, what) for m in measured(points, self.options.jobs).values()))
 
     def light(self, workload: str, what: str) -> float:
-        """The normaliser: Tetris at 0.1 requests a second."""
+        """Return the value that figures are normalised to: Tetris at 0.1 requests a second."""
         return self.value("Tetris", workload, LIGHT_RPS, what)
 
     def crossing(self, system: str, workload: str, times: float, what: str = "p50") -> float | None:
-        """The rate at which a latency exceeds `times` its light-load value, log-linear between grid points; None when
-        the grid ends before."""
+        """Return the rate at which a latency exceeds `times` its light-load value, log-linear between grid points.
+
+        None when it does not within the grid.
+        """
         limit = times * self.light(workload, what)
         loads = (LIGHT_RPS, *self.loads(workload))
         curve = [(rps, self.value(system, workload, rps, what)) for rps in loads]
@@ -233,7 +238,7 @@ class TetrisStudy:
         return None
 
     def source(self, **more: Any) -> dict[str, Any]:
-        """The `source` of a report."""
+        """Return the `source` of a report."""
         spans: Eq1Latency = spans_of(self.cluster)[0]
         count = {"8b": "16 prefill instances, tp 1, two nodes", "70b": "8 prefill instances, tp 4, four nodes"}
         return {

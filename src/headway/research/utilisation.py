@@ -19,23 +19,24 @@ CHUNK = 4096
 
 
 def mfu(name: str, stages: int, context: int, mode: Mode) -> float:
-    """Useful arithmetic over peak during the prefill; FLOPs counted as the mode says, times as in default mode."""
+    """Return the model FLOPs of a prefill over peak; FLOPs are counted as in `mode`, times are default mode's."""
     m = machine("h100", name, 8, stages, "default")
     flops = prefill_flops(m.shape, context)
     if mode == "paper":
+        # whole attention is twice the causal count
         flops += m.shape.attention_flops(context, 0)
     return flops / (static_prefill(m, context, CHUNK).ttft_s * m.device.flops * m.layout.accelerators)
 
 
 def mbu(name: str, context: int, groups: int, mode: Mode) -> float:
-    """Bytes of weights (once a group) and of KV that a decode reads, over peak, during its TBT; one stage."""
+    """Return the bytes of weights (once a group) and KV that a decode reads in one TBT, over peak; one stage."""
     m = machine("h100", name, 8, 1, mode)
     read = groups * m.shape.parameters * m.shape.dtype_bytes + context * m.shape.kv_bytes_per_token
     return read / (m.tbt_s(context, groups=groups) * m.device.bandwidth * m.layout.accelerators * groups)
 
 
 def prefill(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 15."""
+    """Reproduce Medha Fig. 15."""
     claims = [
         ("llama-3-70b", n, c)
         for n in NODES
@@ -70,7 +71,7 @@ def prefill(options: RunOptions) -> ExperimentReport:
 
 
 def decode(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 16."""
+    """Reproduce Medha Fig. 16."""
     groups = (1, 2, 4)
     lines = {
         f"{name}, 10M": [(float(8 * k), mbu(name, 10_000_000, k, "default")) for k in groups]
