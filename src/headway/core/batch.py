@@ -1,7 +1,7 @@
-"""What one iteration computes. Made by `Scheduler.schedule`, carried out by an executor, live or simulated.
+"""Contents of one iteration. Made by `InstanceScheduler.schedule`, carried out by an executor, live or simulated.
 
-Batches are deltas: who decodes is a group that changes rarely, and KV moves are a ledger's operations since the
-batch before, which an executor replays on its own copy of the allocator. Nothing here grows with context length.
+Batches are deltas: decoding requests are a group that changes rarely, and KV changes are the block manager's operations
+since the previous batch, which an executor replays on its own block tables. Nothing here grows with context length.
 
 An instance may have several *groups*, each with all weights and a KV pool of its own (KV parallelism, Medha §3.3). A
 long request's KV is cut into shards, one a group: its rows are computed in the part of the group that holds the last
@@ -20,30 +20,32 @@ KvVerb = Literal["reserve", "grow", "free", "reassign"]
 
 
 class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One operation on a group's block allocator, to be replayed in order: `blocks` is how many it adds (0 for free).
-
-    With "reserve", `start` is the first token of the request that this group holds: its shard begins there. "reassign"
-    gives what `before` owns to `request`, and moves nothing; only an instance that is one process does it."""
+    """One operation on a group's block tables, to be replayed in order."""
 
     verb: KvVerb
     request: str
     blocks: int
+    """How many blocks the operation adds; 0 for "free" and "reassign"."""
     start: int = 0
+    """Of "reserve": the first token of the request that this group holds, where its shard begins."""
     before: str = ""
+    """Of "reassign": the owner whose blocks become those of `request`. No data moves; single-process instances only."""
 
 
 class DecodeGroup(msgspec.Struct, frozen=True, gc=False):
-    """Requests that each compute one token. `kv_sum` is the number of KV tokens that they read together in this group.
+    """Requests that each compute one token.
 
-    The same `epoch` means the same `members` (in the same order), so that a plan need not repeat them. A new epoch is
-    the group of epoch `base` (0: nobody) without `left`, and with `joined` at its end: executors that keep groups by
-    epoch do work for what has changed only.
+    A group is the group of epoch `base` without `left`, and with `joined` at its end: executors that store groups by
+    epoch do work for changes only.
     """
 
     members: tuple[str, ...] = ()
     kv_sum: int = 0
+    """KV tokens that the members read together in this group."""
     epoch: int = 0
+    """The same epoch means the same members in the same order, which a message then need not repeat."""
     base: int = 0
+    """Epoch of the previous group; 0: the empty group."""
     joined: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
 
@@ -53,16 +55,15 @@ class DecodeGroup(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, start + tokens) of a request. When `last`, the iteration yields the request's next token.
-
-    `base` is the first token that this group holds: of what went before, it reads [base, start), others the rest. A
-    chunk never crosses the edge of a shard."""
+    """Tokens [start, start + tokens) of a request. A chunk never crosses the edge of a shard."""
 
     request: str
     start: int
     tokens: int
     last: bool
+    """Whether the iteration yields the request's next token."""
     base: int = 0
+    """First token that this group holds: it attends [base, start), and groups with earlier shards the tokens before."""
 
 
 class RemoteAttention(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -78,13 +79,15 @@ class RemoteAttention(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class GroupBatch(msgspec.Struct, frozen=True, gc=False):
-    """What one group does in a batch. `kv_ops` come first, in order, on the group's own block tables."""
+    """One group's part of a batch."""
 
     group: int
     decodes: DecodeGroup
     prefills: tuple[Chunk, ...] = ()
     kv_ops: tuple[KvOp, ...] = ()
+    """Replayed in order on the group's own block tables, before anything is computed."""
     assists: tuple[RemoteAttention, ...] = ()
+    """Rows of other groups to attend over this group's shards."""
 
     @property
     def tokens(self) -> int:
@@ -93,17 +96,15 @@ class GroupBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One iteration, of all groups that have a part in it. `predicted_s` is the latency model's word for it (for one
-    pipeline stage, the slowest part).
-
-    `repeat` above 1 is leave to fast-forward: so many iterations of this batch, whose decodes all go on, would be
-    scheduled one after another as long as nothing arrives, ends or aborts. Only simulators ask for it; live it is 1.
-    """
+    """One iteration of all groups that take part in it."""
 
     id: int
     parts: tuple[GroupBatch, ...]
     predicted_s: float = 0.0
+    """Predicted seconds of one pipeline stage, of the slowest part."""
     repeat: int = 1
+    """Above 1, the batch may stand for up to so many iterations, which would be scheduled one after another as long as
+    no request arrives, ends or aborts. For simulators only; live it is 1."""
 
     @property
     def tokens(self) -> int:
@@ -112,9 +113,10 @@ class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class RequestProgress(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What an executor reports of a request that yielded output: how many tokens were accepted, and whether it ended
-    (end token, length, stop): a finished request takes part in no later batch. One that goes on has accepted 1."""
+    """Output of one request in a completed batch."""
 
     request: str
     accepted: int
+    """Tokens accepted; 1 for a request that goes on."""
     finished: bool
+    """Whether the request has ended (end token, length, stop): it takes part in no later batch."""

@@ -1,6 +1,6 @@
-"""Time is an argument; whoever needs to *ask* for it takes a `ClockProtocol`.
+"""Protocol of clocks. Functions take times as arguments; a component that must read one takes a `ClockProtocol`.
 
-Only the live engine and the server hold a real clock. Policies, ledgers and latency models never see one.
+Only the live engine and the server hold a real clock. Policies, block managers and latency models never do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ClockProtocol(Protocol):
 
 
 class ManualClock:
-    """A clock that moves only when told: for tests and the simulator."""
+    """Clock that `advance` moves: for tests and the simulator."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

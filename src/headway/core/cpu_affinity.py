@@ -1,4 +1,4 @@
-"""The cores that this process may use: as it was started, whatever a library has bound its threads to since."""
+"""Cores that this process may use: those it was started with, even if a library has bound its threads since."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 
 def _usable() -> tuple[int, ...]:
+    """Return the cores of this process's affinity mask, ascending."""
+    # macOS has no affinity masks.
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))

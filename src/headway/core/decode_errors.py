@@ -1,4 +1,4 @@
-"""What may stand in a file where msgspec has found fault: it names the place, and not what is allowed there."""
+"""Allowed values at the place of a msgspec error, which names the place only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ _STEP = re.compile(r"\.(\w+)|\[[^\]]*\]")
 
 
 def allowed(kind: type[msgspec.Struct], error: msgspec.ValidationError) -> str:
-    """In words: of a word that is none of those that may stand there, these; of a field that nothing knows or that is
-    missing, the fields at its level. Empty where the error says it all."""
+    """Return a clause for an error that arose while decoding `kind`; empty if the error needs none.
+
+    For an unknown word: the words allowed there. For an unknown or missing field: the fields at its level."""
     text = str(error)
     found = _PLACE.search(text)
     kinds: list[Any] = [kind]
+    # Follow the path of the error through the types; a union may leave several candidates.
     for step in _STEP.finditer(found[1] if found else ""):
         kinds = [each for one in kinds for each in _inner(one, step[1])]
     if text.startswith("Invalid enum value"):
@@ -32,7 +34,7 @@ def allowed(kind: type[msgspec.Struct], error: msgspec.ValidationError) -> str:
 
 
 def _inner(kind: Any, field: str | None) -> list[Any]:
-    """What a field of a struct may be, or an item of a list or of a mapping (None)."""
+    """Return the types of a struct's field, or (`field` None) of an item of a list or mapping."""
     if _is_struct(kind):
         named = (each.type for each in msgspec.structs.fields(kind) if each.encode_name == field)
         return [part for each in named for part in _parts(each)]
@@ -43,7 +45,7 @@ def _inner(kind: Any, field: str | None) -> list[Any]:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """The kinds of a union; of anything else, itself."""
+    """Return the types of a union; any other type alone."""
     if typing.get_origin(kind) in (Union, UnionType):
         return [part for each in typing.get_args(kind) for part in _parts(each)]
     return [kind]

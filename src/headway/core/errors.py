@@ -46,8 +46,8 @@ class UnavailableError(HeadwayError):
 
 
 class LostError(HeadwayError):
-    """Who computes is gone, hung or cut off, and with it all KV and everything in flight (`Executor.recover`)."""
+    """The computing process is gone, hung or cut off: all KV and everything in flight is lost (`Executor.recover`)."""
 
 
 class InvariantError(HeadwayError):
-    """An internal invariant does not hold (a ledger's `check()`, a plan out of sequence). Always a bug of ours."""
+    """An internal invariant does not hold (`BlockManager.check()`, a batch out of sequence). Always a bug of ours."""

@@ -1,4 +1,4 @@
-"""What a scheduler tells its surroundings: facts with a time, in the order in which they became true."""
+"""Events that a scheduler returns: facts with a time, in the order in which they became true."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import msgspec
 
 
 class RequestEvent(msgspec.Struct, frozen=True, gc=False):
-    """Something that happened to one request at `at_s`.
-
-    started: its first chunk was scheduled. finished: all output is there. aborted: freed before its end.
-    preempted: its KV was given up and `tokens` of work must be done again. staged: its prefill, all that was asked for,
-    is done; KV of `tokens` tokens stays.
-    """
+    """Change of one request's state."""
 
     kind: Literal["started", "finished", "aborted", "preempted", "staged"]
+    """started: its first chunk has been computed. finished: all output is there. aborted: freed before its end.
+    preempted: its KV was freed and must be computed again. staged: it left the scheduler and its KV is kept, for a
+    transfer or for its next phase."""
     request: str
     at_s: float
     tokens: int = 0
+    """preempted: tokens to compute again. staged: tokens of KV that are kept."""

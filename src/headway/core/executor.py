@@ -1,8 +1,8 @@
-"""The seam between deciding and computing: what the engine's loop asks of whoever runs the model.
+"""Protocol between the engine's loop, which decides, and the executor, which runs the model.
 
-Plans carry deltas only. A prompt is handed over once (`admit`); after that an executor knows a request by its id,
-keeps its tokens, and replays the KV operations of each batch on its own copy of the block tables. Who should not call
-this: policies and servers. Test double: `tests/engine/fake_executor.py`. The simulator has its own.
+Batches carry deltas only. A prompt is passed once (`admit`); after that an executor identifies a request by its id,
+stores its tokens, and replays the KV operations of each batch on its own copy of the block tables. Called by the engine
+only, not by policies or servers. Test double: `tests/engine/fake_executor.py`. The simulator has its own.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class EmittedToken(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A batch has been carried out. One entry for each decode and each finished prompt.
-
-    `elapsed_s` is what it took, of several stages or groups the slowest. `stages`, for each of the batch's parts: when
-    each pipeline stage began and ended it, seconds of CLOCK_MONOTONIC on the stage's host (empty: not measured).
-    """
+    """Result of a completed batch."""
 
     batch_id: int
     emitted: list[EmittedToken]
+    """One entry for each decode and each finished prompt."""
     elapsed_s: float
+    """Measured seconds, of several stages or groups the slowest."""
     stages: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """For each part of the batch: begin and end on each pipeline stage, seconds of CLOCK_MONOTONIC of the stage's
+    host. Empty: not measured."""
 
 
 class Executor(Protocol):
@@ -44,7 +44,9 @@ class Executor(Protocol):
 
     @property
     def accepts(self) -> bool:
-        """Whether the next batch would begin at once (stage 0 is free). One made earlier might delay a new request."""
+        """Whether the next batch would begin at once (stage 0 is free).
+
+        An earlier one could not include new requests."""
 
     @property
     def free(self) -> tuple[int, ...] | None:
@@ -58,9 +60,10 @@ class Executor(Protocol):
         output: tuple[int, ...] = (),
         kept: bool = False,
     ) -> None:
-        """A new request's prompt (int32, little-endian, validated) and how to sample for it. Before its first batch.
-        `output`: what it has generated already, elsewhere; batches count it as known. kept: KV that lies here under its
-        id already is its own."""
+        """Register a request before its first batch: prompt (int32, little-endian, validated) and sampling settings.
+
+        `output`: tokens that it has generated elsewhere; batches count them as known. `kept`: KV stored here under its
+        id becomes its own."""
 
     def submit(self, batch: Batch) -> None:
         """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""

@@ -43,10 +43,12 @@ def compiled(
 def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
     texts = [path.read_text() for path in (*sources, *headers)]
+    # Everything that the machine code depends on.
     identity = [*texts, compiler, *FLAGS, *flags, platform.machine(), _processor()]
     target = cache / f"{name}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
+    # Private: other users must not be able to plant a library.
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
         objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
@@ -56,6 +58,7 @@ def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[
         ]
         list(side_by_side.map(_compile, steps))
         _compile((compiler, "-shared", *objects, "-o", str(linked)))
+        # Atomic: processes that build at once replace each other's equal file, and none loads half of one.
         os.replace(linked, target)
     return target
 

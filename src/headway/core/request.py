@@ -1,4 +1,4 @@
-"""What is asked: a `Request`, as every scheduler, placement policy and simulator sees it.
+"""A request as schedulers, placement policies and simulators see it.
 
 It is immutable. How far it has come (cursors, leases) lives in the scheduler's own sequence state, and what its tokens
 are lives in the engine: policies see counts only.
@@ -10,26 +10,24 @@ import msgspec
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What latency a request was promised. `None` means: the policy's own default applies.
-
-    ttft_s: seconds from arrival to the first output token. tbt_s: seconds between two output tokens.
-    """
+    """Latency targets of a request. None: the policy's own default applies."""
 
     ttft_s: float | None = None
+    """Seconds from arrival to the first output token."""
     tbt_s: float | None = None
+    """Seconds between two output tokens."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as counts and promises.
-
-    arrival_s is on the clock of whoever schedules it (wall or virtual). `cached_tokens` of the prompt need no work
-    (prefix reuse). `priority` has vLLM's polarity: lower goes first; it orders before the policy's own key.
-    """
+    """Token counts and latency targets of one request."""
 
     id: str
     arrival_s: float
+    """On the scheduler's clock, live or virtual."""
     prompt_tokens: int
     max_output_tokens: int
     cached_tokens: int = 0
+    """Tokens of the prompt that need no work (prefix reuse, or KV that was transferred)."""
     slo: Slo = Slo()
     priority: int = 0
+    """Lower goes first, as in vLLM; it orders before the policy's own key."""

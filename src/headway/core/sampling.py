@@ -6,28 +6,33 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's sampling settings, validated by whoever builds it (the server).
+    """One request's sampling settings, validated by the server. Stop *strings* are handled by the detokeniser.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 are off. Draws come from a counter generator keyed by
-    (seed, position), so that a request which is computed again continues the same stream; seed None means that the
-    server has drawn one. `logprobs` is None (off) or the number of most likely alternatives to report (0..20).
-    Stop *strings* are the detokeniser's business and not here; `stop_token_ids` and the model's own end tokens are.
+    Draws come from a counter generator keyed by (seed, position): a request that is computed again continues the same
+    stream.
     """
 
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
+    """0: greedy."""
     top_p: float = 1.0
+    """1: off."""
     top_k: int = 0
+    """0: off."""
     min_p: float = 0.0
+    """0: off."""
     seed: int | None = None
+    """None: the server draws one."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+    """Number of most likely alternatives to report, 0..20; None: off."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request, besides the model's own end tokens."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -38,3 +43,4 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+    """(token, log-probability) of the most likely tokens."""

@@ -1,7 +1,7 @@
-"""A folder of this process alone in the system's temporary one: for sockets, and gone when the process is.
+"""Temporary folder of one process, for sockets; removed on close, or after a kill by the next process.
 
 A process that is killed cannot remove its folder. So each folder holds a locked file; the system frees the lock when
-its process ends, however it ends, and the next `ScratchFolder` of the same prefix removes what nobody holds any more.
+its process ends, however it ends, and the next `ScratchFolder` of the same prefix removes folders whose lock is free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOCK = "lock"
 _LONGEST = 75
 """Characters of the temporary folder's path: a socket's may have 107, and its name and the folder's come behind."""
 _YOUNG_S = 60.0
-"""A folder without a held lock may be one that is just being made."""
+"""Youngest age at which a folder without a held lock is removed: a younger one may be about to take its lock."""
 
 
 class ScratchFolder:
@@ -35,6 +35,7 @@ class ScratchFolder:
             )
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Held until the process ends, however it ends.
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _sweep(root, prefix, os.fstat(self._lock).st_mtime - _YOUNG_S)
 
@@ -51,6 +52,7 @@ def _sweep(root: Path, prefix: str, before: float) -> None:
     for lock in root.glob(f"{prefix}*/{_LOCK}"):
         try:
             found = lock.stat()
+            # The temporary folder is shared: never follow a link or touch another user's files.
             if lock.parent.is_symlink() or found.st_uid != os.getuid() or found.st_mtime > before:
                 continue
             held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -82,6 +82,7 @@ def resolve(
             sources[name], values[name] = flag_of(name), flags[name]
         elif variable_of(name) in environment:
             sources[name], values[name] = variable_of(name), environment[variable_of(name)]
+        # A key without a value in the file means: the default.
         elif content.get(name) is not None:
             sources[name], values[name] = f"{origin}: {name}", content[name]
     try:

@@ -1,4 +1,6 @@
-"""Where a range of tokens is computed: the type that Medha, Tetris and PecSched share (docs/architecture.md).
+"""Ranges of a request's tokens and the instances that compute them.
+
+Medha, Tetris and PecSched share this type (docs/architecture.md).
 
 A request is a list of spans; a span is a range of its tokens, placed on a group of instances, with a parallel strategy.
 On a single instance a whole request is one span.
@@ -19,8 +21,8 @@ MlpStrategy = Literal["local", "ulysses", "megatron"]
 
 
 Phase = Literal["all", "prefill", "decode"]
-"""What a scheduler does of a request: all of it; its prefill only, which leaves its KV behind; its decode only, with KV
-that has come from elsewhere."""
+"""Part of a request that a scheduler computes: all; its prefill only, whose KV is then staged; its decode only, with
+KV that has been transferred."""
 
 
 def cut(start: int, end: int, members: int, rows: int) -> tuple[tuple[int, int], ...]:
@@ -33,6 +35,7 @@ def cut(start: int, end: int, members: int, rows: int) -> tuple[tuple[int, int],
     most = max(unit, rows * members // unit * unit) if rows else end - start
     if end - start <= most:
         return ((start, end),)
+    # Fewest pieces of at most `most` tokens, then equal sizes rounded up to whole units.
     count = -(-(end - start) // most)
     size = -(-(end - start) // (count * unit)) * unit
     return tuple((at, min(at + size, end)) for at in range(start, end, size))

@@ -18,6 +18,7 @@ class _StrictYamlLoader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
+            # `<<` may appear several times.
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if (key.tag, str(key.value)) in seen:

@@ -10,8 +10,9 @@ from typing import Any
 
 
 def setup(level: str, form: str, **always: Any) -> None:
-    """Send everything under the `headway` and `uvicorn` loggers to stderr. Called once by whoever owns the process.
-    always: fields of every line, which say whose it is."""
+    """Send everything under the `headway` and `uvicorn` loggers to stderr. Called once by a process's entry point.
+
+    `always`: fields of every line, which identify the process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(always) if form == "json" else TextFormatter(always))
     for name in ("headway", "uvicorn"):

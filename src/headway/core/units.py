@@ -27,6 +27,7 @@ def _parse(text: str | int, units: dict[str, int], what: str) -> int:
     match = _NUMBER.match(str(text))
     if match is None or match[2].lower() not in units:
         raise ConfigError(f"{text!r} is not {what}")
+    # Exact: 0.1G must not become a whole number by rounding.
     value = Fraction(match[1]) * units[match[2].lower()]
     if value.denominator != 1:
         raise ConfigError(f"{text!r} is not a whole number")
