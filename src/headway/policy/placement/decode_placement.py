@@ -1,4 +1,4 @@
-"""Where a request decodes when prefill instances only prefill: by freeness with virtual usage (Tetris §5.2, Llumnix).
+"""Choice of decode instances by freeness with virtual usage (Tetris §5.2, Llumnix), where prefill is disaggregated.
 
 The decode instance is chosen when the prefill is placed, so that KV can be sent there as it is computed. Freeness is
 free slots over running requests; slots of requests whose KV is still on its way count as used (virtual usage).

@@ -1,7 +1,7 @@
 """Join the shortest queue: independent replicas, each with its own scheduler (Medha's replicas, in its evaluation).
 
-A request goes whole to one replica when it arrives, and stays there; the replica's scheduler decides its order and its
-chunks (LARS and adaptive chunks unless the scenario says otherwise).
+A request goes whole to one replica when it arrives, and is never moved; the replica's scheduler decides its order and
+its chunks (LARS and adaptive chunks unless the scenario says otherwise).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ POLICIES: dict[str, tuple[str, str]] = {
 
 
 class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy may know besides the cluster snapshot."""
+    """Inputs of a policy besides cluster snapshots: the same for its whole life."""
 
     latency: GroupLatency
     """Predicted prefill times on groups of instances."""

@@ -229,8 +229,8 @@ class WeavePlacement(PlacementPolicy):
         yields: dict[str, tuple[float, float]],
         view: ClusterSnapshot,
     ) -> QueueGap | None:
-        """Return the place before all groups of an instance; None if one of them does not yield so much. idle_s: when
-        the instance's scheduler is empty. yields: of each group, when it goes on if nothing else enters, and the
+        """Return the place before all groups of an instance; None if one of them cannot yield enough. idle_s: when
+        the instance's scheduler is empty. yields: of each group, when it would continue without this prompt, and the
         seconds
         that it may still yield."""
         groups = self.groups.on(instance)

@@ -1,4 +1,4 @@
-"""Which prompts are batched, and on how many instances: LoongServe's dynamic programming (§5.3).
+"""Batches of prompts and their numbers of instances, by LoongServe's dynamic programming (§5.3).
 
 Prompts are ordered by length, longest first, instances by the KV on them; a batch is consecutive prompts on
 consecutive instances. f[i][k] is the least sum, over the first i prompts on the first k instances, of a prompt's
@@ -35,9 +35,9 @@ def partition(
     most: int = 0,
     max_sp: int = 0,
 ) -> list[PrefillBatch] | None:
-    """Return the best split of prompts, longest first, over instances in order; None if KV has no room in any split.
+    """Return the best split of prompts, longest first, over instances in order; None if KV fits in no split.
 
-    tokens: of each prompt. room: KV tokens that each instance has left; nodes: the node of each. seconds: time of a
+    tokens: of each prompt. room: free KV tokens of each instance; nodes: the node of each. seconds: time of a
     prompt alone; a batch takes their sum, but the time of a single token counts once. most: prompts in a batch; max_sp:
     instances of a batch (0: no limit).
     """

@@ -1,9 +1,9 @@
-"""Which waiting prompts begin now, in order of arrival (LoongServe §5.1).
+"""Choice of the waiting prompts that begin now, in order of arrival (LoongServe §5.1).
 
-A prompt is dispatched when KV has room for it and its output, and when the instances without decodes are nearly as fast
-as all of them: the time lost by not waiting for decodes to end is at most that wait. After the first prompt that has to
-wait, it and later ones may still begin in place of paused decodes, as long as the decodes' loss (over the tokens that
-they have generated) is at most the prompts' gain (over their lengths).
+A prompt is dispatched when there is free KV for it and its output, and when the instances without decodes are nearly as
+fast as all of them: the time lost by not waiting for decodes to end is at most that wait. After the first prompt that
+has to wait, it and later ones may still begin in place of paused decodes, as long as the decodes' loss (over the tokens
+that they have generated) is at most the prompts' gain (over their lengths).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler of one elastic pool of instances (LoongServe §5): which prompts begin, and where requests decode.
+"""The scheduler of one elastic pool of instances (LoongServe §5): start of prompts, and groups for decodes.
 
 Work goes in rounds (the published code's macro iterations). When no prefill runs, prompts are dispatched in order of
 arrival (§5.1), instances are found for them, by packing or pausing decodes where that gains more than it costs (§5.2),
@@ -161,7 +161,7 @@ class ElasticPool:
         return [i for i in self.ids if i not in taken]
 
     def _start_round(self, view: ClusterSnapshot) -> list[Action]:
-        """Dispatch prompts, make room for them, and commit them."""
+        """Dispatch prompts, migrate or pause decodes for them, and commit them."""
         now, step_s, idle = view.now_s, self._options.decode_step_s, self.idle()
         used = sum(batch.tokens(now, step_s) for batch in self.decodes)
         reserved = sum(batch.final_tokens for batch in self.decodes)
@@ -389,8 +389,8 @@ class ElasticPool:
         return view.links.between(instances[source], instances[target]).transfer_s(int(count))
 
     def _decodes_to_pause(self, lengths: list[int], idle: list[int], view: ClusterSnapshot) -> list[DecodeBatch]:
-        """Return decode batches to pause: until KV has room, then those whose loss is below the prompts' gain (Eq.
-        3, 4)."""
+        """Return decode batches to pause: until the prompts' KV fits, then those whose loss is below the prompts' gain
+        (Eq. 3, 4)."""
         now, step_s, taken = view.now_s, self._options.decode_step_s, list[DecodeBatch]()
         count, short = len(idle), sum(lengths) - self._capacity_of(idle)
         candidates = [b for b in self.decodes if len(b.group) == 1 and not b.paused and not b.migrating and b.members]

@@ -314,8 +314,8 @@ class PecSched(PlacementPolicy):
         return True
 
     def _preempt_for(self, short: ShortRequest, free: int, now: float, actions: list[Action]) -> int:
-        """Return a replica of a paused group with room, or of a group that is paused now; `free`, if its queue ends
-        before that (not in `paper` mode); -1 if there is none."""
+        """Return a replica of a paused group that may take the prompt, or of a group that is paused for it; `free`, if
+        its queue ends before that (not in `paper` mode); -1 if there is none."""
         replicas, tokens, most = self._replicas(), short.request.prompt_tokens, self._options.batch_tokens
         at = replicas.paused.argmin()
         if at >= 0 and not replicas.fits(at, tokens, most):
@@ -348,7 +348,7 @@ class PecSched(PlacementPolicy):
         return actions
 
     def _end_prefill(self, short: ShortRequest, now: float, actions: list[Action]) -> list[Action]:
-        """Take a short request out of its replica's queue, and use the room."""
+        """Take a short request out of its replica's queue, and let waiting requests take its place."""
         replicas, at = self._replicas(), short.replica
         if at < 0:
             return actions

@@ -1,4 +1,4 @@
-"""The replicas' queues, indexed by what runs on them: where short prefills may go, and where long requests may.
+"""Index of the replicas' queues by the work on them, for the placement of short prefills and of long requests.
 
 A replica is in at most one of three sets: `free` (no long request), `colocated` (a long request decodes there) and
 `paused` (one is paused there, or about to be). Replicas that are drained for a long prefill, or compute one, are in
