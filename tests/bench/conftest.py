@@ -14,7 +14,7 @@ FAKE = (sys.executable, str(Path(fake_openai_server.__file__)))
 
 @pytest.fixture
 def fake_command() -> str:
-    """What `--server-command` wants."""
+    """Command line of the fake server, for `--server-command`."""
     return " ".join(FAKE)
 
 

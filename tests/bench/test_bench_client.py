@@ -135,7 +135,7 @@ def test_error_bodies(body: bytes, words: str) -> None:
     assert error_message(body) == words
 
 
-def test_prompts_are_valid_seeded_and_share_only_what_they_should(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_prompts_are_valid_and_seeded_and_share_only_requested_prefixes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     def pool() -> PromptPool:
         return PromptPool(np.random.default_rng(1), 500, 3000)
 

@@ -136,6 +136,6 @@ def test_policies() -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--url", "http://127.0.0.1:9"), ("--model", "x", "--short-interval", "0")])
-def test_bad_settings_are_refused_in_words(words: tuple[str, ...]) -> None:
+def test_bad_settings_are_refused_with_an_explanation(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         headway_bench("convoy", *words)

@@ -15,7 +15,7 @@ from headway.runtime.embedded import model_path
 def test_the_demo_reports_its_measurements_and_wrong_answers(
     fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fake server answers every prompt with 123: no passkey is right, and the demo must say so and fail."""
+    """The fake server answers every prompt with 123: no passkey is right, so the demo must report that and fail."""
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)
     words = ["--document-tokens", "4K", "--chat-interval", "0.2", "--out", str(tmp_path)]
@@ -33,6 +33,6 @@ def test_the_demo_reports_its_measurements_and_wrong_answers(
     assert (tmp_path / "convoy.png").exists()
 
 
-def test_an_answer_is_the_number_it_begins_with() -> None:
+def test_a_demo_answer_is_its_leading_number() -> None:
     answers = (" 84213. Remember", "84213", "the 5", "", None)
     assert [demo.digits(text) for text in answers] == ["84213", "84213", "", "", ""]

@@ -58,7 +58,7 @@ def test_a_trace_is_replayed(serve_fake, trace: Path, tmp_path: Path, capsys: py
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
-def test_the_same_seed_asks_the_same(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_seed_sends_the_same_requests(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     url, asked = serve_fake("--speed", "1e6", "--gap", "0"), []
     for seed in ("1", "1", "2"):
         file = tmp_path / "o.json"
@@ -101,7 +101,7 @@ def test_lost_requests_make_the_command_fail(serve_fake, capsys: pytest.CaptureF
     assert "HTTP 429" in out
 
 
-def test_sessions_share_what_was_cached(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_sessions_share_cached_prefixes(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     import urllib.request
 
     file = tmp_path / "a.csv"
@@ -136,7 +136,7 @@ def test_a_slice_of_a_real_trace(serve_fake, tmp_path: Path) -> None:  # type: i
     assert len(json.loads(file.read_text())["requests"]) > 20
 
 
-def test_ctrl_c_shows_what_was_done(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_ctrl_c_reports_finished_requests(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "o.json"
     code = (
         "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
@@ -198,7 +198,7 @@ def test_goodput_by_class() -> None:
         ("--trace", "x", "--preset", "medha-mix"),
     ],
 )
-def test_bad_settings_are_refused_in_words(words: tuple[str, ...]) -> None:
+def test_bad_settings_are_refused_with_an_explanation(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         headway_bench("--url", "http://127.0.0.1:9", *words)
 

@@ -58,7 +58,7 @@ def test_without_usage_by_ids_else_one_a_chunk() -> None:
     assert got.token_s == (0.0, 0.0, 1.0)
 
 
-def test_tokens_that_only_the_last_usage_knows_come_with_the_last_chunk() -> None:
+def test_tokens_counted_only_by_the_last_usage_get_the_time_of_the_last_chunk() -> None:
     got = record(
         collect(
             b'{"choices":[{"text":"a"}]}',
@@ -93,7 +93,7 @@ def test_chat_chunks_are_understood() -> None:
         ([b'{"choices":[{"text":"a","finish_reason":"abort"}]}'], "finished by abort"),
     ],
 )
-def test_an_answer_that_went_wrong_says_how(chunks: list[bytes], error: str) -> None:
+def test_a_faulty_answer_has_an_error(chunks: list[bytes], error: str) -> None:
     got = record(collect(*chunks))
     assert not got.ok
     assert got.error is not None

@@ -1,4 +1,4 @@
-"""`headway cluster --dry-run`: a host that there is not is refused before anything is loaded."""
+"""`headway cluster --dry-run`: an unknown host is refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_wrong_flag_is_one_line_with_the_flag_that_is_spelt_alike(
     assert said.count("\n") == 1
 
 
-def test_a_dry_run_says_which_pools_do_nothing(
+def test_a_dry_run_names_idle_pools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.runtime.build.dry_run.loaded", lambda config: None)

@@ -1,4 +1,4 @@
-"""Which instance is on which host and node, and what it may take there."""
+"""Host and node of each instance, and its share of the host's resources."""
 
 from __future__ import annotations
 

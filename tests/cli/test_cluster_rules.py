@@ -1,4 +1,4 @@
-"""What a cluster is told when instances that have started cannot do what its policy asks of them."""
+"""Errors and warnings for started instances that cannot do what the cluster's policy needs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_an_instance_whose_kv_does_not_move_serves_whole_requests_only(file: Clu
         check_moves(file, [MOVES, INFO])
 
 
-def test_policies_reckon_with_what_the_first_instance_that_prefills_has_measured(tmp_path: Path) -> None:
-    """Not with a decode instance, which may be cut otherwise. Nor is what a ring passes that of other ranks."""
+def test_policies_use_the_latency_of_the_first_prefill_instance(tmp_path: Path) -> None:
+    """A decode instance may have another layout, whose latency and ring traffic do not apply to prefill."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     file = ClusterFile(
         pools=(InstancePool(role="decode", count=2), InstancePool(role="prefill"), InstancePool(role="mixed")),

@@ -51,7 +51,7 @@ def test_version() -> None:
     assert headway("--version").stdout == f"headway {__version__}\n"
 
 
-def test_print_config_shows_what_results(tmp_path: Path) -> None:
+def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("max_num_seqs: 3\nblock_size: 16\nport: 1\n")
     done = headway(
@@ -133,7 +133,7 @@ def test_print_config_can_be_fed_back_also_in_paper_mode(tmp_path: Path) -> None
     assert headway("serve", "--print-config", "--config", str(config)).stdout == first.stdout
 
 
-def test_a_base_install_says_which_extra_a_command_needs() -> None:
+def test_a_base_install_names_the_extra_that_a_command_needs() -> None:
     code = (
         "import sys; sys.modules['zmq'] = None; sys.argv = ['headway', 'serve']\n"
         "from headway.cli.main import main; sys.exit(main())"

@@ -1,4 +1,4 @@
-"""An event log has one writer, and what an earlier run wrote is kept."""
+"""An event log has one writer, and the log of an earlier run is kept."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(
     assert sorted(each.read_bytes() for each in tmp_path.iterdir()) == [b"a\n", b"b\n"]
 
 
-def test_a_link_stays_a_link_and_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
+def test_links_are_kept_and_pipes_are_written_to_directly(tmp_path: Path) -> None:
     folder, link = tmp_path / "disk", tmp_path / "log"
     folder.mkdir()
     link.symlink_to(folder / "real")
@@ -72,6 +72,6 @@ def test_a_link_stays_a_link_and_a_pipe_is_written_to_as_it_is(tmp_path: Path) -
         other.write(b"b")
 
 
-def test_what_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_opened_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"event-log: .*: No such file or directory"):
         open_event_log(str(tmp_path / "no" / "log"))

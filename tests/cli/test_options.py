@@ -1,4 +1,4 @@
-"""Where a setting comes from, how numbers are written, and what a wrong one is told."""
+"""Sources of settings, notation of numbers, and errors of wrong values."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert parse(["--max-model-len", "1M"], {}, config)["max_model_len"] == 1 << 20
 
 
-def test_settings_that_were_given_are_known_from_defaults(tmp_path: Path) -> None:
+def test_given_settings_are_distinguished_from_defaults(tmp_path: Path) -> None:
     config = yaml_file(tmp_path, "quiet: on\napi_key:\n")
     settings = resolved(["--port", "8000"], {"HEADWAY_T_TARGET": "2"}, config)
     assert settings.model_fields_set == {"port", "t_target", "quiet"}

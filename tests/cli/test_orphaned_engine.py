@@ -1,4 +1,4 @@
-"""An engine process whose server is gone before the engine could look waits for nobody."""
+"""An engine process whose server died while the engine started ends instead of waiting for hosts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from headway.runtime import embedded
 from headway.runtime.engine.config import EngineConfig
 
 
-def test_an_engine_that_waits_for_hosts_ends_when_its_server_died_before_it_could_look() -> None:
-    """The server's number comes from who started the engine: by the time that the engine could ask for its parent, it
-    may have another already."""
+def test_an_engine_that_waits_for_hosts_ends_when_its_server_died_at_the_start() -> None:
+    """The server's process id is an argument: the engine may have another parent before it can look up the first."""
     gone = subprocess.Popen(["true"])
     gone.wait()
     with socket.create_server(("127.0.0.1", 0)) as free:

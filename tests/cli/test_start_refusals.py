@@ -1,4 +1,4 @@
-"""Settings that an engine cannot start with are one sentence, found before it starts where that can be."""
+"""Settings that an engine cannot start with are one-line errors, raised before the start where possible."""
 
 from __future__ import annotations
 

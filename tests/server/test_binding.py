@@ -1,4 +1,4 @@
-"""The port is taken before anything is loaded, and what the system refuses is said in one line."""
+"""The port is bound before the model is loaded, and a refusal by the system is a one-line error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.serving.binding import bind, release, url
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port at which somebody listens."""
+    """A port that is in use by a listening socket."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""Every bad input gets a 4xx with the OpenAI error object, which names the field; the engine never hears of it."""
+"""Every bad input gets a 4xx with the OpenAI error object, which names the field; nothing reaches the engine."""
 
 from __future__ import annotations
 

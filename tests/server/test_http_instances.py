@@ -1,4 +1,4 @@
-"""Endpoints and metrics of a cluster's instances, over an engine that says that it is a cluster."""
+"""Endpoints and metrics of a cluster's instances, over a fake engine that is an `InstanceAdmin`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeRou
         assert (await client.post("/v1/cluster/instances")).status_code == 202
 
 
-async def test_what_names_no_pool_is_refused(connect: Any) -> None:
+async def test_a_join_body_without_a_valid_pool_is_refused(connect: Any) -> None:
     async with connect() as client:
         for body, status in (
             (b'{"pool": 1}', 400),
@@ -80,9 +80,7 @@ async def test_what_names_no_pool_is_refused(connect: Any) -> None:
             assert answer.json()["error"]["message"]
 
 
-async def test_they_are_behind_the_key_and_not_there_without_a_cluster(
-    connect: Any, live: Any, engine: FakeRouter
-) -> None:
+async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live: Any, engine: FakeRouter) -> None:
     import httpx
 
     async with connect(api_key="secret") as client:

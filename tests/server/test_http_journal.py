@@ -36,7 +36,7 @@ def left(folder: Path) -> dict[str, list[int]]:
 
 
 async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: int, **body: Any) -> None:
-    """Serve one request until `tokens` tokens were told, then end the server as a crash would: without a goodbye."""
+    """Serve one request until `tokens` tokens were emitted, then stop the server as a crash would, without shutdown."""
     engine.gate = asyncio.Semaphore(tokens - 1 if tokens else 0)
     engine.hold = None if tokens else asyncio.Event()
     async with connect(journal=str(folder)) as client:
@@ -53,7 +53,7 @@ async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: in
 
 
 def continuing(engine: FakeEngine) -> None:
-    """The engine goes on behind the output that a submit brings."""
+    """Make the engine continue after the output that a submitted request contains."""
 
     def script(submit: Any, ids: list[int]) -> Any:
         return list(echo(submit, ids))[len(submit.output) :]
@@ -118,7 +118,7 @@ async def test_a_running_recovered_request_answers_202_and_can_be_streamed(
         assert [t for one in events for t in one["choices"][0]["token_ids"]] == WANTED
 
 
-async def test_stop_strings_logprobs_and_batches_come_back_as_they_were_asked(
+async def test_stop_strings_logprobs_and_batches_survive_a_restart(
     connect: Any, engine: FakeEngine, tmp_path: Path, ids: Callable[[str], list[int]], tokenizer: ModelTokenizer
 ) -> None:
     await interrupted(
@@ -196,7 +196,7 @@ async def test_a_client_that_follows_a_stream_gets_an_error_when_the_request_is_
 
 
 def giving_up(engine: FakeEngine, after: int) -> None:
-    """The engine is lost once a request has had `after` more tokens."""
+    """Make the engine fail once a request has had `after` more tokens."""
 
     def script(submit: Any, ids: list[int]) -> Iterable[Any]:
         yield from list(echo(submit, ids))[len(submit.output) :][:after]

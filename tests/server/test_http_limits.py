@@ -1,4 +1,4 @@
-"""Sizes, floods, keys, latency promises, request ids."""
+"""Limits of sizes and load, API keys, latency targets, request ids."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_not_ready_is_503(connect: Any, engine: FakeEngine) -> None:
             assert (await client.get("/metrics")).status_code == 200
 
 
-async def test_what_comes_while_workers_start_again_waits_and_readiness_tells(connect: Any, engine: FakeEngine) -> None:
+async def test_requests_wait_and_readiness_fails_while_workers_restart(connect: Any, engine: FakeEngine) -> None:
     async with connect() as client:
         engine.state = "recovering"
         engine.stats = EngineStats(recoveries_total=2, lost_tokens_total=70, engine_restarts_total=1)

@@ -1,4 +1,4 @@
-"""What operators see: metrics, health, logs, token endpoints, the API's own description."""
+"""Metrics, health, logs, token endpoints, and the API's own description."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_docs_name_every_endpoint_and_field_and_load_nothing(connect: Any)
     assert not re.search(r"https?://|//[a-z]|<script|<link|<img|@import|url\(", reply.text)
 
 
-def test_docs_escape_what_a_description_holds() -> None:
+def test_docs_escape_descriptions() -> None:
     page = docs_page({"info": {"title": "<i>", "version": "1"}, "paths": {"/<b>": {"get": {"summary": "a<script>"}}}})
     assert "<i>" not in page
     assert "<b>a" in page
@@ -184,7 +184,7 @@ async def test_one_log_line_a_request_without_the_prompt(
     assert "secret" not in caplog.text + text + str(parsed)
 
 
-async def test_the_page_shows_the_limits_that_requests_are_held_to(connect: Any) -> None:
+async def test_docs_show_the_limits_that_are_enforced(connect: Any) -> None:
     async with connect() as client:
         page = (await client.get("/docs")).text
         paths = (await client.get("/openapi.json")).json()["paths"]

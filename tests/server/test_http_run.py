@@ -229,7 +229,7 @@ def test_another_process_that_listens_while_the_engine_starts_keeps_the_port() -
     assert engine.closed
 
 
-def test_an_engine_that_cannot_start_says_so_without_a_stack_trace() -> None:
+def test_an_engine_that_cannot_start_is_logged_without_a_stack_trace() -> None:
     process = Process(engine="broken")
     log = process.end()
     assert 'reason="no such model"' in log

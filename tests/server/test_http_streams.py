@@ -1,4 +1,4 @@
-"""Streams: events, keep-alive, errors, clients that leave or do not read, and many at once."""
+"""Streams: events, keep-alive, errors, clients that disconnect or do not read, concurrency."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_events_usage_and_end(application: Any, engine: FakeEngine) -> Non
     assert not engine.aborted
 
 
-async def test_no_usage_unless_asked_for(application: Any) -> None:
+async def test_usage_is_sent_only_on_request(application: Any) -> None:
     async with application() as app:
         call = Caller(app, PATH, BODY)
         await call.done()
@@ -121,7 +121,7 @@ async def test_engine_failure_in_mid_stream(application: Any, engine: FakeEngine
     assert "5 s" in last["error"]["message"]
 
 
-async def test_an_engine_that_breaks_its_word_is_a_500(connect: Any, engine: FakeEngine) -> None:
+async def test_an_engine_that_violates_its_protocol_is_a_500(connect: Any, engine: FakeEngine) -> None:
     engine.script = lambda submit, ids: [OutputDelta(id=submit.id, tokens=(2,))]
     async with connect() as client:
         assert (await client.post(PATH, json={**BODY, "stream": False})).status_code == 500

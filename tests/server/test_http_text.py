@@ -36,9 +36,7 @@ def test_text_survives_any_tokenisation(tokenizer: ModelTokenizer, byte_ids: dic
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary())
-def test_broken_bytes_show_as_whole_decoding_does(
-    tokenizer: ModelTokenizer, byte_ids: dict[int, int], data: bytes
-) -> None:
+def test_broken_bytes_decode_as_in_one_go(tokenizer: ModelTokenizer, byte_ids: dict[int, int], data: bytes) -> None:
     tokens = [byte_ids[byte] for byte in data]
     stream = tokenizer.detokeniser(skip_special_tokens=True)
     shown = "".join([*(stream.feed(token) for token in tokens), stream.flush()])
@@ -85,7 +83,7 @@ def test_window_detokeniser_equals_whole_decoding(pieces: Sequence[str]) -> None
     assert shown == SENTENCEPIECE.decode(tokens)  # type: ignore[attr-defined]
 
 
-def test_window_detokeniser_gives_up_on_bytes_that_never_become_text() -> None:
+def test_window_detokeniser_shows_incomplete_bytes_after_its_patience() -> None:
     stream = WindowDetokenizer(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
     shown = [stream.feed(0xC3 + 1) for _ in range(400)]
     assert len("".join(shown)) >= 390
@@ -99,7 +97,7 @@ def _cut(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def _expected(text: str, stops: Sequence[str], include: bool) -> tuple[str, str | None]:
-    """By definition: the earliest end of any stop string; of those that end there the longest."""
+    """Reference: the earliest end of any stop string; of those that end there the longest."""
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -128,7 +126,7 @@ def test_stop_strings_do_not_depend_on_the_cut(text: str, stops: list[str], cuts
     assert (shown, matcher.matched) == _expected(text, stops, include)
 
 
-def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     matcher = StopMatcher(["END"])
     assert matcher.feed("say E") == "say "
     assert matcher.feed("EN") == "E"

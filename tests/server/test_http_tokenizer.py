@@ -70,7 +70,7 @@ def test_special_tokens_rule(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
 
 
-def test_what_templates_may_use() -> None:
+def test_templates_support_break_generation_tojson_and_variables() -> None:
     source = (
         "{%- for message in messages %}\n"
         "  {%- if loop.index > 1 %}{% break %}{% endif %}\n"

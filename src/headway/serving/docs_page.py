@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+# The browser loads nothing but inline styles: descriptions cannot run scripts.
 DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 _STYLE = """
@@ -23,7 +24,7 @@ _LEAST = {"minimum": "from", "exclusiveMinimum": "above"}
 
 
 def docs_page(openapi: Mapping[str, Any]) -> str:
-    """The page for this description: each endpoint with its summary, its words, and the fields of its body."""
+    """Return the page: each endpoint of the OpenAPI description with its summary, text, and body fields."""
     info = openapi["info"]
     title = escape(f"{info['title']} {info['version']}")
     parts = [
@@ -52,7 +53,7 @@ def _endpoint(path: str, method: str, endpoint: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, field: Mapping[str, Any], required: bool) -> str:
-    """One field: its type, whether it is required or what it is when left out, its limits, and what it is for."""
+    """Return the row of one field: type, whether required or its default, limits, description."""
     kinds = " or ".join(each["type"] for each in field.get("anyOf", [field]) if "type" in each) or "any"
     low = next((f"{word} {_number(field[key])}" for key, word in _LEAST.items() if key in field), "")
     high = f"to {_number(field['maximum'])}" if "maximum" in field else ""
@@ -62,5 +63,5 @@ def _row(name: str, field: Mapping[str, Any], required: bool) -> str:
 
 
 def _number(value: float) -> str:
-    """A limit; the OpenAPI description has floats where the field is an integer."""
+    """Format a limit; the OpenAPI description has floats for the limits of integers."""
     return str(int(value)) if value == int(value) else str(value)

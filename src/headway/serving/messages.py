@@ -1,4 +1,4 @@
-"""Chat messages, checked and brought to the plain form that chat templates read."""
+"""Chat messages, validated and converted to the plain form that chat templates take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """Return `messages` as {"role", "content": text}; `developer` is another word for `system`. Only text is supported.
+    """Return `messages` as {"role", "content": text}; `developer` becomes `system`. Only text is supported.
 
     Raises RequestError that names the message and its field.
     """

@@ -31,7 +31,7 @@ Messages = Annotated[
     WithJsonSchema({"type": "array", "items": {"type": "object"}}),
 ]
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields whose feature does not exist here: by name, the values that ask for nothing anyway, and why."""
+"""Fields of unsupported features: by name, the values without effect, which are accepted, and the reason."""
 
 
 class RequestBody(BaseModel):
@@ -191,13 +191,14 @@ def body_schema(body: type[RequestBody]) -> dict[str, Any]:
     """Return the OpenAPI fragment for an endpoint that takes `body`."""
     schema = body.model_json_schema()
     schema = _plain(schema, schema.pop("$defs", {}))
+    # Required fields first, as the page shows them in this order.
     required = {name: schema["properties"].pop(name) for name in schema.get("required", ())}
     schema["properties"] = {**required, **schema["properties"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """A JSON schema without titles, references and `null`: a field that may be null may be left out."""
+    """Return a JSON schema without titles, references and `null`: a nullable field counts as optional."""
     if isinstance(schema, list):
         return [_plain(each, definitions) for each in schema]
     if not isinstance(schema, dict):
@@ -229,7 +230,7 @@ _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
-    """The first fault, in words that name the field, what is allowed, and what came."""
+    """Return the first error as a message with the field, the allowed values, and the given one."""
     item: Any = error.errors()[0]
     place, value, context = item["loc"], item["input"], item.get("ctx", {})
     field = body.model_fields[place[0]]

@@ -1,4 +1,4 @@
-"""What the engine's sampler needs, from a checked request body."""
+"""Sampling parameters for the engine, from a validated request body."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters of a request. max_tokens None: as many as the model allows, settled by `fit_length`.
 
-    Without a seed one is drawn, so that a request that has to be computed again continues its own stream. Raises
-    RequestError for token ids that the vocabulary does not have.
+    Without a seed one is drawn, so that recomputation of a request continues its own random stream. Raises RequestError
+    for token ids outside the vocabulary.
     """
     limit = _UNLIMITED if max_tokens is None else max_tokens
     if body.min_tokens > limit:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what the model sees of a text, and back."""
+"""/tokenize and /detokenize: conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _check_model(fields: BodyFields, asked: RequestContext) -> None:
-    """Check the model's name where there is one: it may be left out here."""
+    """Validate the model's name where it is given; it is optional here. Raises RequestError or ApiError."""
     if fields.raw("model") is not None:
         read_model(fields, asked.models)
 
