@@ -1,8 +1,8 @@
-"""The timeline as a latency model: what the scheduler asks, live or simulated, answered for a machine that prefetches.
+"""Latency model of an accelerator that prefetches KV, for the scheduler, live or simulated.
 
 Products are tabulated by row count when the model is made (from the mapping search at knots, linear between them),
-attention is closed-form, and a batch is put together as `timeline.run` does: `whole_s` is a stage of `stage` in the
-model's mode, in microseconds. Its separable terms are those of packing without prefetch, an upper bound.
+attention is closed-form, and a batch is composed as in `timeline.run`: `whole_s` equals a stage of `stage` in the
+model's mode, and costs microseconds. The separable terms are those of packing without prefetch, an upper bound.
 
 Departures from a stage: chunks of several prompts in one iteration attend one after the other; whether queries stay on
 chip is decided by a chunk's size alone.

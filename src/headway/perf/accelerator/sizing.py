@@ -1,7 +1,7 @@
-"""How much is enough: the buffer that hides all KV traffic, the bandwidth that packing alone would need, the chunk.
+"""Smallest sufficient resources: the buffer that hides all KV traffic, packing's equivalent bandwidth, the chunk.
 
-Each in closed form and by search over whole stages; tests hold both equal. "Hidden" means that decode attention of a
-steady layer takes no longer than its arithmetic: KV that arrives while it computes need not be in the buffer.
+Buffer and bandwidth in closed form and by search over whole stages; tests compare both. "Hidden" means that decode
+attention of a steady layer takes no longer than its arithmetic: KV that arrives while it computes need not be buffered.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from headway.perf.accelerator.timeline import ahead, run
 
 
 class BufferAnswer(NamedTuple):
-    """Bytes. kv: one layer's KV. needed: what must be on chip when decode attention begins. window: what idle HBM
-    can bring between two of them. hides: whether the window suffices. smallest: the smallest buffer that hides all KV
-    traffic (None where none does). useful: beyond it more buffer buys nothing."""
+    """Sizes in bytes."""
 
     kv: float
+    """KV that one layer's decode attention reads."""
     needed: float
+    """KV that must be on chip when decode attention begins."""
     window: float
+    """KV that idle HBM can fetch between two decode attentions."""
     hides: bool
+    """The window suffices."""
     smallest: float | None
+    """Smallest buffer that hides all KV traffic; None where none does."""
     useful: float
+    """Buffer beyond which time no longer falls."""
 
 
 def buffer(setting: OperatorSetting, work: IterationWork) -> BufferAnswer:
-    """Closed form: needed = KV - attention's own time x bandwidth; the window is the sum of idle bytes.
+    """Return the buffer sizes in closed form: needed = KV - attention's arithmetic time × bandwidth.
 
-    What the operand buffer holds ahead anyway needs no buffer; a prefetch must exceed that to be of use."""
+    The window is the sum of idle bytes. KV that the operand buffer holds ahead anyway needs no buffer; a prefetch must
+    exceed it to be useful."""
     layer = layers_of(setting, [work])[0]
     line = run(setting, layer, "prefetch")
     held = ahead(setting, layer.decode, "packing", line.window)
     needed = max(0.0, layer.decode.hbm_bytes - layer.decode.compute_s * setting.machine.bandwidth)
+    # The first layer's window is shorter where nothing was prefetched by the iteration before.
     windows = (line.window, line.first_window)
     hides = needed <= max(line.window, held)
     useful = max(min(needed, window) for window in windows)
@@ -45,20 +51,22 @@ def buffer(setting: OperatorSetting, work: IterationWork) -> BufferAnswer:
 
 
 def searched_buffer(setting: OperatorSetting, work: IterationWork) -> float:
-    """The smallest buffer, to a byte, with which the stage is as fast as with any: by halving over whole stages."""
+    """Return the smallest buffer, to a byte, with which the stage is as fast as with any, by bisection over stages."""
 
     def seconds(size: int) -> float:
         machine = setting.machine.with_(prefetch_bytes=size)
         return simulate_stage(setting._replace(machine=machine), work).prefetch.total_s
 
+    # A buffer of all of one layer's KV is never exceeded.
     most = int(layers_of(setting, [work])[0].decode.hbm_bytes) + 1
     best = seconds(most)
     return float(_least(lambda size: seconds(size) <= best * (1 + 1e-12), 0, most))
 
 
 def packing_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | None:
-    """HBM bytes/s with which packing alone would be as fast as packing-prefetch is at the machine's; None where no
-    bandwidth suffices.
+    """Return the HBM bytes/s at which packing alone is as fast as packing-prefetch at the machine's bandwidth.
+
+    None where no bandwidth suffices.
 
     Exact. With x = 1/bandwidth operators take fill·x + max(compute, rest·x), and HBM is idle for max(0, compute -
     rest·x) beside each. Between two breakpoints compute/rest all that is linear, and packing's time the largest of
@@ -70,6 +78,7 @@ def packing_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | 
     lines = _PackingLines(setting, layer)
     if lines.seconds(here) <= target:
         return setting.machine.bandwidth
+    # Time is non-decreasing in x = 1/bandwidth: the target lies in the segment after the last point that meets it.
     points = [0.0, *sorted(x for x in lines.breaks() if 0 < x < here), here]
     at = max((i for i, x in enumerate(points) if lines.seconds(x) <= target), default=-1)
     if at < 0:
@@ -85,7 +94,7 @@ def packing_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | 
 
 
 class _PackingLines:
-    """Packing's time as a function of 1/bandwidth."""
+    """Packing's time as a function of x = 1/bandwidth: the largest of several piecewise linear functions."""
 
     def __init__(self, setting: OperatorSetting, layer: LayerOperators) -> None:
         self.layers, self.held = setting.shape.layers, float(setting.assumed.ahead_bytes)
@@ -97,11 +106,12 @@ class _PackingLines:
         self.first = [op for op in (*layer.before, layer.chunk) if counted or op is not layer.chunk]
 
     def breaks(self) -> list[float]:
+        """Return the x at which an operator changes from compute-bound to memory-bound."""
         ops = (*self.ops, self.head)
         return [op.compute_s / rest for op in ops if (rest := op.hbm_bytes - op.fill_bytes) > 0]
 
     def at(self, x: float) -> list[float]:
-        """Every combination of the three lines of the first layer and of the others."""
+        """Return the time at x for every combination of the three lines of the first layer and of the others."""
         plain = self.layers * sum(_seconds(op, x) for op in self.ops) + _seconds(self.head, x)
         steady = self._attention(self.idle, x)
         first = self._attention(self.first if self.cold else self.idle, x)
@@ -121,7 +131,7 @@ def _seconds(op: OpCost, x: float) -> float:
 
 
 def searched_bandwidth(setting: OperatorSetting, work: IterationWork) -> float | None:
-    """The same by halving over whole stages."""
+    """Return `packing_bandwidth` by bisection over whole stages; None above 1,024 times the machine's bandwidth."""
     target = simulate_stage(setting, work).prefetch.total_s
 
     def enough(bandwidth: float) -> bool:
@@ -134,6 +144,7 @@ def searched_bandwidth(setting: OperatorSetting, work: IterationWork) -> float |
         return low
     if not enough(high):
         return None
+    # Geometric bisection; `high` suffices, `low` does not.
     while high / low > 1 + 1e-9:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -141,8 +152,9 @@ def searched_bandwidth(setting: OperatorSetting, work: IterationWork) -> float |
 
 
 def smallest_chunk(setting: OperatorSetting, work: IterationWork, most: int = 1 << 17) -> int | None:
-    """The smallest prefill chunk, in place of the stage's, beside which idle HBM can bring all KV that must be on chip;
-    None when `most` tokens do not. (A search: products and attention grow in steps.)"""
+    """Return the smallest prefill chunk, in place of the stage's, during which idle HBM can fetch all needed KV.
+
+    None when `most` tokens do not suffice. By search, because products and attention grow in steps."""
 
     def enough(tokens: int) -> bool:
         found = buffer(setting, IterationWork(**{**_fields(work), "prefill_tokens": tokens}))
@@ -156,7 +168,7 @@ def _fields(work: IterationWork) -> dict[str, int]:
 
 
 def _least(true: Callable[[int], bool], low: int, high: int) -> int:
-    """The least whole number in low..high for which a monotone predicate holds; it must hold for `high`."""
+    """Return the least integer in low..high for which a monotone predicate holds; it must hold for `high`."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if true(middle) else (middle + 1, high)

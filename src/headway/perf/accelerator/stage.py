@@ -12,28 +12,29 @@ from headway.perf.accelerator.timeline import IterationTimeline, Mode, run
 
 
 class StageReport(NamedTuple):
-    """Everything about one stage, in seconds and bytes.
-
-    prefill, decode: each phase alone (the serial execution is both, one after the other). packing, prefetch: both
-    phases in one iteration; where packing would cost more than it saves, the two phases one after the other.
-    """
+    """Timelines of one stage under each schedule, in seconds and bytes."""
 
     setting: OperatorSetting
     work: IterationWork
     layers: tuple[LayerOperators, LayerOperators, LayerOperators]
+    """Operators of (both phases packed, the chunk alone, the decodes alone)."""
     prefill: IterationTimeline | None
+    """The chunk alone; serial execution is `prefill`, then `decode`."""
     decode: IterationTimeline | None
+    """The decode batch alone."""
     packing: IterationTimeline
+    """Both phases in one iteration, without prefetch."""
     prefetch: IterationTimeline
+    """Both phases in one iteration, with prefetch."""
 
     @property
     def prefill_s(self) -> float:
-        """The chunk alone: its TTFT where the chunk is a whole prompt."""
+        """Seconds of the chunk alone: its TTFT where the chunk is a whole prompt."""
         return self.prefill.total_s if self.prefill is not None else 0.0
 
     @property
     def decode_s(self) -> float:
-        """The decode batch alone: its TBT without anybody's prefill."""
+        """Seconds of the decode batch alone: its TBT without a prefill."""
         return self.decode.total_s if self.decode is not None else 0.0
 
     @property
@@ -41,18 +42,19 @@ class StageReport(NamedTuple):
         return self.prefill_s + self.decode_s
 
     def total_s(self, mode: Mode) -> float:
-        """The iteration: what decodes beside the chunk see as TBT."""
+        """Return the seconds of the iteration: the TBT of decodes batched with the chunk."""
         if mode == "serial":
             return self.serial_s
+        # Where packing would cost more than it saves, the phases run one after the other.
         packed = min(self.packing.total_s, self.serial_s)
         return packed if mode == "packing" else min(self.prefetch.total_s, packed)
 
     def decode_share_s(self, mode: Mode) -> float:
-        """What decodes add to the chunk alone: the paper's decode latency in a packed stage."""
+        """Return the seconds that decodes add to the chunk alone: the paper's decode latency in a packed stage."""
         return self.total_s(mode) - self.prefill_s
 
     def decode_speedup(self, mode: Mode) -> float:
-        """Over the decode batch alone, in the paper's sense. Infinite where decodes come for nothing."""
+        """Return the speed-up over the decode batch alone, as the paper defines it; infinite where decodes add 0 s."""
         share = self.decode_share_s(mode)
         return self.decode_s / share if share > 0 else float("inf")
 
@@ -61,7 +63,7 @@ class StageReport(NamedTuple):
 
     @property
     def memory_bytes(self) -> float:
-        """HBM that weights and the stage's KV take."""
+        """Bytes of HBM for weights and the stage's KV."""
         shape, precision = self.setting.model, self.setting.precision
         head = (
             2 * shape.vocab * shape.hidden // (2 if shape.tied_embeddings else 1) if self.setting.assumed.lm_head else 0
@@ -72,8 +74,9 @@ class StageReport(NamedTuple):
 
 
 def evaluate(setting: OperatorSetting, work: IterationWork) -> StageReport:
-    """The stage, computed. Raises ConfigError where tiles do not fit the machine."""
+    """Compute a stage. Raises ConfigError where tiles do not fit the machine."""
     chunk, batch = bool(work.prefill_tokens), bool(work.decodes)
+    # One search maps all three iterations; a stage of one phase is its own phase alone.
     works = [work]
     if chunk and batch:
         works += [work.prefill_only, work.decode_only]
@@ -92,4 +95,4 @@ def evaluate(setting: OperatorSetting, work: IterationWork) -> StageReport:
 
 
 simulate_stage = lru_cache(maxsize=65536)(evaluate)
-"""`evaluate`, remembered: microseconds for a stage that was asked for before."""
+"""`evaluate` with a cache: microseconds for a stage computed before."""

@@ -1,4 +1,4 @@
-"""One iteration on a timeline, layer by layer: HBM serves the running operator first, and prefetches KV when idle.
+"""Timeline of one iteration, layer by layer: HBM serves the running operator first, and prefetches KV when idle.
 
 Paper §III, the two conditions: operands of the running operator go first; KV of the next decode attention is fetched
 with what bandwidth is left, into what buffer is free. The buffer fills from one decode attention to the next (output,
@@ -18,41 +18,54 @@ MODES: tuple[Mode, Mode, Mode] = ("serial", "packing", "prefetch")
 
 
 class TimelineSlot(NamedTuple):
-    """An operator on the timeline. Times in seconds from the layer's start; own_bytes: what it moved itself,
-    prefetched: KV bytes fetched for later beside it, buffered: KV bytes in the buffer when it ends."""
+    """An operator on the timeline."""
 
     op: OpCost
     start_s: float
+    """Seconds from the layer's start."""
     end_s: float
     own_bytes: float
+    """HBM bytes of the operator itself."""
     prefetched: float
+    """KV bytes fetched during the operator for the next decode attention."""
     buffered: float
+    """KV bytes in the buffer when it ends."""
 
 
 class IterationTimeline(NamedTuple):
-    """total_s of the iteration; a steady layer's slots; hidden: KV bytes a steady layer had on chip in time (first:
-    the first layer); window: bytes that HBM could prefetch a steady layer (first_window: before the first)."""
+    """Times and bytes of one iteration: a first layer, steady layers, and the LM head."""
 
     mode: Mode
     total_s: float
     layer_s: float
+    """Seconds of a steady layer."""
     first_s: float
+    """Seconds of the first layer."""
     head_s: float
+    """Seconds of the LM head."""
     slots: tuple[TimelineSlot, ...]
+    """Operators of a steady layer."""
     hidden: float
+    """KV bytes on chip before a steady layer's decode attention."""
     first_hidden: float
+    """KV bytes on chip before the first layer's decode attention."""
     window: float
+    """KV bytes that HBM could prefetch in a steady layer."""
     first_window: float
+    """KV bytes that HBM could prefetch before the first layer's decode attention."""
     hbm_bytes: float
+    """Bytes over HBM of all layers and the LM head."""
     compute_s: float
+    """Arithmetic of all layers and the LM head."""
 
 
 def run(setting: OperatorSetting, layer: LayerOperators, mode: Mode) -> IterationTimeline:
-    """One iteration (of a phase alone in `serial`): packing without or with prefetch."""
+    """Compute one iteration: a phase alone in `serial`, else both packed, without or with prefetch."""
     shape, machine, _, assumed, _ = setting
     bandwidth, layers = machine.bandwidth, shape.layers
     sources = [op for op in layer.others if assumed.prefetch_in_attention or op is not layer.chunk]
     window = sum(op.idle_bytes(bandwidth) for op in sources)
+    # Before the first layer's decode attention only that layer's own operators run.
     own = [op for op in (*layer.before, layer.chunk) if assumed.prefetch_in_attention or op is not layer.chunk]
     first_window = window if assumed.across_iterations else sum(op.idle_bytes(bandwidth) for op in own)
     hidden = ahead(setting, layer.decode, mode, window)
@@ -80,8 +93,9 @@ def run(setting: OperatorSetting, layer: LayerOperators, mode: Mode) -> Iteratio
 
 
 def ahead(setting: OperatorSetting, decode: OpCost, mode: Mode, window: float) -> float:
-    """KV bytes on chip before decode attention begins: what the operand buffer holds ahead, or what was prefetched,
-    never more than HBM could bring beside the operators in between."""
+    """Return the KV bytes on chip before decode attention begins: held ahead in the operand buffer, or prefetched.
+
+    At most `window`, the bytes that HBM can fetch during the operators in between."""
     if mode == "serial" or not decode.hbm_bytes:
         return 0.0
     held = min(float(setting.assumed.ahead_bytes), decode.hbm_bytes, window)
@@ -91,14 +105,16 @@ def ahead(setting: OperatorSetting, decode: OpCost, mode: Mode, window: float) -
 
 
 def remaining_s(decode: OpCost, hidden: float, bandwidth: float) -> float:
-    """Decode attention with `hidden` bytes on chip already."""
+    """Return the seconds of decode attention with `hidden` of its KV bytes on chip already."""
     return max(decode.compute_s, (decode.hbm_bytes - hidden) / bandwidth)
 
 
 def _slots(
     layer: LayerOperators, bandwidth: float, hidden: float, mode: Mode, in_attention: bool
 ) -> tuple[TimelineSlot, ...]:
-    """A steady layer, from after one decode attention to the end of the next: the buffer starts empty."""
+    """Return the slots of a steady layer, from after one decode attention to the end of the next.
+
+    The buffer starts empty: the decode attention before has drained it."""
     left = hidden if mode == "prefetch" else 0.0
     slots, now, buffered = [], 0.0, 0.0
     for op in (*layer.after, *layer.before, layer.chunk):

@@ -1,7 +1,7 @@
-"""The same products in zigzag-dse, another group's mapping and cost model: a cross-check, never a dependency.
+"""Cross-check of matrix products with zigzag-dse, an independent mapping and cost model (an optional dependency).
 
-Needs the extra `zigzag` (zigzag-dse, and `six`, which it does not declare). The machine is described as zigzag sees
-machines: three array dimensions (K on rows, N on columns, M over arrays), a register for the stationary weight, output
+Needs the extra `zigzag` (zigzag-dse, and `six`, which it does not declare). The machine is described in zigzag's
+terms: three array dimensions (K on rows, N on columns, M over arrays), a register for the stationary weight, output
 registers along the rows, one double-buffered on-chip memory with ports wide enough not to bound anything, HBM. Memories
 must stand in order from the array outwards. Inputs, weights and outputs all move over HBM, so products are compared
 without fusion. Seconds a product.
@@ -31,7 +31,7 @@ ROWS = (128, 640, 2048)
 
 
 class GemmComparison(NamedTuple):
-    """One product, both ways, in microseconds. inner_us: zigzag's without first loads and last stores."""
+    """One product's times in both models, in microseconds."""
 
     name: str
     m: int
@@ -40,15 +40,16 @@ class GemmComparison(NamedTuple):
     ours_us: float
     zigzag_us: float
     inner_us: float
+    """zigzag's time without first loads and last stores."""
 
     @property
     def difference(self) -> float:
-        """From zigzag's whole latency."""
+        """Relative difference from zigzag's whole latency."""
         return self.ours_us / self.zigzag_us - 1.0
 
     @property
     def ok(self) -> bool:
-        """Within the tolerance of zigzag's range."""
+        """Whether it is within `TOLERANCE` of zigzag's range."""
         return self.inner_us * (1 - TOLERANCE) <= self.ours_us <= self.zigzag_us * (1 + TOLERANCE)
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class GemmComparison(NamedTuple):
 def crosscheck(
     rows: tuple[int, ...] = ROWS, names: tuple[str, ...] = ("qkv", "out", "up", "down")
 ) -> list[GemmComparison]:
-    """Llama-3.1-8B's products on the TPUv6e-like machine. ConfigError where zigzag-dse is not installed."""
+    """Compare Llama-3.1-8B's products on the TPUv6e-like machine. Raises ConfigError without zigzag-dse."""
     setting = OperatorSetting(model("llama-3.1-8b"), machine("tpuv6e"))
     wanted = [g for m in rows for g in gemms(setting, setting.model, m) if g.name in names]
     wanted = [g._replace(outputs=g.n) for g in wanted]  # zigzag folds no gate
@@ -73,8 +74,9 @@ def _product(on: MachineModel, gemm: GemmShape, cost: OpCost) -> GemmComparison:
 
 
 def zigzag_s(on: MachineModel, gemm: GemmShape) -> tuple[float, float]:
-    """Seconds of a product in zigzag, with its first loads and last stores and without: its own search over loop
-    orders, the lowest latency."""
+    """Return zigzag's seconds for a product, (with, without) first loads and last stores.
+
+    zigzag searches loop orders for the lowest latency."""
     import yaml
 
     try:
@@ -133,6 +135,7 @@ def _memory(
 
 
 def _hardware(on: MachineModel) -> dict[str, Any]:
+    # Bits a cycle.
     hbm = max(1, round(on.bandwidth / on.clock_hz * 8))
     wide = 1 << 20
     every = ["I1, fh", "I1, tl", "I2, fh", "I2, tl", "O, fh", "O, tl", "O, fl", "O, th"]

@@ -1,7 +1,7 @@
 """Accelerators as data sheets state them: peak arithmetic, memory, and what links them inside a node.
 
-Peaks are dense bf16 (no sparsity). What a kernel reaches of them is not said here: that is `latency/`. Capacity is
-what the driver shows (MiB), not the marketing GB.
+Peaks are dense bf16 (no sparsity); the shares that kernels reach are in `latency/`. Capacity is as the driver reports
+it (MiB), not the marketing GB.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ _MIB = 1 << 20
 
 
 class AcceleratorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """flops: dense bf16 FLOP/s. bandwidth: HBM bytes/s. capacity: HBM bytes. multiprocessors: how many tiles run at
-    once. `die` names the profiled accelerator whose kernels run alike: an A800 computes as an A100 does."""
+    """Data sheet of one accelerator."""
 
     name: str
     flops: float
+    """Peak dense bf16 FLOP/s."""
     bandwidth: float
+    """HBM bytes/s."""
     capacity: int
+    """HBM bytes."""
     multiprocessors: int
+    """Multiprocessors, which is the number of tiles that run at once."""
     nvlink: str
+    """Name of the link inside a node."""
     network: str
+    """Name of the link between nodes."""
     per_node: int = 8
+    """Accelerators in one node."""
     die: str = ""
+    """Profiled accelerator with the same die (an A800 computes as an A100 does); empty: this one."""
     source: str = ""
+    """Origin of the numbers, in words."""
 
     @property
     def kernels(self) -> str:
-        """The name under which profiles of this die's kernels are kept."""
+        """Name under which profiles of this die's kernels are stored."""
         return self.die or self.name
 
     @property
@@ -111,7 +119,7 @@ ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "a800": "a800-80gb", "h800"
 
 
 def accelerator(name: str) -> AcceleratorSpec:
-    """By name or usual alias (`a100`, `h100`, …); ConfigError lists those that exist."""
+    """Return an accelerator by name or alias (`a100`, `h100`, …). Raises ConfigError, listing those that exist."""
     key = name.lower()
     key = ALIASES.get(key, key)
     if key not in ACCELERATORS:

@@ -1,4 +1,4 @@
-"""Where a host's workers compute: on its CPU, or one each on its CUDA devices. No torch."""
+"""Choice of the device of a host's workers: its CPU, or one CUDA device for each. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ _DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")
 
 
 class CudaReport(msgspec.Struct, frozen=True):
-    """What torch says of CUDA. built: whether this torch can use it. By device: its name, and the bytes that are free
-    once a process has opened it."""
+    """CUDA as torch reports it."""
 
     torch: str
+    """Version of torch."""
     built: bool = False
+    """This torch is built with CUDA."""
     names: tuple[str, ...] = ()
+    """Name of each device."""
     free_bytes: tuple[int, ...] = ()
+    """Free bytes of each device once a process has opened it."""
 
 
 class DeviceAssignment(msgspec.Struct, frozen=True):
-    """A host's workers on devices first .. first + workers - 1, one each. name: what the first is called. free_bytes:
-    of the one that has least."""
+    """A host's workers on devices first .. first + workers - 1, one each."""
 
     first: int
+    """Number of the first device."""
     name: str
+    """Name of the first device."""
     free_bytes: int
+    """Free bytes of the device with the least."""
 
 
 def check(asked: str) -> str:
-    """The setting, if it is one. Raises ConfigError otherwise."""
+    """Return a valid `--device` setting unchanged. Raises ConfigError for any other."""
     if re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked) is None:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {asked!r}")
     return asked
 
 
 def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAssignment | None:
-    """None: on the CPU, which is also where "auto" stays unless there is a device for each of the `workers`.
+    """Return the CUDA devices of `workers` workers; None: the CPU.
 
-    `look` asks torch, which takes seconds: not where there is no driver. Raises ConfigError, in one line, for what
-    cannot be.
+    "auto" takes the CPU unless there is a device for each worker. look: imports torch, which takes seconds; it is not
+    called for "auto" without a driver. Raises ConfigError when the requested devices do not exist.
     """
     check(asked)
     if asked == "cpu" or (asked == "auto" and not any(Path(path).exists() for path in _DRIVERS)):

@@ -1,4 +1,4 @@
-"""What connects accelerators: bandwidth of one direction, and the time until the first byte arrives.
+"""Links between accelerators: bandwidth of one direction, and latency until the first byte arrives.
 
 Bandwidths are the makers' (bytes/s, one direction, per accelerator or per network card). Latencies are assumptions of
 the order that NCCL point-to-point shows, named here so that they can be replaced; nothing is measured at run time.
@@ -12,16 +12,18 @@ from headway.core.errors import ConfigError
 
 
 class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link. `efficiency` is the share of `bytes_per_s` that a large message reaches."""
+    """One direction of a link."""
 
     name: str
     bytes_per_s: float
     latency_s: float
     source: str
+    """Origin of the numbers, in words."""
     efficiency: float = 0.8
+    """Share of `bytes_per_s` that a large message reaches."""
 
     def transfer_s(self, count: int) -> float:
-        """Seconds for one message of `count` bytes between two neighbours."""
+        """Return the seconds of one message of `count` bytes between two neighbours."""
         return self.latency_s + count / (self.bytes_per_s * self.efficiency)
 
 
@@ -51,7 +53,7 @@ LINKS: dict[str, NetworkLink] = {
 
 
 def link(name: str) -> NetworkLink:
-    """A preset by name; ConfigError lists those that exist."""
+    """Return a preset by name. Raises ConfigError, listing those that exist, for an unknown one."""
     if name not in LINKS:
         raise ConfigError(f"unknown link {name!r}; known: {', '.join(LINKS)}")
     return LINKS[name]

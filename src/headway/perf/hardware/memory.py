@@ -1,4 +1,4 @@
-"""How much memory this machine has to give."""
+"""Memory available on this host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def available_bytes() -> int:
-    """Bytes that can be taken without swapping (MemAvailable, and the cgroup's limit where that is lower)."""
+    """Return the bytes that can be allocated without swapping: MemAvailable, or the cgroup's limit where lower."""
+    # Assumed where /proc/meminfo cannot be read.
     available = 4 << 30
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

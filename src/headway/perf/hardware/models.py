@@ -61,7 +61,7 @@ ALIASES = {
 
 
 def model_name(name: str) -> str:
-    """The canonical name; ConfigError lists those that exist."""
+    """Return the canonical name. Raises ConfigError, listing those that exist, for an unknown one."""
     key = name.lower().rsplit("/", 1)[-1]
     key = ALIASES.get(key, key)
     if key not in MODELS:
@@ -70,12 +70,13 @@ def model_name(name: str) -> str:
 
 
 def model(name: str) -> ModelShape:
-    """A shape by name or alias, with or without a Hugging Face owner before it."""
+    """Return a shape by name or alias, with or without a Hugging Face owner before it."""
     return MODELS[model_name(name)]
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that the `config.json` of a Llama-like decoder describes; ConfigError names what is missing."""
+    """Return the shape of a Llama-like decoder from its `config.json`. Raises ConfigError that names missing keys."""
+    # Multimodal models nest the decoder's keys.
     text = config.get("text_config", config)
     missing = [k for k in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if k not in text]
     if missing:

@@ -1,4 +1,4 @@
-"""Which processor this is: part of what a measurement holds for."""
+"""Name of this host's processor, part of a profile's fingerprint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processor_name() -> str:
-    """The CPU's own name, as far as the system tells."""
+    """Return the CPU's model name, or the architecture where the system does not report one."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,8 +1,7 @@
-"""The arithmetic of a decoder, written once: what its weights, KV and operators cost, in parameters, bytes and FLOPs.
+"""Arithmetic of a decoder: parameters, bytes and FLOPs of its weights, KV and operators.
 
 One FLOP is one multiply or one add (a multiply-accumulate counts two). Causal attention is counted as causal. Counts
-are
-exact integers; a caller divides by rates only at the end.
+are exact integers; a caller divides by rates only at the end.
 """
 
 from __future__ import annotations
