@@ -61,6 +61,7 @@ def _lines(budget: int, rng: random.Random, count_tokens: Callable[[str], int]) 
     order: list[Path] = []
     while budget > 0:
         if not order:
+            # Every file once before any file is repeated.
             order = rng.sample(_sources(), len(_sources()))
         text = order.pop().read_text(encoding="utf-8", errors="replace")
         if "passkey" in text.lower():  # its own talk of passkeys would make the answer ambiguous

@@ -99,11 +99,12 @@ class ProcessEngineClient:
         return self._child.process.pid
 
     async def start(self) -> EngineInfo:
-        """May be awaited by several; all get the same answer."""
+        """See `EngineClient.start`. May be awaited several times; the outcome is shared."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._supervise(self._ready))
         try:
+            # A cancelled caller must not cancel the future that the others await.
             return await asyncio.shield(self._ready)
         except ConfigError as error:
             self.failure = str(error)
@@ -119,6 +120,7 @@ class ProcessEngineClient:
         stream = self._streams[submit.id] = _ResponseStream(submit, prompt)
         finished = False
         try:
+            # While the engine restarts, the stream only waits: `_resubmit` sends it when the engine is ready.
             if self._state == "ready":
                 self._child.send([_encoder.encode(submit), prompt])
             while not finished:
@@ -132,6 +134,7 @@ class ProcessEngineClient:
                 yield delta
         finally:
             self._streams.pop(submit.id, None)
+            # Left early by the caller: free the request's KV.
             if not finished and self._state == "ready":
                 self._child.send([_encoder.encode(AbortRequest(submit.id))])
 
@@ -152,7 +155,7 @@ class ProcessEngineClient:
         self.end()
 
     def end(self) -> None:
-        """What `close` does, for callers without an event loop. Harmless when repeated."""
+        """End the engine without an event loop. May be called repeatedly."""
         self._mark_lost()
         self._child.end()
         self._folder.close()
@@ -180,6 +183,7 @@ class ProcessEngineClient:
         try:
             await asyncio.wait((listening, going), return_when=asyncio.FIRST_COMPLETED)
             if listening.done():
+                # Raises the error of an undecodable message; a listener does not return otherwise.
                 listening.result()
             return f"the engine process {await going}"
         finally:
@@ -194,6 +198,7 @@ class ProcessEngineClient:
         fatal = self._child.fatal_error
         if not ready.done():
             ready.set_exception(ConfigError(f"{why} while starting" if fatal is None else fatal.error))
+        # The expected end after a drain: neither a failure nor a restart.
         elif self._draining and self._child.process.returncode == 0:
             pass
         elif fatal is not None and fatal.final and self._child.served:
@@ -211,6 +216,7 @@ class ProcessEngineClient:
             return False
         log.warning("%s; starting it again, with %d requests", why, len(self._streams))
         self._state = "recovering"
+        # Base of the new incarnation's counters, which start at 0: totals never fall.
         self._stats = self._stats_at_restart = accumulate_counters(self._stats, EngineStats(engine_restarts_total=1))
         self._child.end(at_once=True)
         self._incarnation += 1
@@ -231,6 +237,7 @@ class ProcessEngineClient:
                     self._stats = accumulate_counters(self._stats_at_restart, message.stats)
                 for delta in message.deltas:
                     stream = self._streams.get(delta.id)
+                    # None: the client has left, and its abort is on the way.
                     if stream is not None:
                         stream.take(delta)
             elif isinstance(message, EngineInfo):
@@ -250,6 +257,7 @@ class ProcessEngineClient:
             if not stream.finished:
                 submit = msgspec.structs.replace(stream.submit, resubmitted=True, output=tuple(stream.output))
                 child.send([_encoder.encode(submit), stream.prompt])
+        # The drain request was lost with the engine that got it.
         if self._draining:
             child.send([_encoder.encode(DrainEngine())])
 

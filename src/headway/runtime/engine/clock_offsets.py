@@ -19,6 +19,7 @@ def by_our_clock(message: Message, ahead_s: float) -> Message:
             moved = None if delta is None else _delta(delta, ahead_s)
             began_s, ended_s = message.began_s + ahead_s, message.ended_s + ahead_s
             return replace(message, began_s=began_s, ended_s=ended_s, delta=moved)
+        # Other messages carry no times.
         case KvArrived():
             return replace(message, began_s=message.began_s + ahead_s, ended_s=message.ended_s + ahead_s)
     return message

@@ -1,4 +1,4 @@
-"""What an engine process is started with. Filled from the command line, sent to the process as JSON."""
+"""Settings with which an engine process is started: filled from the command line, sent to the process as JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     """How many processes had this number before."""
     listen: str
-    """Where it accepts other instances: `unix:PATH` or `tcp:HOST:0`."""
+    """Where the engine accepts other instances: `unix:PATH` or `tcp:HOST:0`."""
     secret: str = ""
     """Shared by all instances; may be empty over sockets in a folder that only this user can enter."""
     room_s: float = 30.0
-    """How long a span waits for room in the KV pool."""
+    """Seconds for which a span may wait for free KV blocks."""
     kv_connector: str = "peers"
     """How KV moves to other instances (`runtime.kv_transfer.connector`)."""
 

@@ -1,7 +1,7 @@
 """The engine's loop body: schedule → execute → update, once for each call of `step`.
 
-Knows requests as ids and tokens as numbers; decides when a request has ended (end token, stop token, length,
-time-out); never blocks on a client. No torch, no sockets, no clock of its own.
+Handles requests as ids and tokens as numbers; decides when a request has ended (end token, stop token, length,
+time-out); never blocks on a client. No torch, no sockets; time comes from an injected clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("headway.engine")
 
 
 class _ScheduledOutput(OutputTracker):
-    """A request inside the engine."""
+    """Output state of a request inside the engine."""
 
     __slots__ = ("submit",)
 
@@ -122,6 +122,7 @@ class EngineCore:
         ids = np.frombuffer(prompt, dtype=np.int32)
         if ids.size == 0 or ids.size != submit.prompt_tokens:
             raise RequestError(f"the prompt frame holds {ids.size} tokens, not {submit.prompt_tokens}", "prompt")
+        # At least one output token must fit behind the prompt.
         if ids.size + 1 > self.info.max_model_len:
             raise RequestError(
                 f"the prompt has {ids.size} tokens; this model serves at most {self.info.max_model_len} tokens, "
@@ -130,21 +131,25 @@ class EngineCore:
             )
         if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
+        # Output emitted by an earlier incarnation counts: the limits are those of the original request.
         most = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size))
         emitted = len(submit.output)
         if emitted >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
             raise RequestError(f"{emitted} tokens cannot be the output so far of at most {most} tokens", "output")
+        # A decode computes its last known token itself: KV of all tokens before it must be here.
         if submit.phase == "decode" and self.kv_incomplete(submit.id, int(ids.size) + emitted - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
+            # For the scheduler, output known before is part of the prompt: its KV is recomputed or staged alike.
             prompt_tokens=int(ids.size) + emitted,
             max_output_tokens=1 if submit.phase == "prefill" else most - emitted,
             cached_tokens=int(ids.size) + emitted - 1 if submit.phase == "decode" else 0,
             slo=submit.slo,
             priority=submit.priority,
         )
+        # The executor first: `add` may reject the request, and only then is there something to undo.
         self.executor.admit(submit.id, prompt, submit.params, submit.output, submit.phase == "decode")
         try:
             self.scheduler.add(Span.whole(request), now, submit.phase)
@@ -153,6 +158,7 @@ class EngineCore:
             raise
         self._live[submit.id] = _ScheduledOutput(submit, self.info)
         if submit.timeout_s is not None:
+            # The time of receipt identifies the request: an id may be reused before its time-out expires.
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
             self._log_event(
@@ -173,13 +179,16 @@ class EngineCore:
         if self._live.pop(request_id, None) is None:
             return None
         now = self._clock.now()
+        # False while a batch in flight computes the request: its completion event then drops it from the executor.
         if self.scheduler.abort(request_id, now):
             self.executor.forget(request_id)
         self._log_event("abort", request=request_id, at_s=now)
         return OutputDelta(id=request_id, finish=reason, emitted_s=now)
 
     def stage(self, request_id: str) -> None:
-        """Stop a decode that is to continue elsewhere: it appears in `staged`, its KV kept here, unless it ends first.
+        """Stop a decode that is to continue on another instance, unless it ends first. Its KV remains staged here.
+
+        The request then appears in `staged`.
 
         Unknown ids are ignored.
         """
@@ -197,8 +206,8 @@ class EngineCore:
     def step(self, wait_s: float | None = None) -> list[OutputDelta]:
         """Schedule what fits, execute, update. Returns the deltas for clients.
 
-        `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). A batch is
-        made when the executor would begin it at once, before and after looking at results.
+        `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). Batches are
+        made while the executor would begin them at once, both before and after results are taken.
         """
         deltas = self._expire_timeouts()
         self._submit_batches()
@@ -206,6 +215,7 @@ class EngineCore:
         if not (self._batches or elsewhere):
             return deltas
         try:
+            # Wait for the first result only, then take without waiting whatever else has finished.
             result = self.executor.result(wait_s if self._batches or self.recovering else 0.0)
             while result is not None:
                 deltas.extend(self._update(result))
@@ -227,7 +237,9 @@ class EngineCore:
         many losses (`PoisonRequestTracker`) and are aborted.
         """
         now = self._clock.now()
+        # Workers may be lost again while they restart: the recovery time counts from the first loss.
         self._lost_s = now if self._lost_s is None else self._lost_s
+        # Events: the KV tokens lost by each request, and the end of requests that were aborted in flight.
         events = self.scheduler.lost(0, now)
         lost = sum(event.tokens for event in events)
         for event in events:
@@ -238,6 +250,7 @@ class EngineCore:
         self._count("lost_tokens_total", lost)
         self._log_event("lost", at_s=now, why=why, tokens=lost)
         log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
+        # Raises when the limit is reached, before anything is restarted.
         self._restarts.spend(now, why)
         limit, ended = self._restarts.limit, []
         for name in self._poison_requests.record_loss(
@@ -246,6 +259,7 @@ class EngineCore:
             self.abort(name, "error")
             words = f"the request was given up: it was being computed at {limit + 1} losses of workers, at last: {why}"
             ended.append(OutputDelta(id=name, finish="error", error=words, emitted_s=now))
+        # Last: requests that are given up are forgotten before the new ranks get the live ones.
         self.executor.recover()
         return ended
 
@@ -257,13 +271,14 @@ class EngineCore:
             if batch is None:
                 return
             self._batches[batch.id] = (batch, now)
+            # Logged only where some KV groups were busy.
             some = free is not None and len(free) < len(self.scheduler.ledgers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
 
     def _update(self, result: StepResult) -> list[OutputDelta]:
-        """Complete a batch: count its tokens, tell the scheduler, and return the deltas."""
+        """Complete a batch: count its tokens, update the scheduler, and return the deltas."""
         deltas: list[OutputDelta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
@@ -288,8 +303,10 @@ class EngineCore:
     ) -> list[OutputDelta]:
         live = self._live.get(emitted.request)
         if live is None:  # aborted while in flight
+            # 0 tokens, finished: the scheduler frees the request when the batch completes.
             progress.append(RequestProgress(emitted.request, 0, True))
             return []
+        # A request may emit in its first batch: the "started" event comes after the tokens.
         if live.first_scheduled_s is None:
             live.first_scheduled_s = submitted_s
         delta = live.take(emitted, now)
@@ -314,7 +331,7 @@ class EngineCore:
     # -- counters -----------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """A snapshot for metrics."""
+        """Return a snapshot for metrics."""
         return EngineStats(
             running=self.scheduler.running,
             waiting=self.scheduler.waiting,
@@ -327,7 +344,7 @@ class EngineCore:
         )
 
     def computed(self, prefill: int, decodes: int) -> None:
-        """Tokens that were computed here beside the scheduler: this instance's share of a run."""
+        """Count tokens computed outside the scheduler: this instance's share of a span."""
         self._count("prefill_tokens_total", prefill)
         self._count("run_tokens_total", prefill)
         self._count("decode_tokens_total", decodes)

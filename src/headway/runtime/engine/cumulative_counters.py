@@ -14,6 +14,7 @@ _NOTHING = EngineStats()
 
 def accumulate_counters(before: EngineStats, now: EngineStats) -> EngineStats:
     """Return `now` with the counters of `before` added. Gauges are those of `now`."""
+    # The common case, without a restart: no copy for each message.
     if before == _NOTHING:
         return now
     totals = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}

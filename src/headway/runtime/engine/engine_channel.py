@@ -16,7 +16,7 @@ from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOut
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 
 START_TIMEOUT_S = 120.0
-"""An engine without heartbeats for so long while it starts hangs."""
+"""An engine that sends no heartbeat for so long while it starts counts as hung."""
 
 _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | FromInstance)
 
@@ -33,6 +33,7 @@ class EngineChannel:
         self.limit_s = START_TIMEOUT_S
         self._heartbeats: HeartbeatMonitor | None = None
         self._context = zmq.asyncio.Context()
+        # Heartbeats are polled synchronously, on the same context.
         self._plain: zmq.Context[Any] = zmq.Context.shadow(self._context.underlying)
         self._socket = self._context.socket(zmq.PAIR)
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
@@ -46,13 +47,13 @@ class EngineChannel:
             raise
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Never blocks. What an engine that is gone did not read is lost with it."""
+        """Send one message without blocking. Messages that an engine has not read when it ends are lost."""
         if not self._socket.closed:
             sent = cast("asyncio.Future[Any]", self._socket.send_multipart(frames, copy=False))
             sent.add_done_callback(_seen)
 
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
-        """The next message."""
+        """Return the next message."""
         frame = await self._socket.recv()
         self._was_there = True
         message: EngineInfo | IterationOutputs | FatalError | FromInstance = _decoder.decode(frame)
@@ -66,15 +67,16 @@ class EngineChannel:
     def ready(self) -> None:
         """Apply the shorter time-out of a started engine from now on."""
         self.limit_s = self._timeout_s
+        # A running monitor keeps its time of the last heartbeat and only gets the shorter limit.
         if self._heartbeats is not None:
             self._heartbeats.timeout_s = self.limit_s
 
     @property
     def disconnected(self) -> bool:
-        """Whether the connection has ended after it was there. Messages under way may be lost, and it is not reopened.
+        """Whether an established connection has ended. Messages in transit may be lost, and it is not reopened.
 
-        A PAIR socket with an unbounded queue can send exactly while its authenticated peer is connected: strangers that
-        connect and leave change nothing.
+        A PAIR socket with an unbounded queue can send exactly while its authenticated peer is connected; connections
+        that fail authentication change nothing.
         """
         if not self._disconnected and not self._socket.closed:
             there = bool(cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -84,6 +86,7 @@ class EngineChannel:
 
     def is_silent(self, now: float) -> bool:
         """Whether heartbeats are overdue. Before `started`, silence counts from the first heartbeat."""
+        # Empty the socket: only the arrival of the newest heartbeat counts.
         while True:
             try:
                 self._beats.recv(zmq.NOBLOCK)
@@ -95,13 +98,13 @@ class EngineChannel:
         return self._heartbeats is not None and self._heartbeats.silent(now) is not None
 
     def close(self) -> None:
-        """Harmless when repeated."""
+        """Close the sockets. May be called repeatedly."""
         for socket in (self._socket, self._beats):
             socket.close()
         self._context.destroy(linger=0)
 
 
 def _seen(sent: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a send to an engine that is gone: it is noticed elsewhere."""
+    """Retrieve the exception of a failed send, so that asyncio does not log it: the loss is detected elsewhere."""
     if not sent.cancelled():
         sent.exception()

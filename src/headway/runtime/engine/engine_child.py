@@ -1,4 +1,4 @@
-"""One incarnation of the engine process as the server sees it: the process, and the channel to it."""
+"""The server's handle of one incarnation of the engine process: the process, and the channel to it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from headway.runtime.engine.protocol import HEARTBEAT_SUFFIX, EngineInfo, FatalE
 from headway.runtime.launcher.engine_spawn import spawn
 
 _LOOK_S = 0.1
+"""Interval between two checks of the process and its heartbeats."""
 _END_S = 2.0
+"""How long an engine may take to end in order before it is killed."""
 
 
 class EngineChild:
-    """Started at construction, in `folder`, where its socket is. `serial` tells incarnations of one folder apart."""
+    """One engine process, started at construction. folder: holds its socket; serial: distinguishes incarnations."""
 
     ahead_s = 0.0
-    """Added to its times to have times of our clock."""
+    """Seconds added to the engine's times to convert them to the server's clock."""
     abandoned = False
-    """Whether it is gone with its host, which did not come back in time."""
+    """Whether the engine was lost with its host, which did not return in time."""
 
     def __init__(self, config: EngineConfig, module: str, folder: Path, serial: int) -> None:
         endpoint = f"ipc://{folder}/e{serial}"
@@ -42,9 +44,9 @@ class EngineChild:
 
         self._channel = EngineChannel(config.worker_timeout_s, bind)
         self.fatal_error: FatalError | None = None
-        """Its own report of why it ended, if it sent one."""
+        """The engine's own report of why it ended, if it sent one."""
         self.served = False
-        """Whether it has ever been ready."""
+        """Whether the engine has ever been ready."""
         self._reaper: threading.Thread | None = None
         try:
             self.process = spawn(endpoint, config, module)
@@ -53,20 +55,20 @@ class EngineChild:
             raise
 
     def send(self, frames: Sequence[Any]) -> None:
-        """See `EngineLine.send`."""
+        """See `EngineChannel.send`."""
         self._channel.send(frames)
 
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
-        """The next message."""
+        """Return the next message."""
         return await self._channel.receive()
 
     def ready(self) -> None:
-        """Note that it has started: from now on the shorter time-out for silence applies."""
+        """Record that the engine has started: from now on the shorter time-out for silence applies."""
         self.served = True
         self._channel.ready()
 
     async def wait_until_exited(self) -> str:
-        """Return when the process has ended or hangs: how, as a phrase that follows 'the engine process'."""
+        """Wait until the process has ended or hangs. Returns how, as a phrase that follows 'the engine process'."""
         while self.process.poll() is None:
             await asyncio.sleep(_LOOK_S)
             if self._channel.is_silent(time.monotonic()):
@@ -78,8 +80,11 @@ class EngineChild:
         return f"has ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
 
     def end(self, at_once: bool = False) -> None:
-        """End it, whatever it is doing. at_once: returns at once; else it has a moment to end in order. One that the
-        system does not let go of (it frees much memory, or waits for a disk) is left behind. Harmless when repeated."""
+        """End the process. May be called repeatedly.
+
+        at_once: kill it and return immediately; otherwise it may end in order within `_END_S`. A process that the
+        kernel does not release in time (it frees much memory, or waits for a disk) is left to a background thread.
+        """
         self._channel.close()
         if self.process.poll() is None and self._reaper is None:
             if not at_once:
@@ -87,7 +92,9 @@ class EngineChild:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(_END_S)
             if self.process.poll() is None:
+                # The whole process group: the engine's workers are in it.
                 os.killpg(self.process.pid, signal.SIGKILL)
+                # wait() collects the exit status, without which the process remains as a zombie.
                 self._reaper = threading.Thread(target=self.process.wait, name="reaper", daemon=True)
                 self._reaper.start()
         if self._reaper is not None and not at_once:

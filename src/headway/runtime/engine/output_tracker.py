@@ -13,7 +13,7 @@ from headway.runtime.engine.protocol import FinishReason, OutputDelta
 class OutputTracker:
     """Counts a request's output and finds its end: end token, stop token, length.
 
-    told: output tokens emitted before. room: how many output tokens the model's context has room for.
+    told: output tokens emitted before. room: output tokens that fit the model's context behind the prompt.
     """
 
     __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
@@ -27,7 +27,9 @@ class OutputTracker:
 
     def take(self, emitted: EmittedToken, now: float) -> OutputDelta:
         """Return the delta of a token that was sampled at `now`; `finish` is set where it is the last."""
+        # The sampler withholds end tokens until min_tokens; a stop token counts from then on only.
         stop = emitted.token in self._stops and self.emitted >= self.params.min_tokens
+        # A stop token ends the output without being part of it.
         self.emitted += 0 if stop else 1
         finish: FinishReason | None = None
         if stop:
@@ -42,5 +44,6 @@ class OutputTracker:
             finish=finish,
             stop_token=emitted.token if stop else None,
             emitted_s=now,
+            # Sent with the first token only: `emitted` is 1 then, or 0 if that token is a stop token.
             first_scheduled_s=self.first_scheduled_s if self.emitted + stop == 1 else None,
         )

@@ -1,8 +1,8 @@
 """Messages between the server process and the engine process, and the server's interface to the engine.
 
-The server process never imports torch; the engine process never sees HTTP. They exchange the messages below
-(msgspec over ZeroMQ). A prompt crosses once, as one binary frame of little-endian int32, beside the message that
-announces it; nothing that follows is proportional to its length.
+The server process never imports torch; the engine process never handles HTTP. They exchange the messages below
+(msgspec over ZeroMQ). A prompt is sent once, as one binary frame of little-endian int32 behind the message that
+announces it; no later message grows with its length.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """Free a request at the next chunk edge: its client is gone, or a stop string matched."""
+    """Free a request at the next chunk edge: its client has disconnected, or a stop string matched."""
 
     id: str
 
 
 class DrainEngine(msgspec.Struct, frozen=True, tag=True):
-    """Finish what was accepted, take nothing new, then end. Sent on SIGTERM."""
+    """Finish accepted requests, reject new ones, then end. Sent on SIGTERM."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one iteration produced for one request: usually one token. The last delta carries `finish`."""
+    """Output of one iteration for one request: usually one token. The last delta carries `finish`."""
 
     id: str
     tokens: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Everything that one iteration produced, in one message."""
+    """All output of one iteration, in one message."""
 
     deltas: tuple[OutputDelta, ...] = ()
     stats: EngineStats | None = None
@@ -186,10 +186,10 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """The newest snapshot."""
+        """The newest statistics received."""
 
     async def start(self) -> EngineInfo:
-        """Start the engine and wait until it is ready; raises ConfigError with the engine's own words otherwise."""
+        """Start the engine and wait until it is ready. Raises ConfigError with the engine's own message otherwise."""
 
     def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         """Submit and yield deltas until one carries `finish`.
@@ -199,7 +199,7 @@ class EngineClient(Protocol):
         """
 
     async def drain(self) -> None:
-        """Take nothing new, and return when everything accepted has finished."""
+        """Reject new requests, and return when all accepted ones have finished."""
 
     async def close(self) -> None:
-        """End the engine process, whatever it is doing."""
+        """End the engine process. Unfinished requests fail with UnavailableError."""

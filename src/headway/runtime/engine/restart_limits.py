@@ -1,4 +1,4 @@
-"""Limits of restarts: what dies over and over has a cause that a restart does not remove."""
+"""Limits of restarts: repeated failures have a cause that a restart does not remove."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from headway.core.errors import HeadwayError
 
 
 class GaveUpError(HeadwayError):
-    """Restarted too often: not to be retried."""
+    """The limit of restarts was reached: the caller must not retry."""
 
 
 class RestartLimit:
-    """Allows `limit` restarts in a row. A row ends when the restarted thing has been up for `window_s` seconds.
+    """Allows `limit` restarts in a row. A row ends when the restarted component has been up for `window_s` seconds.
 
-    The time that the restart itself takes, which may be long, does not count. what: names the thing in the error.
+    The duration of the restart itself, which may be long, does not count. what: names the component in the error.
     """
 
     def __init__(self, limit: int, what: str, window_s: float = 60.0) -> None:
@@ -30,6 +30,7 @@ class RestartLimit:
 
     def spend(self, now: float, why: str) -> None:
         """Count one more restart. Raises GaveUpError, with the reason `why` of this loss, when it is one too many."""
+        # The row is broken by a long enough uptime, checked at the next loss.
         if self._up_s is not None and now - self._up_s >= self.window_s:
             self._spent = 0
         self._up_s = None
@@ -55,6 +56,7 @@ class PoisonRequestTracker:
 
         These should not be started again.
         """
+        # Counts of ended requests are dropped, so the table does not grow.
         alive = set(live)
         counted = {name: self._losses.get(name, 0) for name in alive}
         for name in alive.intersection(requests):

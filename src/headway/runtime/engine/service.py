@@ -43,7 +43,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineService:
-    """The engine process's sockets and loop, until told to drain or until `parent`, which started it, is gone.
+    """The engine process's sockets and loop. Ends after `DrainEngine`, or when its parent process has ended.
 
     parent is an argument because it may have died before this process could ask the system. token: authenticates this
     process to a server on another host; such a connection is not reopened once it has ended.
@@ -75,13 +75,15 @@ class EngineService:
         self._send(FatalError(error, final))
 
     def run(self, core: EngineCore, agent: InstanceAgent | None = None) -> None:
-        """Announce readiness and serve until drained. member: what makes the engine an instance of a cluster."""
+        """Announce readiness and serve until drained. agent: set where the engine is an instance of a cluster."""
         self._core, self._agent = core, agent
         self._send(core.info)
         gc.collect()
-        gc.freeze()  # the model is here to stay: collections need not walk it
+        # The model lives as long as the process: exempt its objects from garbage collection.
+        gc.freeze()
         self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
         while self._server_is_there:
+            # With an executor in this process, `turn` itself computes: never sleep while there is work.
             sleeps = (core.idle and not core.draining) or (self._executor_waits_on and not core.idle)
             if sleeps and (agent is None or agent.idle):
                 self._poller.poll(_STATS_POLL_MS if self._stats_due_soon else _IDLE_POLL_MS)
@@ -103,12 +105,15 @@ class EngineService:
         deltas = list(self._receive(core))
         if step:
             deltas += core.step(0.0 if self._executor_waits_on else None)
+        # Check the scheduler's invariants at each transition to idle, when it delays no request.
         if core.idle and not self._was_idle:
             core.scheduler.check()
         now = self._clock.now()
+        # Also at once when the engine becomes idle, so that gauges do not remain at the last busy values.
         due = now - self._stats_sent_s >= _STATS_EVERY_S or (core.idle and not self._was_idle)
         due = due or core.recovering != self._was_recovering
         self._was_idle, self._was_recovering = core.idle, core.recovering
+        # After a restart of workers the executor waits on other sockets.
         if self._executor_waits_on and core.executor.waits_on != self._executor_waits_on:
             self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
         if deltas or due:
@@ -116,6 +121,7 @@ class EngineService:
             self._stats_due_soon = self._stats_due_soon and not due
             self._stats_sent_s = now if due else self._stats_sent_s
             self._send(IterationOutputs(deltas=tuple(deltas), stats=stats))
+        # After the deltas: a receiver of `KvStaged` has all tokens of the request by then.
         for staged in core.staged:
             self._send(staged)
         core.staged.clear()
@@ -127,6 +133,7 @@ class EngineService:
     @property
     def _server_is_there(self) -> bool:
         """Whether the server is still there."""
+        # An orphan gets another parent: the check works however the server ended.
         return os.getppid() == self._parent and not self._disconnected
 
     def send(self, message: FromInstance, measured: bool = False) -> None:
@@ -156,6 +163,7 @@ class EngineService:
         socket = self._context.socket(kind)
         if self._token is not None:
             guard_client(socket, self._token)
+            # -1: never reconnect. The next send then fails, which ends this process.
             socket.setsockopt(zmq.RECONNECT_IVL, -1)
         return socket
 
@@ -167,6 +175,7 @@ class EngineService:
 
     def _receive(self, core: EngineCore) -> Iterable[OutputDelta]:
         deltas: list[OutputDelta] = []
+        # Reset the wakeup before messages are read, so that a wakeup meanwhile is not lost.
         with suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         while True:

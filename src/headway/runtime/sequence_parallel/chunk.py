@@ -1,4 +1,4 @@
-"""One chunk as every rank carries it out: which rows it has, what its KV becomes, and the steps of a layer. Pure data.
+"""Plan of one chunk on every rank: its rows, the layout of its KV, and the steps of a layer. Pure data.
 
 The four combinations of fast SP (PecSched §5.3) differ in nothing but these lists. Each rank keeps a slice of the rows
 of its ring member, the member's ranks being a TP region or, under Ulysses, a node.
@@ -70,12 +70,7 @@ LOGITS = "logits"
 
 
 class ChunkPlan:
-    """A chunk, worked out from the layout `held` before it: equal on every rank.
-
-    rows: the positions whose rows each rank of the group keeps, in the group's order. fresh: those whose KV each ring
-    member gets. history: the layout to which KV of earlier chunks moves (it has none to move where it `stays`); after:
-    with the chunk's own.
-    """
+    """Plan of a chunk, derived from the KV layout `held` before it: equal on every rank."""
 
     def __init__(
         self, spec: ChunkSpec, held: KvLayout, config: DecoderConfig, wanted: Sequence[int] | None = None
@@ -87,9 +82,13 @@ class ChunkPlan:
         if any(not spec.start <= position < spec.end for position in self.wanted):
             raise ConfigError(f"wanted {self.wanted}: must be positions of the chunk [{spec.start}, {spec.end})")
         self.history = history_of(held, spec, config)
+        """The layout to which KV of earlier chunks moves."""
         self.stays = spec.in_place and not spec.keepers and fits(held, spec, config)
+        """Whether no KV of earlier chunks moves."""
         self.fresh = spread(spec.start, spec.tokens, spec.members, spec.order)
+        """For each ring member, the positions of the chunk whose KV it gets."""
         self.after = extended(self.history, spec, self.fresh)
+        """`history` with the chunk's own KV."""
         # Each member's tokens are cut evenly over its ranks: between attention calls a rank works on its own rows.
         self.rows: tuple[Positions, ...] = tuple(
             positions[slice(*share(len(positions), spec.width, part))]
@@ -98,11 +97,11 @@ class ChunkPlan:
         )
 
     def moves(self) -> tuple[KvMove, ...]:
-        """What KV of earlier chunks has to move."""
+        """Return the moves of earlier chunks' KV."""
         return () if self.stays else moves(self.before, self.history)
 
     def rank(self, rank: int) -> RankPlan:
-        """The part of a rank of the group."""
+        """Return the plan of one rank of the group."""
         return _RankPlanner(self, self.spec.group.ranks.index(rank)).plan()
 
 
@@ -136,7 +135,7 @@ class _RankPlanner:
         return [EmbedTokens("embedded", self._region), self._exchanges.scatter("embedded", ROWS)]
 
     def _whole_layer(self) -> Step:
-        """Without tensor parallelism only heads and mixed rows travel: the rest is a layer as any decoder has it."""
+        """Return a decoder layer with its attention replaced: at tp 1 only attention communicates."""
         rows = self._chunk.rows[self._index]
         if not self._ulysses:
             return WholeLayer(rows, "heads", "mixed", tuple(self._ring("heads", "mixed")))
@@ -219,5 +218,5 @@ class _RankPlanner:
         return [self._exchanges.scatter(register, self._name(register))] if self._cut else []
 
     def _name(self, register: str) -> str:
-        """What a register is called once the region has exchanged it, if it does."""
+        """Return a register's name after the region's exchange, where there is one."""
         return f"region's {register}" if self._cut else register

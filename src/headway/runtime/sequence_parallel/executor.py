@@ -1,4 +1,4 @@
-"""Carries out the steps of one chunk on one rank. It knows no strategy: what to do is in the steps."""
+"""Interpreter of the steps of one chunk on one rank. Independent of the strategy, which determines the steps."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class StepExecutor:
         self.registers[step.target] = norm(self.registers.take(step.source), weight, self._config)
 
     def _table(self, step: ProjectHeads | WholeLayer) -> RotaryTable:
-        """A step of every layer: one table for all."""
+        """Return the rotation of a step's rows, computed at the first layer and reused by all others."""
         if id(step) not in self._rotary:
             self._rotary[id(step)] = self._decoder.rotary_table(torch.from_numpy(step.positions))
         return self._rotary[id(step)]
@@ -167,7 +167,7 @@ class StepExecutor:
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
 
     def _stored(self, step: RingAttend | AttendInPlace, layer: int) -> tuple[Tensor, Tensor]:
-        """Keep the chunk's keys and values. Its queries, (heads, rows, d), and all that is kept here."""
+        """Store the chunk's keys and values. Returns its queries (heads, rows, d) and all KV held here."""
         stacked = self.registers.take(step.source)
         stacked = stacked.view(stacked.shape[0], stacked.shape[1] // self._config.head_dim, self._config.head_dim)
         # The last 2 * kv_heads are keys and values, whether the queries are all heads or a slice.
@@ -245,7 +245,7 @@ class _StepBackend:
         return len(self._step.positions)
 
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> AttentionPlan:
-        """There is one."""
+        """Return this object: the steps are the plan."""
         return self
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
@@ -257,7 +257,7 @@ class _StepBackend:
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Heads (rows, n, d) as one matrix (rows, all heads · d): a view where they are cut from one, as decoders do."""
+    """Return heads (rows, n, d) as one matrix (rows, all heads · d): a view where they are slices of one tensor."""
     rows, size, heads = q.shape[0], q.element_size(), q.shape[1] + k.shape[1] + v.shape[1]
     width = heads * q.shape[2]
     if (

@@ -1,7 +1,7 @@
-"""One rank's part in the prefill of one prompt, chunk by chunk, on groups that grow: what an instance's worker calls.
+"""One rank's part in the prefill of one prompt, chunk by chunk, on groups that grow. Called by an instance's worker.
 
-For each chunk `begin`, then `run` until it says that the layers are done, then `finish`; all ranks of the chunk's group
-make the same calls with the same arguments. At the end `hand_over` brings the KV to where decode reads it.
+For each chunk call `begin`, then `run` until it returns True, then `finish`; all ranks of the chunk's group make the
+same calls with the same arguments. At the end `hand_over` moves the KV to the instance that decodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headway.runtime.sequence_parallel.steps import ROWS
 from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 Storage = Callable[[int, int], KvShard]
-"""(KV heads, tokens) to a place for them: how a worker gives slots of its own pool, leased by its ledger."""
+"""(KV heads, tokens) to a shard with room for them, in slots of a worker's own pool."""
 
 
 class SequencePrefill:
@@ -49,23 +49,22 @@ class SequencePrefill:
 
     @property
     def held(self) -> KvLayout:
-        """Who holds the KV of the chunks that are finished."""
+        """Layout of the KV of finished chunks."""
         return self._held
 
     @property
     def after(self) -> KvLayout | None:
-        """Who will hold what once the chunk under way is finished, and does in its finished layers. None: there is no
-        such chunk."""
+        """Layout of KV after the current chunk; its finished layers have it already. None: there is no such chunk."""
         return None if self._chunk is None else self._chunk.after
 
     def travel(self, transport: TensorTransport) -> None:
-        """Between chunks: the next one goes over other connections. The rank is the same."""
+        """Replace the connections for the following chunks. Called between chunks; the rank is unchanged."""
         if self._chunk is not None or transport.rank != self._transport.rank:
             raise InvariantError("a chunk under way goes on over the connections that it began with")
         self._transport = transport
 
     def adopt(self, held: KvLayout, shard: KvShard | None) -> None:
-        """Before the first chunk: KV that is there already, a cached prefix say, and this rank's part of it."""
+        """Start from existing KV, such as a cached prefix. Called before the first chunk. shard: this rank's part."""
         if self._chunk is not None or self._held:
             raise InvariantError("KV is adopted after the first chunk began")
         self._held, self._shard = held, shard
@@ -123,7 +122,7 @@ class SequencePrefill:
         behind: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> bool:
-        """Go on from where the chunk stands. True when all layers are done, False when it was paused before one.
+        """Continue the chunk. Returns True when all layers are done, False when it was paused before one.
 
         until: the layer to stop before, the same on all ranks. pause: in a chunk that is `preemptible`, asked on the
         group's first rank before each layer; when it says yes, every rank stops behind that layer. Its answer travels
@@ -220,14 +219,17 @@ class SequencePrefill:
         hand_over(self._transport, self._held, to, self._shard, target, self._config.layers)
 
     def _own_pool(self, kv_heads: int, tokens: int) -> KvShard:
-        """Room for the longest prompt: a pool's memory is taken when it is written."""
+        """Allocate a pool for the longest prompt: its memory becomes resident only when it is written."""
         decoder, config = self._decoder, self._config
         slots = max(tokens, config.max_model_len)
         pool = KvPool(config.layers, kv_heads, slots, config.head_dim, decoder.dtype, decoder.device)
         return KvShard(pool, [(0, slots)])
 
     def _ask(self, pause: Callable[[], bool] | None) -> Callable[[], bool]:
-        """The first rank's answer, told to all while they compute. One that is alone is asked when they have."""
+        """Begin to send the first rank's pause decision to all; the returned function waits for it.
+
+        A rank that is alone decides when that function is called, behind the layer.
+        """
         first, *others = self._under_way().spec.group.ranks
         if not others:
             return lambda: pause is not None and pause()

@@ -15,7 +15,7 @@ class MatrixRegisters(dict[str, Tensor]):
     """Matrices by name."""
 
     def take(self, name: str) -> Tensor:
-        """Read a register, which frees it, unless it is the residual stream."""
+        """Return a register and remove it, unless it is the residual stream."""
         return self[name] if name == ROWS else self.pop(name)
 
 
@@ -45,7 +45,7 @@ def start(transport: TensorTransport, step: ExchangeRows, source: Tensor, lane: 
 
 
 def packed(source: Tensor, piece: PeerMessage) -> Tensor:
-    """A piece's cuts as one contiguous message: a view where it is one run of whole rows."""
+    """Return a message's cuts as one contiguous tensor: a view where they are one block of whole rows."""
     parts = [_cut(source, cut) for cut in piece.cuts]
     if len(parts) == 1:
         return parts[0].contiguous().view(-1)
@@ -53,7 +53,7 @@ def packed(source: Tensor, piece: PeerMessage) -> Tensor:
 
 
 def unpack(target: Tensor, piece: PeerMessage, data: Tensor) -> None:
-    """The reverse. What was received in place already is left alone."""
+    """Copy a received message into its cuts of the target, unless it was received in place."""
     at = 0
     for cut in piece.cuts:
         view = _cut(target, cut)
@@ -65,7 +65,7 @@ def unpack(target: Tensor, piece: PeerMessage, data: Tensor) -> None:
 
 
 def _summed(target: Tensor, parts: list[tuple[PeerMessage, Tensor | None]]) -> Tensor:
-    """Parts in their order, the same on every rank that gets a sum; each is the whole target."""
+    """Sum parts, each of the target's shape, in an order that is the same on every rank."""
     if not parts:
         return target
     for place, (_, data) in enumerate(parts):
@@ -76,7 +76,7 @@ def _summed(target: Tensor, parts: list[tuple[PeerMessage, Tensor | None]]) -> T
 
 
 def _room(target: Tensor, piece: PeerMessage, add: bool) -> Tensor:
-    """Where a message goes: into the target itself where it is one run of whole rows."""
+    """Return the receive buffer of a message: the target itself where its cut is one block of whole rows."""
     if len(piece.cuts) == 1 and not add:
         view = _cut(target, piece.cuts[0])
         if view.is_contiguous():

@@ -1,4 +1,4 @@
-"""What a prefill that is paused between layers keeps (PecSched §5.1)."""
+"""Memory held by a prefill that is paused between layers (PecSched §5.1)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Activations as a share of the KV of all layers: what the paper has as "usually less than 5%"."""
+        """Activations as a share of the KV of all layers: "usually less than 5%" in the paper."""
         return self.activation_bytes / self.kv_bytes_at_end
 
     def __add__(self, other: SavedState) -> SavedState:

@@ -1,8 +1,8 @@
-"""What an engine and its ranks say to each other of runs (`runtime.executor.messages.Aside`, `Word`), beside
-`rank_notes`.
+"""Messages about span tasks between an engine and its ranks, besides those of `kv_transfer.rank_notes`.
 
-All is of one request, by its name. The engine says a thing to all ranks and waits for a word of each; of several
-requests it speaks in turn. A prompt is told once; nothing else grows with a context, but slots by their runs.
+They are the bodies of `runtime.executor.messages.ControlMessage` and `ControlReply`. Each concerns one request, by its
+name. The engine sends a message to all ranks and waits for an answer of each, for one request at a time. A prompt is
+sent once; no other message grows with a context, except slots by the number of their ranges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AdmitSpan(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
 
 
 class BeginSpan(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
-    """Take up a run (`Runs.begin`). Answered by `WantSlots`, as often as there is, then `SpanBegun`."""
+    """Prepare a span task (`SpanExecutor.begin`). Answered by any number of `WantSlots`, then `SpanBegun`."""
 
     name: str
     run: SpanTask
@@ -35,7 +35,7 @@ class BeginSpan(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
 
 
 class GrantSlots(msgspec.Struct, frozen=True, array_like=True, tag="given"):
-    """The slots of a place that was wanted, as runs."""
+    """Slot ranges of the pool, in answer to `WantSlots`."""
 
     name: str
     slots: tuple[tuple[int, int], ...]
@@ -64,22 +64,22 @@ class ContinueSpan(msgspec.Struct, frozen=True, array_like=True, tag="on"):
 
 
 class FinishSpan(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
-    """See `Runs.finish`. Answered by `SpanEnded`."""
+    """See `SpanExecutor.finish`. Answered by `SpanEnded`."""
 
     name: str
     draw: bool
 
 
 class SuspendRequest(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
-    """No run of a request is of interest any more: the one under way ends. What moves of its KV goes on moving: from
-    the blocks of its `number`, if they have become its own (`NOBODY`: they have not)."""
+    """Cancel a request's span tasks, also the current one. Transfers of its KV continue."""
 
     name: str
     number: int
+    """The request's number at the ranks, where the blocks have become its own; `NOBODY` where they have not."""
 
 
 class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Room is needed (`runs.Room`)."""
+    """Request slots of the pool (`span_executor.Room`)."""
 
     name: str
     tokens: int
@@ -87,20 +87,20 @@ class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
 
 
 class SpanBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
-    """A run can go."""
+    """The span task is prepared."""
 
     name: str
 
 
 class LayerEdge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
-    """So many layers of a run's piece are done."""
+    """Reports how many layers of the current chunk are done, and waits for `ContinueSpan`."""
 
     name: str
     layers: int
 
 
 class SpanHalted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
-    """A run is paused (`Runs.saved`); bytes of this rank."""
+    """The span task is paused (`SpanExecutor.saved`). Bytes are this rank's."""
 
     name: str
     tokens: int
@@ -111,7 +111,7 @@ class SpanHalted(msgspec.Struct, frozen=True, array_like=True, tag="halted"):
 
 
 class SpanComputed(msgspec.Struct, frozen=True, array_like=True, tag="through"):
-    """All layers of a run are done."""
+    """All layers of the span task are done."""
 
     name: str
 
@@ -132,7 +132,7 @@ class SpanBroken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
     name: str
     why: str
     end: int | None
-    """The peer that is missing, if that is the reason."""
+    """The lost peer, if that is the reason."""
 
 
 RunToRank = AdmitSpan | BeginSpan | GrantSlots | StartSpan | HoldSpan | ContinueSpan | FinishSpan | SuspendRequest

@@ -41,6 +41,7 @@ def weights(
 
     def from_first(i: int, _: int) -> Pairs:
         cut = (RegisterSlice(0, hidden, 0, 1),)
+        # The bias of a summed layer is held by the first rank of the region alone (`model.loading`).
         return (cut, cut) if i % tp == 0 else ((), ())
 
     parts = [make(f"{first}.weight", (size, hidden), rows(hidden)), make(f"{second}.weight", (hidden, inner), columns)]
@@ -75,9 +76,11 @@ def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: 
         return [(_moved(mine, part * len(mine) - mine.start), _moved(mine, part * size)) for part in (0, 1)]
     dim, q, kv = config.head_dim, shard.q_heads(config), shard.kv_heads(config)
     owner = _owner(config, tp, target)
+    # With more ranks than KV heads a head has several holders: exactly one of them gives it.
     given = [head for head in kv if owner(head) == source]
     taken = [(_scaled(range(len(q)), dim), _scaled(q, dim))]
     for part in (0, 1):
+        # Rows are queries, then keys (part 0), then values (part 1), in the rank's own matrix as in the whole one.
         own, whole = len(q) + part * len(kv) - kv.start, config.q_heads + part * config.kv_heads
         taken += [
             (_scaled(range(own + h, own + h + 1), dim), _scaled(range(whole + h, whole + h + 1), dim)) for h in given
