@@ -42,7 +42,7 @@ def test_kv_groups_help_longer_contexts_more_and_never_by_their_number() -> None
     assert 1.0 < gains[0] < gains[-1] < 4.0
 
 
-def test_a_model_that_does_not_fit_is_a_red_cross() -> None:
+def test_a_layout_fits_if_memory_holds_weights_and_kv() -> None:
     assert fits("llama-3-8b", 1, 1_000_000)
     assert not fits("llama-3-70b", 1, 10_000_000)
     assert fits("llama-3-70b", 16, 10_000_000)
@@ -55,7 +55,7 @@ def test_resources_follow_the_square_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("policy", BY_HAND)
-def test_the_worked_example_ends_as_worked_out_by_hand(policy: str) -> None:
+def test_the_worked_example_gives_the_finish_times_computed_by_hand(policy: str) -> None:
     assert finish_times(policy, "paper") == {
         name: pytest.approx(at, abs=2 * QUANTUM_S + 1e-6) for name, at in BY_HAND[policy].items()
     }

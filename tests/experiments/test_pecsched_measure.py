@@ -13,7 +13,7 @@ from headway.sim.metrics.record import RequestRecord
 from headway.sim.result import SimResult
 
 
-def test_loads_of_the_sweep_are_in_order_and_reach_the_scenario() -> None:
+def test_sweep_loads_are_ascending_and_set_the_scenario() -> None:
     assert SWEEP[0.5] == "unsaturated"
     assert [LOADS[regime] for regime in SWEEP.values()] == [(load, 0.3) for load in SWEEP]
     workloads = [scenario("Yi 34B", "PecSched", "default", regime, 60.0)["workload"] for regime in SWEEP.values()]
@@ -34,7 +34,7 @@ def _long(arrival_s: float, scheduled_s: float | None, finish_s: float | None) -
     )
 
 
-def test_long_requests_that_never_begin_or_never_end_are_counted_among_those_that_had_the_time() -> None:
+def test_starved_and_unfinished_shares_count_only_long_requests_that_arrived_early() -> None:
     """100 s: two of three that came in the first half have not ended; one of four of the first two thirds has not
     begun; what came later is not judged."""
     records = (
@@ -54,6 +54,6 @@ def test_long_requests_that_never_begin_or_never_end_are_counted_among_those_tha
     assert found.delay_s["p50"] == pytest.approx(21.0)  # of 2 s, and of 40 s that one has waited until the end
 
 
-def test_a_row_names_the_models_that_it_says_nothing_about() -> None:
+def test_a_row_names_the_models_without_a_value() -> None:
     assert _left_out(["a", "b", "c"], {"b": 1.0}).startswith("Nothing about a, c: ")
     assert not _left_out(["a"], {"a": 2.0})

@@ -31,7 +31,7 @@ SLOW = {
 """Experiments whose quick runs take seconds; `make test-long` has them."""
 
 
-def test_the_list_is_complete_and_every_id_leads_to_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_is_complete_and_every_id_names_a_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "--list"]) == 0
     lines = capsys.readouterr().out.split("\n")[:-1]
     listed = [line.split()[0] for line in lines]
@@ -69,7 +69,7 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_simulated_figures_do_not_depend_on_processes_or_what_ran_before() -> None:
+def test_simulated_figures_do_not_depend_on_processes_or_earlier_runs() -> None:
     from headway.research import medha_setting
 
     found = []
@@ -95,14 +95,14 @@ def test_a_picture_is_drawn_under_the_name_of_the_figure(tmp_path: Path, monkeyp
     assert (tmp_path / "medha.eq1.png").stat().st_size > 5_000
 
 
-def test_the_table_shows_claims_and_where_numbers_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_claims_and_the_source_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "medha.fig3b", "--quick"]) == 0
     out = capsys.readouterr().out
     assert "medha.fig3b" in out
     assert "history measured up to" in out
 
 
-def test_json_on_stdout_is_nothing_but_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_stdout_holds_only_the_json(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert main(["reproduce", "medha.eq1", "--json", "-"]) == 0
     assert json.loads(capfdbinary.readouterr().out)["id"] == "medha.eq1"
 
@@ -125,6 +125,6 @@ def test_an_unknown_id_names_the_close_ones(capsys: pytest.CaptureFixture[str]) 
         (["reproduce", "all", "--json", "-"], "a directory"),
     ],
 )
-def test_wrong_words_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_argument_gives_a_one_line_error(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert says in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_rules_hold_inside_and_not_outside(check: v.VerdictRule, inside: list[ob
         (None, 1.5, "within band", "in the only mode that applies"),
     ],
 )
-def test_a_rule_that_holds_in_a_mode_says_in_which(
+def test_a_verdict_names_the_modes_in_which_the_rule_holds(
     paper: float | None, default: float, verdict: str, where: str
 ) -> None:
     row = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": paper, "default": default}, "Because.")
@@ -45,7 +45,7 @@ def test_a_rule_that_holds_in_a_mode_says_in_which(
     assert row.why == f"1.4 to 2.2: holds {where}. Because."
 
 
-def test_a_rule_that_holds_nowhere_says_what_was_found() -> None:
+def test_a_failed_rule_reports_the_values_found() -> None:
     row = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": 1.0, "default": 3.0})
     assert row.verdict == "not reproduced: 1.0 in paper mode and 3.0 in default mode, not 1.4 to 2.2"
     missing = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": None, "default": None})

@@ -31,7 +31,7 @@ def test_the_definitions_on_one_request() -> None:
     assert d.normalised_latency_s(one) == pytest.approx(1 / 3)
 
 
-def test_what_a_record_cannot_answer_is_none() -> None:
+def test_metrics_that_a_record_lacks_times_for_are_none() -> None:
     empty = record((), finish_s=None)
     assert d.ttft_s(empty) is d.tpot_s(empty) is d.e2e_s(empty) is d.queueing_s(empty) is None
     assert d.normalised_latency_s(empty) is None

@@ -27,7 +27,7 @@ def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRe
     return RequestRecord(**{**base, **changes})  # type: ignore[arg-type]
 
 
-def test_a_run_is_summarised_by_class_and_in_all() -> None:
+def test_a_run_is_summarised_by_class_and_in_total() -> None:
     records = [record(0, "short", 0.1), record(1, "long", 2.0), record(2, "short", 0.3)]
     records.append(record(3, "short", 0.1, error="HTTP 429: queue full, 17 waiting"))
     records.append(record(4, "short", 0.1, finish_s=None))
@@ -49,7 +49,7 @@ def test_a_run_is_summarised_by_class_and_in_all() -> None:
     assert body["classes"][0]["good_share"] == 0.5
 
 
-def test_nothing_at_all_is_a_summary_too() -> None:
+def test_no_records_give_an_empty_summary() -> None:
     body = summarise([]).to_json()
     assert body["request_throughput_rps"] is None
     assert body["total"]["ttft_s"]["p50"] is None

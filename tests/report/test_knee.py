@@ -12,7 +12,7 @@ from headway.sim.report.knee import knee
 from headway.sim.report.sim_plot import sweep_figure
 
 
-def test_the_knee_lies_where_five_times_light_load_is_passed() -> None:
+def test_the_knee_is_where_latency_exceeds_five_times_light_load() -> None:
     line = [(1.0, 1.0), (2.0, 1.0), (4.0, 25.0), (8.0, 900.0)]
     assert knee(line) == pytest.approx(3.0)  # halfway up to 25 in logarithms
     assert knee(list(reversed(line))) == knee(line)
@@ -32,7 +32,7 @@ def sweep(field: str) -> dict[str, Any]:
     return {"points": [point(load, name) for load in (1.0, 2.0, 4.0) for name in ("tetris", "weave")]}
 
 
-def test_a_sweep_of_the_load_marks_a_knee_a_curve_and_others_none() -> None:
+def test_knees_are_marked_in_sweeps_of_the_load_only() -> None:
     figure = sweep_figure(sweep("workload.qps"))
     notes = [[text.get_text() for text in axes.texts] for axes in figure.axes]
     assert notes[0] == ["5× at 2.32/s"] * 2  # from 4 to 16 by way of 5, in logarithms

@@ -34,7 +34,7 @@ def test_chunks_that_follow_each_other_through_the_stages_overlap() -> None:
     assert waited.both_share("another") == 0.0
 
 
-def test_the_trace_has_a_lane_a_stage_and_what_became_of_the_request() -> None:
+def test_a_trace_has_a_thread_for_each_stage_and_the_end_of_each_request() -> None:
     end = {**batch(1, "long", 64, 12.0), "ended": ["long"]}
     events = live_trace_events(timeline(log(batch(0, "long", 0, 10.0), end)))["traceEvents"]
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"stage 0", "stage 1"}
@@ -63,7 +63,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
         ({"event": "start"}, "says of no request and no batch"),
     ],
 )
-def test_a_log_of_nothing_to_draw_leaves_an_earlier_trace_alone(
+def test_a_log_without_drawable_events_does_not_overwrite_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: dict[str, Any], words: str
 ) -> None:
     path, out = tmp_path / "events.jsonl", tmp_path / "trace.json"

@@ -47,7 +47,7 @@ def text_of(thing: object) -> str:
     return captured.get()
 
 
-def test_the_convoy_picture_says_its_point(tmp_path: Path) -> None:
+def test_the_convoy_picture_shows_the_median_waits(tmp_path: Path) -> None:
     data = {"plan": PLAN, "runs": [run("lars", [0.04, 0.05, None], 12.0), run("fcfs", [9.0, 8.0, 7.0], 11.0)]}
     figure = convoy_figure(data)
     words = " ".join(text.get_text() for axes in figure.axes for text in axes.texts)
@@ -65,7 +65,7 @@ def test_the_convoy_picture_says_its_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", [[], [None]])
-def test_a_convoy_without_answered_shorts_is_drawn_too(tmp_path: Path, waits: list[float | None]) -> None:
+def test_a_convoy_without_answered_shorts_is_drawn(tmp_path: Path, waits: list[float | None]) -> None:
     save(convoy_figure({"plan": PLAN, "runs": [run("lars", waits, 0.5)]}), tmp_path / "c.png")
 
 

@@ -11,14 +11,14 @@ from headway.sim.faults import FaultWorld, explore
 
 
 @pytest.mark.parametrize("first", range(0, 120, 30))
-def test_seeds(first: int) -> None:
+def test_random_seeds_violate_no_invariant(first: int) -> None:
     said: list[str] = []
     assert explore(range(first, first + 30), said.append) == 0, said
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1000, 2000, 250))
-def test_a_thousand_more(first: int) -> None:
+def test_a_thousand_more_seeds(first: int) -> None:
     said: list[str] = []
     assert explore(range(first, first + 250), said.append) == 0, said
 
@@ -27,7 +27,7 @@ def test_a_seed_repeats() -> None:
     assert FaultWorld(11).run() == FaultWorld(11).run()
 
 
-def test_a_forgotten_block_is_found_and_the_seed_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaked_block_is_found_and_the_seed_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockManager, "free", lambda self, lease: self._leases.pop(lease.request))
     said: list[str] = []
     assert explore([3], said.append) == 1

@@ -77,7 +77,7 @@ def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields:
     return simulate(spec, [TraceRequest(0.0, prompt, 4)], RunSpec(keep_iterations=True))
 
 
-def test_what_is_cached_beyond_the_first_shard_is_computed_again() -> None:
+def test_cached_tokens_beyond_the_first_shard_are_computed_again() -> None:
     config = SchedulerConfig(chunking="static:64", kv_parallel=4, kv_shard_tokens=512, reserve_tokens=0)
     spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16)
     result = simulate(
@@ -87,7 +87,7 @@ def test_what_is_cached_beyond_the_first_shard_is_computed_again() -> None:
     assert result.replicas[0].prefill_tokens == (2000 - 511) + (400 - 300)
 
 
-def test_a_group_joins_after_each_shard_and_the_iterations_stay_as_long() -> None:
+def test_a_group_joins_after_each_shard_and_iteration_times_do_not_grow() -> None:
     alone, spread = timeline(1), timeline(4)
     assert alone.replicas[0].joins == ()
     joins = spread.replicas[0].joins
@@ -103,7 +103,7 @@ def test_a_group_joins_after_each_shard_and_the_iterations_stay_as_long() -> Non
     assert spread.use_json()["kv_joins"] == 3
 
 
-def test_an_exchange_costs_what_it_says() -> None:
+def test_an_exchange_adds_its_predicted_cost() -> None:
     free, paid = timeline(2), timeline(2, exchange=ShardExchangeCost(1e-3, 1e-5))
     rows = [(a, b) for a, b in zip(free.iterations, paid.iterations, strict=True) if len(a.groups) > 1]
     for a, b in rows:
@@ -112,7 +112,7 @@ def test_an_exchange_costs_what_it_says() -> None:
     assert rows
 
 
-def test_a_trace_has_a_lane_for_each_group_and_stage() -> None:
+def test_a_trace_has_a_thread_for_each_group_and_stage() -> None:
     events = trace_events(timeline(2))["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes == {"group 0 stage 0", "group 1 stage 0"}

@@ -131,7 +131,7 @@ def test_a_decision_that_differs_is_found() -> None:
     assert replay(other).differences
 
 
-def test_what_cannot_be_replayed_says_why(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_replayed_is_an_error_with_the_reason(tmp_path: Path) -> None:
     log = live(1)
     with pytest.raises(ConfigError, match="start event"):
         replay(log[1:])
@@ -145,7 +145,7 @@ def test_what_cannot_be_replayed_says_why(tmp_path: Path) -> None:
         list(read_log(file))
 
 
-def test_calibration_says_how_far_the_profile_is_off_and_simulates_the_same_requests() -> None:
+def test_calibration_reports_profile_errors_and_simulates_the_same_requests() -> None:
     told = replay(live(3, spread=0.0))
     result = calibrate(told)
     assert result.profile["mean"] == pytest.approx(1 / 6)

@@ -40,7 +40,7 @@ EXAMPLES = [file for file in FILES if "\nworkload:" in file.read_text()]  # othe
         ("latency.source", "table", "`file` goes with `source: table`"),
     ],
 )
-def test_faults_are_named_with_what_is_allowed(path: str, value: object, words: str) -> None:
+def test_invalid_fields_are_named_with_the_allowed_values(path: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + words.replace("(", r"\(").replace("|", r"\|")):
         run_scenario(parse_scenario(with_field(SMALL, path, value)), 0)
 
@@ -50,7 +50,7 @@ def test_policy_fields_are_the_schedulers_own() -> None:
     assert (config.mode, config.rho_max, config.stages, config.subtract_times) == ("paper", 0.3, 2, True)
 
 
-def test_whole_prompts_run_out_of_memory_where_chunks_fit_and_that_is_a_row() -> None:
+def test_whole_prompts_that_do_not_fit_are_an_infeasible_point() -> None:
     long = {"mix": [{"prompt": "fixed:300K", "output": "fixed:5"}], "requests": 1}
     data = {"workload": long, "layout": {"tp": 4}, "cluster": {"accelerator": "a100-80gb"}}
     points = run_points(parse_points(data, [parse_sweep("policy.chunking=adaptive,whole")]), 1).points

@@ -48,7 +48,7 @@ def test_the_same_arguments_give_the_same_result() -> None:
     assert world(7, True) == world(7, True)
 
 
-def test_every_request_is_accounted_for_and_unfinished_ones_are_named() -> None:
+def test_every_request_has_a_record_and_unfinished_ones_an_error() -> None:
     workload = [TraceRequest(0.01 * i, 300, 50) for i in range(40)]
     result = simulate(spec(), workload, RunSpec(window_s=0.5))
     assert len(result.records) == 40
@@ -65,7 +65,7 @@ def test_a_request_that_can_never_fit_is_refused_and_counted() -> None:
     assert result.starved == 0
 
 
-def test_one_request_takes_what_the_model_says() -> None:
+def test_one_request_takes_the_predicted_time() -> None:
     result = simulate(spec(), [TraceRequest(1.0, 150, 3)])
     first = load_s(MACHINE, BatchLoad(100, 0, 0, one_chunk_s(MACHINE, 0, 100)))
     second = load_s(MACHINE, BatchLoad(50, 0, 0, one_chunk_s(MACHINE, 100, 50)))
@@ -109,7 +109,7 @@ def test_whole_prompts_stall_decodes_and_chunks_do_not() -> None:
     assert gaps["whole"] > 5 * gaps["static:100"]
 
 
-def test_noise_moves_times_and_its_bias_is_seen() -> None:
+def test_noise_changes_times_and_its_bias_shows() -> None:
     workload = [TraceRequest(0.0, 150, 200)]
     plain = simulate(spec(), workload).duration_s
     assert simulate(spec(), workload, RunSpec(noise=NoiseSpec("none", 0.0, 2.0))).duration_s == pytest.approx(2 * plain)
@@ -118,7 +118,7 @@ def test_noise_moves_times_and_its_bias_is_seen() -> None:
     assert noisy == pytest.approx(plain, rel=0.1)
 
 
-def test_clients_that_leave_free_their_place() -> None:
+def test_a_client_that_times_out_gets_no_more_tokens() -> None:
     workload = [TraceRequest(0.0, 100, 3000), TraceRequest(0.0, 100, 20)]
     result = simulate(spec(), workload, RunSpec(timeout_s=0.3))
     assert [record.error for record in result.records] == ["timeout", None]

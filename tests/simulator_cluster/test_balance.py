@@ -22,14 +22,14 @@ SHAPE = model("llama-3-8b")
 FAST = NetworkLink(name="fast", bytes_per_s=1e12, latency_s=0.0, source="test", efficiency=1.0)
 
 
-def test_every_instance_ends_with_its_share() -> None:
+def test_balancing_gives_every_instance_an_equal_share_of_kv() -> None:
     whole = 8000 * SHAPE.kv_bytes_per_token
     assert balance_bytes(SHAPE, 8000, 2, 8) == whole / 8
     assert balance_bytes(SHAPE, 8000, 8, 8) == 0.0
     assert balance_bytes(SHAPE, 0, 2, 8) == 0.0
 
 
-def test_only_the_first_layer_is_exposed_where_layers_compute_for_longer_than_they_move() -> None:
+def test_only_the_first_layer_is_exposed_where_compute_outlasts_transfers() -> None:
     count = balance_bytes(SHAPE, 8000, 4, 8)
     layer_s = FAST.transfer_s(int(count / SHAPE.layers))
     assert exposed_s(SHAPE, FAST, 8000, 4, 8, chunk_s=1.0) == pytest.approx(layer_s)
@@ -41,7 +41,7 @@ def test_only_the_first_layer_is_exposed_where_layers_compute_for_longer_than_th
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(1, 200_000), st.integers(1, 16), st.integers(1, 16), st.floats(1e-3, 10.0))
-def test_it_never_costs_more_than_moving_without_overlap_and_less_the_longer_the_chunk(
+def test_exposed_time_is_at_most_the_transfer_and_falls_with_the_chunk_length(
     past: int, before: int, more: int, chunk_s: float
 ) -> None:
     after = before + more
@@ -51,7 +51,7 @@ def test_it_never_costs_more_than_moving_without_overlap_and_less_the_longer_the
     assert exposed_s(SHAPE, LINK, past, before, after, 2 * chunk_s) <= cost
 
 
-def test_a_later_chunk_takes_so_much_longer() -> None:
+def test_balancing_is_added_to_the_time_of_a_later_chunk() -> None:
     def ttft_s(spec: ClusterSpec) -> float:
         def decide(event, view):  # type: ignore[no-untyped-def]
             if not isinstance(event, RequestArrived):

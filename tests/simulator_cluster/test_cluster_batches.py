@@ -55,7 +55,7 @@ def collecting(count: int, more: Sequence[Action] = ()) -> Scripted:
     return Scripted(decide)
 
 
-def test_a_batch_begins_and_ends_together_and_pays_once_what_is_fixed() -> None:
+def test_requests_of_a_batch_start_and_end_together_and_share_the_fixed_cost() -> None:
     policy = collecting(3)
     work = [TraceRequest(0.0, 1000, 1), TraceRequest(0.1, 400, 2), TraceRequest(0.2, 602, 1)]
     result = simulate_cluster(cluster(), policy, work, keep_bars=True)
@@ -67,7 +67,7 @@ def test_a_batch_begins_and_ends_together_and_pays_once_what_is_fixed() -> None:
     assert result.spans == 1
 
 
-def test_who_leaves_a_batch_does_not_stop_it() -> None:
+def test_a_batch_goes_on_when_one_of_its_clients_leaves() -> None:
     for patience in (0.5, 0.75):  # both leave; the first alone; with the last one the batch ends
         policy = collecting(2)
         work = [TraceRequest(0.0, 1000, 1), TraceRequest(0.3, 1000, 1)]
@@ -80,7 +80,7 @@ def test_who_leaves_a_batch_does_not_stop_it() -> None:
     assert policy.times(SpanDone) == pytest.approx([1.2995])
 
 
-def test_a_batch_is_refused_whole_and_cannot_be_preempted() -> None:
+def test_a_batch_is_refused_as_a_whole_and_cannot_be_preempted() -> None:
     there: list[Request] = []
 
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -124,14 +124,14 @@ def test_each_request_of_a_batch_is_transferred_by_itself() -> None:
     assert [len(r.token_s) for r in result.sim.records] == [3, 3]
 
 
-def test_batches_cost_at_least_their_longest() -> None:
+def test_the_time_of_a_batch_has_the_fixed_cost_once() -> None:
     group = GroupShape(2)
     assert batch_s(PerToken(), [(0, 1000)], group) == pytest.approx(0.5)
     assert batch_s(PerToken(), [(0, 1000), (0, 500)], group) == pytest.approx(0.7495)
     assert batch_s(PerToken(), [], group) == 0.0
 
 
-def test_several_masters_share_the_rows() -> None:
+def test_masters_divide_the_rows_of_linear_layers() -> None:
     member, link = small_machine(), LINKS["nvlink3"]
     one, all_four = (ShardedDecode(member, 4, 32, link, masters) for masters in (1, 4))
     load = BatchLoad(64, 64, 64_000)

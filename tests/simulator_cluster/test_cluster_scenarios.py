@@ -63,7 +63,7 @@ def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) ->
     assert run_cluster(data, 1).sim.records != first.sim.records
 
 
-def test_tetris_alone_waits_for_nobody_and_noise_is_seeded() -> None:
+def test_a_lone_request_takes_the_fastest_prefill_and_noise_is_seeded() -> None:
     lone = scenario(workload={"qps": 0.01, "requests": 1, "mix": [{"prompt": "32768", "output": "3"}]})
     (record,) = run_scenario(parse_scenario(lone), 0).sim.records
     assert ttft_s(record) == pytest.approx(0.565, rel=0.05)  # SP 16 by Table 1

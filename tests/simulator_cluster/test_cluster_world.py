@@ -45,7 +45,7 @@ def whole(event: RequestArrived, view: ClusterSnapshot, group: tuple[int, ...]) 
     )
 
 
-def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
+def test_spans_queue_in_order_and_free_times_are_absolute() -> None:
     seen: list[tuple[float, ...]] = []
 
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -65,7 +65,7 @@ def test_spans_take_their_turn_and_free_times_are_absolute() -> None:
 
 
 @pytest.mark.parametrize(("rows", "at_s", "where"), [(0, 0.45, SpanProgress(0, 9)), (400, 0.425, SpanProgress(800, 2))])
-def test_a_preempted_span_keeps_its_layers_and_what_was_waiting_goes_first(
+def test_a_preempted_span_keeps_its_layers_and_queued_work_goes_first(
     rows: int, at_s: float, where: SpanProgress
 ) -> None:
     """Of 32 layers in 1.6 s the ninth is under way at 0.42 s; where it is cut into four, the second one's second."""
@@ -110,7 +110,7 @@ def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
     assert result.sim.replicas[2].decode_tokens + result.sim.replicas[2].prefill_tokens == 3
 
 
-def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
+def test_kv_sent_during_compute_arrives_after_the_last_layer() -> None:
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             span = Span(request=event.request, start=0, end=1000, group=(0, 1))
@@ -126,7 +126,7 @@ def test_what_is_sent_while_it_is_computed_lacks_its_last_layer() -> None:
     assert policy.times(KvReady) == pytest.approx([0.5 + layer_s])
 
 
-def test_a_span_waits_for_schedulers_to_empty_and_newcomers_wait_behind_it() -> None:
+def test_a_span_waits_for_idle_schedulers_and_later_requests_queue_behind_it() -> None:
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             return [whole(event, view, (0,)) if event.request.id == "r1" else EnqueueRequest(event.request.id, (0,))]

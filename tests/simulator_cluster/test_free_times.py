@@ -26,7 +26,7 @@ def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:
     return replace(spec, engine=lambda group: replace(spec.engine(group), config=config))
 
 
-def test_requests_that_wait_behind_a_ring_are_counted() -> None:
+def test_free_times_include_requests_queued_behind_a_ring() -> None:
     free: list[float] = []
 
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -46,7 +46,7 @@ def test_requests_that_wait_behind_a_ring_are_counted() -> None:
     assert steps[0] > 0.005
 
 
-def test_fifo_spreads_what_waits_behind_rings() -> None:
+def test_fifo_spreads_requests_queued_behind_a_ring_evenly() -> None:
     spec = cluster(4, per_node=4)
     placement = make_placement(
         "fifo", PolicyContext(latency=spec.spans, shape=spec.shape), {"long_tokens": 2000, "long_sp": 4}
@@ -56,7 +56,7 @@ def test_fifo_spreads_what_waits_behind_rings() -> None:
     assert [use.prefill_tokens for use in result.sim.replicas] == [4000] * 4
 
 
-def test_a_span_is_planned_behind_what_schedulers_have_to_prefill() -> None:
+def test_a_span_is_planned_behind_the_prefill_backlog_of_schedulers() -> None:
     seen: list[float] = []
 
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -77,7 +77,7 @@ def test_a_span_is_planned_behind_what_schedulers_have_to_prefill() -> None:
     assert result.sim.records[1].token_s[0] == pytest.approx(both_s, rel=0.01)
 
 
-def test_a_prompt_that_is_half_done_counts_by_half() -> None:
+def test_free_times_count_only_the_rest_of_a_prompt() -> None:
     free: list[float] = []
 
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:

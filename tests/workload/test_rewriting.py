@@ -17,7 +17,9 @@ def trace(prompts: list[int]) -> list[TraceRequest]:
 
 
 @given(PROMPTS, st.sampled_from(sorted(RULES)), st.integers(0, 9))
-def test_only_the_longest_change_and_arrivals_and_outputs_stay(prompts: list[int], rule: str, seed: int) -> None:
+def test_only_the_longest_prompts_change_and_arrivals_and_outputs_do_not(
+    prompts: list[int], rule: str, seed: int
+) -> None:
     before = trace(prompts)
     after = rewrite(before, rule, np.random.default_rng(seed))
     assert [(r.arrival_s, r.output_tokens) for r in after] == [(r.arrival_s, r.output_tokens) for r in before]
@@ -51,6 +53,6 @@ def test_a_share_of_longs_is_kept() -> None:
     assert longs / len(fewer) == pytest.approx(0.01, rel=0.2)
 
 
-def test_unknown_rules_are_named() -> None:
+def test_an_unknown_rule_is_an_error_with_the_known_names() -> None:
     with pytest.raises(ConfigError, match="known are p95-uniform, linear-4096"):
         rewrite([], "p99", np.random.default_rng(0))

@@ -30,7 +30,7 @@ def write(folder: Path, text: str, name: str = "trace") -> Path:
     return file
 
 
-def test_azure(tmp_path: Path) -> None:
+def test_azure_traces_are_read(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, AZURE))
     assert trace.format == "azure"
     assert trace.requests[0] == TraceRequest(0.0, 374, 44)
@@ -57,13 +57,13 @@ def test_vidur_with_and_without_arrivals(tmp_path: Path) -> None:
     assert trace.requests[1].arrival_s == 1.5
 
 
-def test_our_own_sorted_with_optional_columns(tmp_path: Path) -> None:
+def test_headway_traces_are_sorted_and_have_optional_columns(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, OURS))
     assert trace.requests == (TraceRequest(0.0, 20, 6), TraceRequest(1.5, 10, 5, "long", 4, "s1"))
     assert read_trace(write(tmp_path, OURS_JSON)).requests == (TraceRequest(0.0, 7, 3, "x"),)
 
 
-def test_gzip_is_seen_by_its_bytes_not_its_name(tmp_path: Path) -> None:
+def test_gzip_is_recognised_by_magic_bytes_not_by_name(tmp_path: Path) -> None:
     file = tmp_path / "packed"
     file.write_bytes(gzip.compress(AZURE.encode()))
     assert len(read_trace(file).requests) == 2
@@ -115,7 +115,7 @@ def test_missing_files_wrong_formats_and_torn_archives(tmp_path: Path) -> None:
         ("sharegpt-lengths/sharegpt_val_10k_llama2.csv.gz", "vidur", 10000, 3973),
     ],
 )
-def test_the_real_traces_are_read_whole(traces: Path, name: str, kind: str, count: int, longest: int) -> None:
+def test_public_traces_are_read_completely(traces: Path, name: str, kind: str, count: int, longest: int) -> None:
     trace = read_trace(traces / name)
     assert (trace.format, len(trace.requests)) == (kind, count)
     assert max(request.prompt_tokens for request in trace.requests) == longest

@@ -35,7 +35,7 @@ def test_a_lognormal_has_its_quantiles(rng: np.random.Generator) -> None:
     assert np.percentile(drawn, 90) == pytest.approx(4000, rel=0.05)
 
 
-def test_truncation_makes_no_heap_at_the_ends(rng: np.random.Generator) -> None:
+def test_truncation_does_not_pile_samples_up_at_the_ends(rng: np.random.Generator) -> None:
     drawn = LogNormalLengths.of(1000, 4000, 500, 2000).sample(rng, N)
     assert 500 <= drawn.min() <= drawn.max() <= 2000
     assert (drawn == 2000).mean() < 0.005
@@ -74,12 +74,12 @@ def test_arrivals_have_their_rate_and_burstiness(process: PoissonArrivals, cv: f
         ("mix:0.95*lognormal:median=300,p90=1200,max=5000+0.05*uniform:100K-500K", 1, 500_000),
     ],
 )
-def test_specs_are_understood(text: str, low: int, high: int, rng: np.random.Generator) -> None:
+def test_length_specs_are_parsed(text: str, low: int, high: int, rng: np.random.Generator) -> None:
     drawn = parse_lengths(text).sample(rng, 500)
     assert low <= drawn.min() <= drawn.max() <= high
 
 
-def test_empirical_takes_the_column_that_is_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_empirical_lengths_take_the_requested_column(tmp_path: Path, rng: np.random.Generator) -> None:
     file = tmp_path / "t.csv"
     file.write_text("num_prefill_tokens,num_decode_tokens\n5,50\n6,60\n")
     assert set(parse_lengths(f"empirical:{file}").sample(rng, 50)) == {5, 6}
@@ -93,26 +93,26 @@ def test_empirical_takes_the_column_that_is_asked_for(tmp_path: Path, rng: np.ra
      "lognormal:median=10,p90=20,min=50,max=5", "lognormal:mu=3,sigma=0,min=100,max=200",
      "mix:fixed:3", "mix:0*fixed:3", "empirical:/none"],
 )  # fmt: skip
-def test_bad_specs_say_what_is_wrong(text: str) -> None:
+def test_bad_length_specs_are_errors_with_the_reason(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_lengths(text)
     assert str(caught.value)
 
 
-def test_token_counts() -> None:
+def test_token_counts_are_parsed() -> None:
     assert [parse_tokens(text) for text in ("7", "32K", "1.5M")] == [7, 32_000, 1_500_000]
 
 
 @pytest.mark.parametrize(
     ("kind", "rate", "cv"), [("poisson", 0, 1), ("gamma", 1, 0), ("zipf", 1, 1), ("gamma", float("nan"), 1)]
 )
-def test_bad_arrivals(kind: str, rate: float, cv: float) -> None:
+def test_bad_arrivals_are_errors(kind: str, rate: float, cv: float) -> None:
     with pytest.raises(ConfigError):
         arrivals(kind, rate, cv)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_draw_what_they_say(name: str) -> None:
+def test_presets_draw_the_same_requests_from_the_same_seed(name: str) -> None:
     drawn = preset(name).draw(np.random.default_rng(3), PoissonArrivals(1.0), 4000)
     again = preset(name).draw(np.random.default_rng(3), PoissonArrivals(1.0), 4000)
     assert drawn == again

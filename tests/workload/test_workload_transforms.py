@@ -21,7 +21,9 @@ def times(requests: list[TraceRequest]) -> list[float]:
 
 
 @given(REQUESTS, st.integers(0, 60), st.integers(0, 60))
-def test_slicing_by_time_keeps_what_is_inside_and_starts_at_zero(r: list[TraceRequest], start: int, width: int) -> None:
+def test_slicing_by_time_keeps_requests_inside_and_starts_at_zero(
+    r: list[TraceRequest], start: int, width: int
+) -> None:
     part = transforms.slice_time(r, start, start + width)
     assert len(part) == sum(start <= one.arrival_s < start + width for one in r)
     assert not part or part[0].arrival_s == 0
@@ -55,7 +57,7 @@ def test_lengths_stay_within_bounds(r: list[TraceRequest], most: int, factor: fl
         assert one.cached_tokens <= one.prompt_tokens
 
 
-def test_slice_spellings() -> None:
+def test_slice_arguments_are_parsed() -> None:
     requests = [TraceRequest(float(i), i + 1, 1) for i in range(10)]
     assert [r.prompt_tokens for r in transforms.slice_by(requests, "2:4")] == [3, 4]
     assert len(transforms.slice_by(requests, "7:")) == 3

@@ -1,4 +1,4 @@
-"""Predicted against measured, as a table: iteration times, then what requests saw."""
+"""Table of predicted against measured: iteration times, then latencies of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"), ("worst TBT", "max_tbt_s"), ("JCT"
 
 
 def calibration_report(data: Mapping[str, Any]) -> RenderableType:
-    """From the JSON of `headway profile check`."""
+    """Return the table of the JSON of `headway profile check`."""
     errors = Table(title="iteration time: error of the prediction", title_justify="left")
     for name in ("predicted by", "mean", "median", "P90"):
         errors.add_column(name, justify="left" if name == "predicted by" else "right")

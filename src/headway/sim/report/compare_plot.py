@@ -1,4 +1,4 @@
-"""Several policies on one workload: how long requests wait for their first token, and for all of their output."""
+"""Comparison of policies on one workload: distributions of TTFT and of job completion time (JCT)."""
 
 from __future__ import annotations
 

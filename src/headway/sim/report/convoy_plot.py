@@ -1,4 +1,4 @@
-"""The convoy at one glance: when each short was sent, how long it waited, while the long prompt was being read."""
+"""Picture of a convoy run: short requests' TTFT by the time they were sent, and the long prompt's prefill."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def convoy_figure(data: Mapping[str, Any], titles: Sequence[str] | None = None) -> Figure:
-    """One panel a run of the convoy's JSON, with common axes: x when a short was sent, y its TTFT (log), a band while
-    the long prompt was being read, a line at the median. `titles` replace the panels' own."""
+    """Draw one panel for each run of the convoy's JSON, with common axes. `titles` replace the panels' own.
+
+    x: the time at which a short request was sent; y: its TTFT (log); a band during the long prompt's prefill; a line at
+    the median.
+    """
     runs = data["runs"]
     with house_style():
         figure = new_figure(height_in=4.3)

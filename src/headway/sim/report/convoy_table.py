@@ -1,4 +1,4 @@
-"""The convoy's numbers as a table: one row a policy."""
+"""Table of a convoy run: one row for each policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headway.sim.report.units import duration, number, tokens
 
 
 def convoy_table(data: Mapping[str, Any]) -> Table:
-    """A table of the JSON of `headway bench convoy`. Shorts are those sent while the long prompt was being read."""
+    """Return the table of the JSON of `headway bench convoy`. Shorts: those sent during the long prompt's prefill."""
     plan = data["plan"]
     table = Table(
         title=f"{tokens(plan['long_tokens'])}-token prompt, and {plan['short_tokens']} in / {plan['short_output']} out "

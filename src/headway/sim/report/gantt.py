@@ -1,4 +1,4 @@
-"""A cluster run as instance × time: chunks, holds, pauses, transfers. The "Tetris" picture, in PNG or SVG."""
+"""Gantt chart of a cluster run, instance × time: spans, holds, pauses, transfers. PNG or SVG."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_BARS = 20_000
-"""Bars that a picture shows; what begins later is left out, and the picture says so."""
+"""Most bars in a picture; bars that begin later are left out, and the title has their number."""
 
 
 def shown(bars: Sequence[GanttBar], until_s: float | None) -> tuple[list[GanttBar], float]:
-    """The bars that a picture shows, and where its time axis ends."""
+    """Return the bars that a picture shows, and the end of its time axis in seconds."""
     chosen = sorted((b for b in bars if until_s is None or b.start_s < until_s), key=lambda b: (b.start_s, b.instance))
     chosen = chosen[:MOST_BARS]
     end_s = max((bar.end_s for bar in chosen), default=1.0)
@@ -25,7 +25,7 @@ def shown(bars: Sequence[GanttBar], until_s: float | None) -> tuple[list[GanttBa
 
 
 def colours(bars: Sequence[GanttBar]) -> dict[str, str]:
-    """A colour a request, in order of first appearance; neighbours differ."""
+    """Return a colour for each request, in order of first appearance."""
     names = dict.fromkeys(bar.request for bar in bars if bar.kind == "span")
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
@@ -33,8 +33,11 @@ def colours(bars: Sequence[GanttBar]) -> dict[str, str]:
 def gantt_figure(
     bars: Sequence[GanttBar], instances: Sequence[ClusterInstance], title: str = "", until_s: float | None = None
 ) -> Figure:
-    """One row an instance, nodes apart. Spans are coloured by request and named where there is room; batches of an
-    instance's scheduler are grey, holds and pauses outlines, transfers thin lines under their sender."""
+    """Draw one row for each instance, nodes apart.
+
+    Spans are coloured by request and named where the bar is wide enough; batches of an instance's scheduler are grey,
+    holds and pauses are outlines, transfers are thin lines under their sender.
+    """
     chosen, end_s = shown(bars, until_s)
     colour = colours(chosen)
     rows, ticks, labels = {}, [], []
@@ -53,6 +56,7 @@ def gantt_figure(
             y, width = rows[bar.instance], bar.end_s - bar.start_s
             if bar.kind == "span":
                 axes.barh(y, width, left=bar.start_s, height=0.82, color=colour[bar.request], edgecolor="white", lw=0.4)
+                # narrower bars cannot hold a name
                 if width > 0.04 * end_s:
                     axes.text(
                         bar.start_s + width / 2, y, bar.request, ha="center", va="center", fontsize=6, color="white"

@@ -1,4 +1,4 @@
-"""A cluster run as one HTML page that needs nothing else: zoom with the wheel, drag to move, point to read."""
+"""Gantt chart of a cluster run as one self-contained HTML page: wheel to zoom, drag to move, hover for details."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ onresize=draw;draw();
 def gantt_page(
     bars: Sequence[GanttBar], instances: Sequence[ClusterInstance], title: str = "", until_s: float | None = None
 ) -> str:
-    """The page's text. Names from a scenario are escaped."""
+    """Return the page's HTML. Names from a scenario are escaped."""
     chosen, end_s = shown(bars, until_s)
     chosen.sort(key=lambda bar: bar.kind == "transfer")
     rows, at, node = {}, 0.0, instances[0].node if instances else 0

@@ -11,10 +11,11 @@ TIMES = 5.0
 
 
 def knee(line: Sequence[tuple[float, float]], times: float = TIMES) -> float | None:
-    """The load at which latency first exceeds `times` that of the lowest load; between two points logarithmically.
+    """Return the load at which latency first exceeds `times` that of the lowest load.
 
-    line: (load, latency), in any order. None when it never does, when there is nothing to compare, or when the lowest
-    load's latency is not above 0."""
+    line: (load, latency), in any order. Between two points the latency's logarithm is taken as linear. None when the
+    limit is never exceeded, with fewer than two points, or when the lowest load's latency is not above 0.
+    """
     points = sorted(line)
     if len(points) < 2 or points[0][1] <= 0:
         return None

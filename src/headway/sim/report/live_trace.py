@@ -1,8 +1,8 @@
-"""A live run as trace events, for ui.perfetto.dev: a process a KV group, a thread a pipeline stage, a slice a batch, an
-instant where a KV group joins a request.
+"""Trace events of a live run, for ui.perfetto.dev: a process for each KV group, a thread for each pipeline stage, a
+slice for each batch, and an instant where a KV group joins a request.
 
-Read from an event log (`headway serve --event-log FILE`). Beside the stages, one track of requests (arrival to end,
-with their first chunk). Times are microseconds from the log's start, as the format wants.
+Read from an event log (`headway serve --event-log FILE`). A track of requests (arrival to end, with their first chunk)
+comes first. Times are microseconds from the log's start, as the format requires.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StageSlice:
     chunks: tuple[tuple[str, int, int], ...]
     predicted_s: float
     assisted: int = 0
-    """Rows of other groups' requests that it attended."""
+    """Rows of other groups' requests whose attention over this group's KV it computed."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class _RequestSpan:
 
 @dataclass(frozen=True)
 class GroupJoined:
-    """A group took over a request from token `start` on."""
+    """A KV group joined a request: it holds the request's KV from token `start` on."""
 
     group: int
     request: str
@@ -62,21 +62,22 @@ class GroupJoined:
 
 @dataclass
 class LiveTimeline:
-    """What stages did, and what became of requests."""
+    """The slices of all stages, and the lives of requests, as read from a log."""
 
     slices: list[StageSlice] = field(default_factory=list)
     requests: dict[str, _RequestSpan] = field(default_factory=dict)
     joins: list[GroupJoined] = field(default_factory=list)
 
     def both_share(self, request: str, group: int = 0) -> float:
-        """While chunks of a request were computed by any stage of a group, the share of the time in which all of them
-        computed: how much its chunks overlap. 0.0 when none did."""
+        """Return how much the chunks of a request overlap in a group's pipeline: the share of time in which all stages
+        computed, from the request's first chunk to its last. 0.0 without chunks."""
         chosen = [one for one in self.slices if one.group == group]
         own = [one for one in chosen if any(name == request for name, _, _ in one.chunks)]
         if not own:
             return 0.0
         begin, end = min(one.start_s for one in own), max(one.end_s for one in own)
         stages = sorted({one.stage for one in chosen})
+        # intersect the busy intervals of all stages, whatever they computed
         common: list[Interval] = [(begin, end)]
         for stage in stages:
             busy = [(one.start_s, one.end_s) for one in chosen if one.stage == stage]
@@ -85,7 +86,7 @@ class LiveTimeline:
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> LiveTimeline:
-    """Gather what a log says of stages. ConfigError when it says nothing of them (another version's)."""
+    """Return the timeline of a log. Raises ConfigError on a log of an older version, without times by stage."""
     told = LiveTimeline()
     for event in events:
         kind = event.get("event")
@@ -102,7 +103,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> LiveTimeline:
 
 
 def live_trace_events(told: LiveTimeline) -> dict[str, Any]:
-    """The JSON object that Perfetto and chrome://tracing load."""
+    """Return the JSON object that Perfetto and chrome://tracing load."""
     times = [one.start_s for one in told.slices] + [life.arrival_s for life in told.requests.values()]
     zero = min(times, default=0.0)
     return {
@@ -115,6 +116,7 @@ def _add(told: LiveTimeline, event: Mapping[str, Any]) -> None:
     assisted: dict[int, int] = {}
     for group, _, rows, _ in event.get("assists", ()):
         assisted[group] = assisted.get(group, 0) + rows
+    # a group joins at the start of the batch with its first tokens
     begun = {group: stages[0][0] for group, _, _, stages in event["parts"] if stages}
     for group, request, start in event.get("joins", ()):
         told.joins.append(GroupJoined(group, request, start, begun.get(group, event["at_s"])))
@@ -144,13 +146,14 @@ def _add(told: LiveTimeline, event: Mapping[str, Any]) -> None:
 
 
 def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
-    """The intersection of two lists of disjoint, ascending intervals."""
+    """Return the intersection of two lists of disjoint, ascending intervals."""
     result = []
     i = j = 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if start < end:
             result.append((start, end))
+        # the interval that ends first cannot meet any later one
         if left[i][1] < right[j][1]:
             i += 1
         else:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def load_figure(records: Sequence[RequestRecord]) -> Figure:
-    """Three panels: CDF of TTFT, CDF of TBT, TTFT by arrival time. Classes differ in colour, line and marker."""
+    """Draw three panels: CDF of TTFT, CDF of TBT, TTFT by arrival time. Classes differ in colour, line and marker."""
     by_class: dict[str, list[RequestRecord]] = {}
     for record in records:
         if record.ok:
@@ -47,7 +47,7 @@ def load_figure(records: Sequence[RequestRecord]) -> Figure:
 
 
 def cdf_figure(samples: Mapping[str, Sequence[float]], title: str) -> Figure:
-    """One panel with the cumulative distribution of each named sample of seconds, on a log axis."""
+    """Draw one panel with the cumulative distribution of each named sample of seconds, on a log axis."""
     with house_style():
         figure = new_figure(height_in=3.8)
         axes = figure.subplots()
@@ -57,7 +57,7 @@ def cdf_figure(samples: Mapping[str, Sequence[float]], title: str) -> Figure:
 
 
 def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw into these axes. Zeros (tokens that came together) cannot show on a log axis: they lift its start."""
+    """Draw cumulative distributions. Zeros (tokens of one chunk) cannot show on a log axis: they lift its start."""
     for index, (name, values) in enumerate(samples.items()):
         ordered = np.sort(np.asarray(values, dtype=float))
         if ordered.size == 0:

@@ -1,4 +1,4 @@
-"""The tables of a load run: latencies per class, rates, and what failed and why."""
+"""Tables of a load run: latencies by class, rates, and failures by reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _head(block: ClassSummary) -> list[str]:
 
 
 def rates_line(summary: RunSummary, *, judged: bool) -> str:
-    """Throughput and, where there were objectives, goodput, in one line."""
+    """Return throughput and, where there were objectives, goodput, in one line."""
     body = summary.to_json()
     words = [
         f"{summary.total.ok} answered in {duration(summary.duration_s)}",
@@ -53,7 +53,7 @@ def rates_line(summary: RunSummary, *, judged: bool) -> str:
 
 
 def error_table(records: Sequence[RequestRecord]) -> Table:
-    """Failed requests by reason, with the first one's full words."""
+    """Return failed requests by reason, with the first one's full message."""
     table = Table(title="failed requests", title_justify="left")
     for name in ("reason", "requests", "for example"):
         table.add_column(name, justify="right" if name == "requests" else "left")

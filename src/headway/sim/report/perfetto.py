@@ -1,8 +1,8 @@
-"""A simulation as trace events, for ui.perfetto.dev: a process a replica, a thread a pipeline stage (of each KV group),
-a slice a batch, an instant where a KV group joins a request.
+"""Trace events of a simulation, for ui.perfetto.dev: a process for each replica, a thread for each pipeline stage (of
+each KV group), a slice for each batch, and an instant where a KV group joins a request.
 
-Beside them, one track of requests (arrival to end, with their first token), and counters of decodes and KV. Times are
-microseconds, as the format wants.
+A track of requests (arrival to end, with their first token) and a counter of decodes come beside them. Times are
+microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REQUESTS = 0
 
 
 def trace_events(result: SimResult) -> dict[str, Any]:
-    """The JSON object that Perfetto and chrome://tracing load. Needs a result with iterations kept."""
+    """Return the JSON object that Perfetto and chrome://tracing load. Needs a result with iterations kept."""
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [*_names(result), *_batches(result), *_joins(result), *_requests(result)],
@@ -52,6 +52,7 @@ def _batches(result: SimResult) -> Iterator[dict[str, Any]]:
         words = f"{row.decodes} decodes" + (f" ×{row.repeats}" if row.repeats > 1 else "")
         name = f"{sum(tokens for _, _, tokens in row.chunks)} prefill + {words}" if row.chunks else words
         for group, (stage, (start_s, end_s)) in itertools.product(row.groups, enumerate(row.stages)):
+            # repeated decodes are one slice up to the last repetition
             until_s = row.done_s if row.repeats > 1 else end_s
             yield {
                 "ph": "X",
@@ -95,6 +96,7 @@ def _requests(result: SimResult) -> Iterator[dict[str, Any]]:
     for record in result.records:
         name = f"{record.klass or 'request'} {record.id}"
         common = {"cat": record.klass or "request", "id": record.id, "pid": REQUESTS, "tid": 0, "name": name}
+        # failed requests end with their last token, rejected ones on arrival
         ends = (record.finish_s, record.token_s[-1] if record.token_s else None, record.arrival_s)
         end_s = next(end for end in ends if end is not None)
         args = {"prompt": record.prompt_tokens, "output": record.output_tokens, "error": record.error or ""}

@@ -1,4 +1,4 @@
-"""A progress bar for a load run: answered, open, failed."""
+"""Progress bars of load runs and of simulations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _bar(text: str) -> Progress:
 
 
 class LoadProgress:
-    """On stderr, where that is a terminal; silent otherwise. Use as a context manager."""
+    """Progress of a load run (answered, open, failed) on stderr if that is a terminal. A context manager."""
 
     def __init__(self, total: int) -> None:
         self._open = self._failed = 0
@@ -41,19 +41,19 @@ class LoadProgress:
         return f"{self._open} open{failed}"
 
     def sent(self) -> None:
-        """A request has left."""
+        """Count a request that was sent."""
         self._open += 1
         self._bar.update(self._task, description=self._words())
 
     def done(self, ok: bool) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self._open -= 1
         self._failed += not ok
         self._bar.update(self._task, advance=1, description=self._words())
 
 
 class RunProgress:
-    """Runs done, on stderr where that is a terminal; silent otherwise. Use as a context manager."""
+    """Number of simulations done, on stderr if that is a terminal. A context manager."""
 
     def __init__(self, total: int) -> None:
         self._bar = _bar("simulating")
@@ -67,5 +67,5 @@ class RunProgress:
         self._bar.stop()
 
     def done(self) -> None:
-        """One more run has ended."""
+        """Count a simulation that has ended."""
         self._bar.update(self._task, advance=1)

@@ -1,4 +1,4 @@
-"""Simulations as CSV: one row a point, class and metric; or one row a request. Times in seconds."""
+"""CSV of simulations: one row for each point, class and metric; or one row for each request. Times in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headway.sim.report.sim_table import METRICS
 
 
 def summary_csv(data: Mapping[str, Any]) -> str:
-    """Means over seeds, with half of the 95% interval of the median where there are several."""
+    """Return means over seeds, with half of the 95% interval of the median where there are several."""
     out = io.StringIO()
     fields = list(data["points"][0]["at"])
     cuts = ["n", "mean", "min", "p1", "p25", "p50", "p75", "p90", "p99", "max"]
@@ -36,7 +36,7 @@ def summary_csv(data: Mapping[str, Any]) -> str:
 
 
 def requests_csv(records: Sequence[RequestRecord]) -> str:
-    """One row a request, in order of arrival."""
+    """Return one row for each request, in order of arrival."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(

@@ -46,7 +46,7 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
 
 
 def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
-    """Where a curve leaves `TIMES` its lowest load's value."""
+    """Mark the knee: the load at which the curve exceeds `TIMES` its value at the lowest load."""
     at = knee(line)
     if at is None:
         return

@@ -24,7 +24,7 @@ SPREADS = ("p50", "p99")
 
 
 def simulation_report(data: Mapping[str, Any]) -> RenderableType:
-    """What a person reads: the only point in full, or a sweep as a table."""
+    """Return the terminal output of a result: the only point in full, or a sweep as a table."""
     points = data["points"]
     if len(points) == 1 and not points[0]["at"]:
         return point_table(points[0], data["scenario"].get("name") or "")
@@ -54,7 +54,7 @@ def point_table(point: Mapping[str, Any], title: str) -> RenderableType:
 
 
 def use_lines(point: Mapping[str, Any]) -> str:
-    """Rates, utilisation and what went wrong, in lines."""
+    """Return rates, utilisation and failures, as lines."""
     mean, use, seeds = point["mean"], point["mean"]["use"], len(point["runs"])
     words = [
         f"{number(mean['request_throughput_rps'], 2)} requests/s, goodput {number(mean['goodput_rps'], 2)}",
@@ -81,7 +81,7 @@ def use_lines(point: Mapping[str, Any]) -> str:
 
 
 def sweep_table(points: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """One row a point and class; layouts that do not fit are rows that say so."""
+    """Return one row for each point and class; layouts that do not fit in memory have a row with the reason."""
     table = Table(title=title or None, title_justify="left")
     fields = list(points[0]["at"])
     for name in (*fields, "class"):

@@ -42,7 +42,7 @@ _RC: dict[str, Any] = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Within it, figures get the house look; matplotlib's settings are as before afterwards."""
+    """Apply the house style to figures made inside; matplotlib's settings are restored afterwards."""
     import matplotlib as mpl
 
     with mpl.rc_context(_RC):  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def house_style() -> Iterator[None]:
 
 
 def new_figure(height_in: float) -> Figure:
-    """An empty figure of README width, without pyplot's global state (nothing to close, safe in threads)."""
+    """Return an empty figure of README width, without pyplot's global state (nothing to close, safe in threads)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def new_figure(height_in: float) -> Figure:
 
 
 def save(figure: Figure, file: Path) -> list[Path]:
-    """Write a figure. `.png` and `.svg` write that one; a name without suffix writes both. The files written."""
+    """Write a figure as `.png` or `.svg`, or as both where the name has no suffix. Return the files written."""
     file.parent.mkdir(parents=True, exist_ok=True)
     files = [file] if file.suffix else [file.with_suffix(".png"), file.with_suffix(".svg")]
     with house_style():

@@ -1,10 +1,10 @@
-"""Numbers as people read them: 45 ms, 7.9 s, 33K."""
+"""Short forms of numbers for tables and axes: 45 ms, 7.9 s, 33K."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float | None) -> str:
-    """0.0452 → `45 ms`, 7.91 → `7.9 s`; `-` for None. Two to three significant digits."""
+    """Format seconds in two to three significant digits: 0.0452 → `45 ms`, 7.91 → `7.9 s`; `-` for None."""
     if seconds is None:
         return "-"
     if seconds < 0.9995:
@@ -14,17 +14,17 @@ def duration(seconds: float | None) -> str:
 
 
 def tokens(count: float) -> str:
-    """32768 → `32.8K`, 1_000_000 → `1M`, 200 → `200`."""
+    """Format a count of tokens: 32768 → `32.8K`, 1_000_000 → `1M`, 200 → `200`."""
     if count >= 999_500:
         return f"{count / 1e6:.3g}M"
     return f"{count / 1e3:.3g}K" if count >= 10_000 else f"{count:,.0f}"
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A plain number; `-` for None."""
+    """Format a plain number; `-` for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def tick(seconds: float) -> str:
-    """An axis label: `30 ms`, `1 s`, without trailing zeros."""
+    """Format an axis label: `30 ms`, `1 s`, without trailing zeros."""
     return f"{seconds * 1000:g} ms" if seconds < 1 else f"{seconds:g} s"
