@@ -1,4 +1,4 @@
-"""A file's fault is told with what is allowed there, at the level where it is."""
+"""Errors of files list the values or fields that are allowed at their place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tree(msgspec.Struct, forbid_unknown_fields=True):
         ([], ""),
     ],
 )
-def test_what_is_allowed_is_said_of_the_place_that_is_wrong(data: Any, words: str) -> None:
+def test_error_lists_allowed_values_at_the_wrong_place(data: Any, words: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert(data, Tree)
     assert allowed(Tree, caught.value) == words

@@ -21,7 +21,7 @@ from headway.perf.hardware.memory import available_bytes, gib
 from headway.perf.hardware.shapes import ModelShape
 
 
-def test_a_manual_clock_moves_when_told_and_never_back() -> None:
+def test_manual_clock_advances_and_refuses_to_go_back() -> None:
     clock = ManualClock(5.0)
     clock.advance(0.25)
     clock.advance(0.0)
@@ -31,7 +31,7 @@ def test_a_manual_clock_moves_when_told_and_never_back() -> None:
     assert clock.now() == 5.25
 
 
-def test_a_batch_counts_its_rows_and_survives_the_wire() -> None:
+def test_batch_counts_its_rows_and_round_trips_through_msgpack() -> None:
     group = DecodeGroup(("a", "b"), 77, 3)
     batch = Batch(
         id=4,
@@ -50,12 +50,12 @@ def test_a_batch_counts_its_rows_and_survives_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=Batch) == batch
 
 
-def test_a_whole_span_is_what_is_not_cached() -> None:
+def test_whole_span_is_the_uncached_part_of_the_prompt() -> None:
     span = Span.whole(Request(id="a", arrival_s=0, prompt_tokens=100, max_output_tokens=1, cached_tokens=30), 2)
     assert (span.start, span.end, span.group) == (30, 100, (2,))
 
 
-def test_every_error_is_ours_and_says_what_it_was_given() -> None:
+def test_every_error_derives_from_headway_error_and_keeps_its_message() -> None:
     for kind in (ConfigError, CheckpointError, RequestError, OverloadedError, UnavailableError):
         assert issubclass(kind, HeadwayError)
         assert str(kind("why")) == "why"
@@ -82,6 +82,6 @@ def test_arithmetic_is_two_flops_a_weight_and_four_a_pair_and_causal() -> None:
     assert chunked == whole
 
 
-def test_memory_is_told_in_bytes_and_shown_for_people() -> None:
+def test_memory_is_counted_in_bytes_and_shown_in_binary_units() -> None:
     assert 1 << 20 < available_bytes() < 1 << 50
     assert (gib(3 << 29), gib(12 << 20), gib(0)) == ("1.5 GiB", "12.0 MiB", "0.0 MiB")

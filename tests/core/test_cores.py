@@ -6,7 +6,7 @@ from headway.core import cpu_affinity as cores
 
 
 @given(count=st.integers(1, 64), parts=st.integers(1, 80))
-def test_shares_are_neighbours_as_equal_as_can_be(count: int, parts: int) -> None:
+def test_shares_are_neighbouring_cores_of_equal_number(count: int, parts: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cores, "CORES", tuple(range(100, 100 + count)))
         shares = cores.shares(parts)

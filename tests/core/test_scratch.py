@@ -1,4 +1,4 @@
-"""Folders of a process: removed on close, and after a kill by the next one; never while somebody holds them."""
+"""Scratch folders: removed on close, and after a kill by the next process; never while their lock is held."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def aged(folder: Path) -> None:
     os.utime(folder / "lock", (long_ago, long_ago))
 
 
-def test_close_removes_it_and_may_be_repeated() -> None:
+def test_close_removes_the_folder_and_may_be_repeated() -> None:
     folder = ScratchFolder("headway-engine-")
     (folder.path / "socket").touch()
     folder.close()
@@ -38,7 +38,7 @@ def test_close_removes_it_and_may_be_repeated() -> None:
     assert not folder.path.exists()
 
 
-def test_what_a_killed_process_left_goes_and_what_lives_stays(root: Path) -> None:
+def test_folder_of_a_killed_process_is_removed_and_of_a_live_one_kept(root: Path) -> None:
     code = (
         "import sys, time; from headway.core.scratch_folder import ScratchFolder; folder = ScratchFolder(sys.argv[1]); "
         "print(folder.path, flush=True); time.sleep(60)"
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_goes_and_what_lives_stays(root: Path) -> Non
     assert other.exists()
 
 
-def test_a_folder_that_is_just_being_made_stays(root: Path) -> None:
+def test_folder_younger_than_a_minute_is_kept_without_a_lock(root: Path) -> None:
     young = root / "headway-engine-young"
     young.mkdir()
     (young / "lock").touch()
@@ -72,7 +72,7 @@ def test_a_folder_that_is_just_being_made_stays(root: Path) -> None:
     assert not young.exists()
 
 
-def test_a_folder_too_deep_for_sockets_is_a_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_path_too_long_for_sockets_is_a_config_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = root / ("d" * 75)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))

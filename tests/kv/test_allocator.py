@@ -33,7 +33,7 @@ def play(tables: BlockTables, ops: list[Op]) -> dict[str, int]:
 
 
 @given(OPS)
-def test_every_block_is_free_or_owned_once_and_nobody_gets_more_or_less_than_asked(ops: list[Op]) -> None:
+def test_every_block_is_free_or_owned_once_and_allocations_are_exact(ops: list[Op]) -> None:
     tables = BlockTables(24)
     held = play(tables, ops)
     owned = [block for name in held for block in blocks_of(tables.runs(name))]
@@ -60,7 +60,7 @@ def test_freeing_all_leaves_one_run(ops: list[Op]) -> None:
 
 
 @given(OPS, st.integers(1, 9))
-def test_one_run_is_taken_where_one_holds_all_and_it_is_the_smallest(ops: list[Op], blocks: int) -> None:
+def test_smallest_free_run_that_holds_all_blocks_is_taken(ops: list[Op], blocks: int) -> None:
     tables = BlockTables(24)
     play(tables, ops)
     fitting = [run for run in tables.allocator.free_runs() if run[1] >= blocks]
@@ -71,7 +71,7 @@ def test_one_run_is_taken_where_one_holds_all_and_it_is_the_smallest(ops: list[O
 
 
 @given(OPS, st.integers(1, 9))
-def test_growth_goes_on_in_place_where_the_next_block_is_free(ops: list[Op], blocks: int) -> None:
+def test_growth_extends_in_place_if_the_next_block_is_free(ops: list[Op], blocks: int) -> None:
     tables = BlockTables(24)
     for name in play(tables, ops):
         runs = tables.runs(name)
@@ -96,7 +96,7 @@ def test_a_request_larger_than_any_run_takes_the_largest_first() -> None:
     assert tables.runs("e") == ((3, 4), (0, 1))
 
 
-def test_more_than_is_free_is_an_error_that_says_how_much() -> None:
+def test_allocating_more_than_is_free_raises_with_the_free_count() -> None:
     allocator = BlockAllocator(4)
     allocator.allocate(3)
     with pytest.raises(InvariantError, match="2 blocks asked of an allocator with 1 free"):
@@ -113,7 +113,7 @@ def test_a_block_that_is_free_cannot_be_released(run: tuple[int, int]) -> None:
         allocator.release([run])
 
 
-def test_freeing_a_stranger_is_an_error() -> None:
+def test_freeing_an_unknown_request_is_an_error() -> None:
     with pytest.raises(InvariantError, match="request x owns no blocks"):
         BlockTables(4).free("x")
 

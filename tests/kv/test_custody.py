@@ -1,4 +1,4 @@
-"""Custody: who waits is served whole and in order, blocks are conserved, and no KV has two owners."""
+"""Staged KV: requests are served whole and in order, blocks are conserved, and no KV has two owners."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ TestCustody = CustodyMachine.TestCase
 TestCustody.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 
 
-def test_nobody_is_overtaken_and_nobody_gets_a_part() -> None:
+def test_pending_requests_are_served_whole_and_in_order() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     other = ledger.reserve("other", 32)
@@ -169,7 +169,7 @@ def test_nobody_is_overtaken_and_nobody_gets_a_part() -> None:
     assert not custody.blocked(9.0, 2.0)
 
 
-def test_who_holds_something_gets_the_rest_before_newcomers() -> None:
+def test_names_that_hold_kv_are_served_before_new_ones() -> None:
     custody = StagedKv(BlockManager(64, 4))
     custody.request("old", 16, 0.0)
     assert custody.admit() == ["old"]
@@ -182,7 +182,7 @@ def test_who_holds_something_gets_the_rest_before_newcomers() -> None:
     assert custody.waiting == ("new",)
 
 
-def test_what_can_never_fit_and_what_is_computed_here_are_refused() -> None:
+def test_requests_that_never_fit_or_are_computed_here_are_refused() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     with pytest.raises(RequestError, match="65 tokens do not fit the KV cache of 64"):
@@ -192,7 +192,7 @@ def test_what_can_never_fit_and_what_is_computed_here_are_refused() -> None:
         custody.request("b", 4, 0.0)
 
 
-def test_runs_become_the_requests_own_without_moving() -> None:
+def test_kv_of_spans_becomes_the_requests_without_moving() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     custody.request(runs_of("a"), 10, 0.0)
@@ -206,7 +206,7 @@ def test_runs_become_the_requests_own_without_moving() -> None:
     assert ledger.drain_ops() == (KvOp("reserve", "a/runs", 3), KvOp("reassign", "a", 0, before="a/runs"))
 
 
-def test_runs_are_given_back_where_the_whole_has_been_received() -> None:
+def test_kv_of_spans_is_freed_if_the_whole_was_received() -> None:
     ledger = BlockManager(64, 4)
     custody = StagedKv(ledger)
     for name in (runs_of("a"), "a"):

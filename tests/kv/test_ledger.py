@@ -1,4 +1,4 @@
-"""The ledger: leases are kept, counts agree, and its operations rebuild its tables elsewhere."""
+"""Block manager: leases are stable, counts agree, and its operations rebuild its tables in an executor."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-def test_operations_are_told_once_and_in_order() -> None:
+def test_operations_are_drained_once_and_in_order() -> None:
     ledger = BlockManager(64, 4)
     lease = ledger.reserve("a", 5)
     assert lease is not None
@@ -95,7 +95,7 @@ def test_operations_are_told_once_and_in_order() -> None:
     assert ledger.drain_ops() == ()
 
 
-def test_an_old_lease_cannot_touch_its_successor_of_the_same_name() -> None:
+def test_freed_lease_cannot_change_a_later_lease_of_the_same_request() -> None:
     ledger = BlockManager(64, 4)
     old = ledger.reserve("a", 4)
     assert old is not None
@@ -132,7 +132,7 @@ def test_a_partial_block_at_the_end_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("field", ["blocks", "tokens"])
-def test_check_notices_a_lease_that_lies(field: str) -> None:
+def test_check_notices_a_lease_with_wrong_counts(field: str) -> None:
     ledger = BlockManager(64, 4)
     lease = ledger.reserve("a", 9)
     assert lease is not None

@@ -1,4 +1,4 @@
-"""Phases of a request on one scheduler: KV that stays behind, KV that comes, and room for it."""
+"""Phases of a request on one scheduler: staged KV, transferred KV, and blocks for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prefill(scheduler: Scheduler, name: str, prompt: int) -> None:
         step(scheduler)
 
 
-def test_a_prefill_leaves_its_kv_and_a_decode_takes_it_up_where_it_lies() -> None:
+def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> None:
     scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
@@ -56,7 +56,7 @@ def test_a_prefill_leaves_its_kv_and_a_decode_takes_it_up_where_it_lies() -> Non
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
 
 
-def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
+def test_prefill_phase_that_ends_with_its_first_token_stages_nothing() -> None:
     scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
@@ -67,7 +67,7 @@ def test_a_prefill_whose_first_token_ends_it_leaves_nothing() -> None:
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
 
 
-def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
+def test_prefill_phase_aborted_in_flight_stages_nothing() -> None:
     scheduler = make_scheduler()
     add_phase(scheduler, "a", 40, "prefill", output=1)
     batch = scheduler.schedule(0.0)
@@ -79,7 +79,7 @@ def test_a_prefill_that_is_aborted_in_flight_leaves_nothing() -> None:
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
 
 
-def test_part_of_a_prompt_in_custody_is_not_computed_again() -> None:
+def test_staged_part_of_a_prompt_is_not_computed_again() -> None:
     """What runs of a group have left, say: the scheduler goes on behind it."""
     scheduler = make_scheduler()
     scheduler.custody.request("a", 50, 0.0)
@@ -103,7 +103,7 @@ def test_a_decode_without_its_kv_is_refused_and_changes_nothing(known: int, cach
     scheduler.check()
 
 
-def test_a_name_that_waits_for_room_is_in_use() -> None:
+def test_name_with_a_pending_request_is_in_use() -> None:
     scheduler = make_scheduler(pool=160)
     add_request(scheduler, "b", 150)
     step(scheduler)
@@ -112,7 +112,7 @@ def test_a_name_that_waits_for_room_is_in_use() -> None:
         add_request(scheduler, "a", 10)
 
 
-def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
+def test_new_requests_wait_once_a_transfer_has_waited_too_long() -> None:
     scheduler = make_scheduler(pool=160, admission_age_s=1.0)
     add_request(scheduler, "a", 60, 80)
     step(scheduler)
@@ -128,7 +128,7 @@ def test_newcomers_wait_once_arriving_kv_has_waited_too_long() -> None:
     assert chunks(step(scheduler, 1.0)) == [("c", 0, 20)]
 
 
-def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> None:
+def test_transferred_decode_may_be_evicted_and_computed_again() -> None:
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
@@ -144,7 +144,7 @@ def test_a_decode_that_came_is_evicted_like_any_other_and_computed_again() -> No
 
 
 @pytest.mark.parametrize("flying", [False, True])
-def test_a_decode_that_is_to_go_on_elsewhere_leaves_its_kv(flying: bool) -> None:
+def test_decode_that_moves_to_another_instance_stages_its_kv(flying: bool) -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "stays", 20, 20)
     add_request(scheduler, "goes", 40, 20)
@@ -169,7 +169,7 @@ def test_a_decode_that_is_to_go_on_elsewhere_leaves_its_kv(flying: bool) -> None
 
 
 @pytest.mark.parametrize("end", ["finished", "aborted"])
-def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) -> None:
+def test_decode_that_ends_with_the_token_in_flight_stages_nothing(end: str) -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 20, 20)
     step(scheduler)
@@ -184,7 +184,7 @@ def test_a_decode_that_ends_with_the_token_under_way_leaves_nothing(end: str) ->
     assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
 
 
-def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
+def test_evicted_decode_is_staged_with_its_next_token() -> None:
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
@@ -204,7 +204,7 @@ def test_a_decode_that_was_evicted_leaves_with_its_next_token() -> None:
     scheduler.check()
 
 
-def test_a_loss_empties_custody() -> None:
+def test_loss_of_kv_drops_all_staged_kv() -> None:
     scheduler = make_scheduler(pool=160)
     prefill(scheduler, "a", 40)
     scheduler.custody.request("b", 160, 0.0)
@@ -346,7 +346,7 @@ class PhasesWorld:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_blocks_are_conserved_and_all_end(seed: int) -> None:
+def test_blocks_are_conserved_and_every_request_ends(seed: int) -> None:
     rng = random.Random(seed)
     config = SchedulerConfig.named(
         "default",

@@ -14,7 +14,7 @@ from headway.policy.iteration.decision import IterationPolicy
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
-def test_the_policy_alone_gives_the_quotas_of_the_scheduler(first: int) -> None:
+def test_policy_alone_gives_the_same_quotas_as_the_scheduler(first: int) -> None:
     picked = 0
     for seed in range(first, first + 50):
         world = random_world(seed)
@@ -40,7 +40,7 @@ def request(name: str, prompt: int, **fields: object) -> Request:
     return Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=8, **fields)  # type: ignore[arg-type]
 
 
-def test_prefills_in_flight_cannot_run_the_pool_dry() -> None:
+def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:
     pool = CountedPool(10, 16)
     policy = policy_of(pool)
     for name in ("one", "two", "three"):
@@ -73,7 +73,7 @@ def test_a_preempted_request_computes_what_it_had_generated_again() -> None:
     assert quota.tokens == 43
 
 
-def test_skipped_requests_get_nothing_and_new_ones_may_be_kept_out() -> None:
+def test_skipped_requests_get_no_tokens_and_admission_can_be_closed() -> None:
     policy = policy_of(CountedPool(100, 16))
     policy.enter(request("a", 40))
     policy.enter(request("b", 40))

@@ -44,7 +44,7 @@ def run_ten() -> None:
 
 
 @pytest.mark.parametrize("first", quick_first(range(0, 300, 50), 2))
-def test_every_request_ends_and_every_token_is_computed_once_a_life(first: int) -> None:
+def test_every_request_ends_and_computes_each_token_once_per_admission(first: int) -> None:
     worlds = [run(seed) for seed in range(first, first + 50)]
     assert sum(world.assisted for world in worlds) > 1000
     assert sum(world.lockstep for world in worlds) > 500
@@ -64,7 +64,7 @@ def test_the_same_seed_gives_the_same_batches_and_events_byte_for_byte(seed: int
     assert run(seed).log == run(seed).log
 
 
-def test_a_missing_assist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_finds_missing_remote_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LockstepBatch._assist
 
     def lazy(self, sequence, owner, rows, decode=False):  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def test_a_missing_assist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ten()
 
 
-def test_a_shard_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_finds_a_shard_that_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = GroupState._free
 
     def leaky(self, sequence):  # type: ignore[no-untyped-def]
@@ -89,7 +89,7 @@ def test_a_shard_that_is_never_freed_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 2))
-def test_one_group_decides_as_a_scheduler_does(seed: int) -> None:
+def test_one_group_decides_as_a_plain_scheduler(seed: int) -> None:
     one, two = random_world(seed), random_world(seed)
     one.ahead = two.ahead = 1
     ledger = BlockManager(two.pool_tokens, two.scheduler.ledger.block_tokens)
@@ -168,7 +168,7 @@ def parts(scheduler: GroupedScheduler, now: float, ended: tuple[str, ...] = ()) 
     ]
 
 
-def test_groups_join_as_a_prompt_grows_and_guests_attend() -> None:
+def test_groups_join_as_a_prompt_grows_and_shard_holders_attend() -> None:
     scheduler = three_groups()
     scheduler.add(request("a", 150), 0.0)
     assert scheduler.lockstep_groups() == [(0,), (1,), (2,)]
@@ -191,7 +191,7 @@ def test_groups_join_as_a_prompt_grows_and_guests_attend() -> None:
     assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
 
 
-def test_a_decode_goes_on_in_the_next_group_when_its_shard_is_full() -> None:
+def test_decode_moves_to_the_next_group_when_its_shard_is_full() -> None:
     scheduler = three_groups()
     scheduler.add(request("a", 63, output=4), 0.0)
     parts(scheduler, 0.0)
@@ -199,7 +199,7 @@ def test_a_decode_goes_on_in_the_next_group_when_its_shard_is_full() -> None:
     assert parts(scheduler, 0.2) == [(0, (), [], [(1, 1, 0, 64)]), (1, ("a",), [], [])]
 
 
-def test_a_group_outside_the_crew_runs_freely_and_newcomers_go_where_least_is_to_do() -> None:
+def test_group_outside_lockstep_runs_freely_and_gets_new_requests() -> None:
     scheduler = three_groups()
     scheduler.add(request("long", 140), 0.0)
     parts(scheduler, 0.0)
@@ -215,7 +215,7 @@ def test_a_group_outside_the_crew_runs_freely_and_newcomers_go_where_least_is_to
     assert [part.group for part in scheduler.schedule(0.11).parts] == [1]  # type: ignore[union-attr]
 
 
-def test_a_crew_waits_until_all_of_its_groups_are_free() -> None:
+def test_lockstep_groups_wait_until_all_are_free() -> None:
     scheduler = three_groups(stages=2)
     scheduler.add(request("long", 140), 0.0)
     assert scheduler.schedule(0.0, free={1, 2}) is None
@@ -232,7 +232,7 @@ def test_a_crew_waits_until_all_of_its_groups_are_free() -> None:
     assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
 
 
-def test_the_shortest_promise_in_a_crew_holds_for_all_of_it() -> None:
+def test_shortest_tbt_target_bounds_all_lockstep_groups() -> None:
     scheduler = three_groups(rho_max=0.0, rho_min=0.0)
     scheduler.add(request("long", 180), 0.0)
     parts(scheduler, 0.0)
@@ -247,7 +247,7 @@ def test_the_shortest_promise_in_a_crew_holds_for_all_of_it() -> None:
         scheduler.complete(batch.id, [], 0.1 * at)
 
 
-def test_what_all_groups_hold_together_is_served_and_more_is_refused() -> None:
+def test_request_that_fits_all_groups_together_is_served_and_larger_is_refused() -> None:
     scheduler = three_groups()
     scheduler.add(request("most", 760, output=9), 0.0)
     with pytest.raises(RequestError, match="KV cache"):
@@ -263,7 +263,7 @@ def test_what_all_groups_hold_together_is_served_and_more_is_refused() -> None:
     assert scheduler.idle
 
 
-def test_limits() -> None:
+def test_shard_limits_are_whole_blocks_and_equal_shares() -> None:
     model = small_machine()
     config = SchedulerConfig(t_target_s=0.01, kv_parallel=2)
     derived = shard_tokens(config, model, BlockManager(100_000, 16))
@@ -277,14 +277,14 @@ def test_limits() -> None:
     assert limit_of(msgspec.structs.replace(whole, prompt_tokens=300), 64, 2, 16) == 160
 
 
-def test_a_pool_for_each_group() -> None:
+def test_each_group_needs_a_kv_pool() -> None:
     with pytest.raises(ConfigError, match="kv_parallel is 2 and there are 1"):
         make_scheduler(SchedulerConfig(kv_parallel=2), small_machine(), [BlockManager(64, 16)])
     assert isinstance(make_scheduler(SchedulerConfig(), small_machine(), [BlockManager(64, 16)]), Scheduler)
 
 
 @given(st.lists(st.sets(st.integers(0, 5), min_size=2), max_size=5))
-def test_crews_are_the_connected_groups(spread: list[set[int]]) -> None:
+def test_lockstep_groups_are_connected_components(spread: list[set[int]]) -> None:
     crews = connected(6, spread)
     assert sorted(group for crew in crews for group in crew) == list(range(6))
     assert all(any(holders <= set(crew) for crew in crews) for holders in spread)

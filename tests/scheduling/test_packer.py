@@ -1,4 +1,4 @@
-"""What goes into an iteration: the budget, the yields, the one long request, and who must go on regardless."""
+"""Contents of an iteration: the budget, yielded time, the one long request, and guaranteed progress."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def short(name: str, remaining: int, stalled: int = 0) -> PackCandidate:
 
 
 @given(CANDIDATES, st.integers(0, 200), st.booleans(), st.sampled_from([1, 8, 32]), st.sampled_from([64, 500, 8192]))
-def test_predicted_time_and_tokens_are_kept_or_it_is_one_progress_chunk(
+def test_batch_keeps_time_and_tokens_unless_it_is_one_progress_chunk(
     candidates: list[PackCandidate], decodes: int, shorts_wait: bool, min_chunk: int, max_tokens: int
 ) -> None:
     model = small_machine()
@@ -81,7 +81,7 @@ def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_t
 @pytest.mark.parametrize(
     ("slack", "tokens"), [(-3.0, 20), (0.0, 20), (0.28, 14), (0.6, 8), (50.0, 8)], ids=lambda value: str(value)
 )
-def test_the_yield_is_the_slack_between_its_bounds(slack: float, tokens: int) -> None:
+def test_yielded_share_is_the_slack_clamped_to_its_bounds(slack: float, tokens: int) -> None:
     assert pack(BatchLoad(), [long(slack)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
         ChunkQuota("long", tokens)
     ]
@@ -92,7 +92,7 @@ def test_a_late_long_request_yields_at_least_rho_min() -> None:
     assert pack(BatchLoad(), [long(-9.0)], True, rules, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 16)]
 
 
-def test_nobody_yields_to_nobody_nor_without_space_sharing() -> None:
+def test_long_request_yields_only_to_shorts_under_space_sharing() -> None:
     assert pack(BatchLoad(), [long(0.5)], False, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
     alone = replace(RULES, shares_space=False)
     assert pack(BatchLoad(), [long(0.5)], True, alone, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
@@ -109,14 +109,14 @@ def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None
     assert quotas == [ChunkQuota("long", 10), ChunkQuota("s", 5)]
 
 
-def test_where_decodes_exceed_the_budget_the_first_goes_on_every_few_iterations_by_the_least_chunk() -> None:
+def test_first_request_gets_min_chunk_every_few_iterations_if_decodes_exceed_the_budget() -> None:
     busy = BatchLoad(30, 30, 30_000)
     for stalled, expected in ((0, []), (7, []), (8, [ChunkQuota("a", 8)]), (20, [ChunkQuota("a", 8)])):
         waiting = [short("a", 100, stalled), short("b", 100, 99)]
         assert pack(busy, waiting, True, RULES, AdaptiveChunks(), MILLISECOND)[0] == expected
 
 
-def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
+def test_progress_chunk_is_bounded_by_remaining_tokens_and_token_limit() -> None:
     busy = BatchLoad(30, 30, 30_000)
     assert pack(busy, [short("a", 3, 8)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("a", 3)]
     tight = replace(RULES, max_tokens=32)
@@ -124,14 +124,14 @@ def test_a_progress_chunk_is_no_longer_than_what_remains_or_has_room() -> None:
 
 
 @pytest.mark.parametrize(("min_chunk", "tokens"), [(0, 1), (8, 8)])
-def test_where_no_chunk_ever_fits_the_budget_it_goes_on_all_the_same(min_chunk: int, tokens: int) -> None:
+def test_request_advances_even_if_no_chunk_fits_the_budget(min_chunk: int, tokens: int) -> None:
     """Paper mode has no least chunk, and would wait for ever."""
     slow = Linear(row_s=0.001, fixed_s=0.05)
     quotas, _ = pack(BatchLoad(), [short("a", 100)], True, replace(RULES, min_chunk=min_chunk), AdaptiveChunks(), slow)
     assert quotas == [ChunkQuota("a", tokens)]
 
 
-def test_a_request_without_kv_is_skipped_and_the_next_takes_its_privileges() -> None:
+def test_request_without_kv_is_skipped_and_the_next_counts_as_first() -> None:
     slow = Linear(row_s=0.001, fixed_s=0.05)
     asked: list[str] = []
 
@@ -181,7 +181,7 @@ def test_static_is_a_budget_of_tokens_decodes_included() -> None:
     assert pack(BatchLoad(512, 512, 512), waiting, True, RULES, static, MILLISECOND)[0] == []
 
 
-def test_the_printed_algorithm_2_charges_the_fixed_cost_twice_and_ours_does_not() -> None:
+def test_printed_algorithm_2_charges_the_fixed_cost_twice_and_default_mode_once() -> None:
     model = Linear(row_s=0.001, fixed_s=0.005)
     load = BatchLoad(5, 5, 0)  # 10 ms of the 20
     ask = PrefillDemand(0, 100, 100)
@@ -190,11 +190,11 @@ def test_the_printed_algorithm_2_charges_the_fixed_cost_twice_and_ours_does_not(
 
 
 @pytest.mark.parametrize("spec", ["adaptive", "whole", "static:7"])
-def test_chunkings_go_by_their_own_name(spec: str) -> None:
+def test_chunking_strategy_has_the_name_of_its_spec(spec: str) -> None:
     assert make_chunking(spec).name == spec
 
 
-def test_a_yielding_long_is_not_given_the_minimum_chunk_that_would_crowd_the_short_out() -> None:
+def test_yielding_long_request_gets_no_min_chunk_that_would_crowd_out_a_short() -> None:
     long = PackCandidate("long", 100_000, 50_000, True, 5.0)  # one token of it takes 10 ms
     short = PackCandidate("short", 0, 500, False, 30.0)
     quotas, load = pack(BatchLoad(), [long, short], True, RULES, make_chunking("adaptive"), STEEP)
@@ -202,7 +202,7 @@ def test_a_yielding_long_is_not_given_the_minimum_chunk_that_would_crowd_the_sho
     assert load_s(STEEP, load) <= RULES.t_target_s
 
 
-def test_time_that_nobody_can_use_goes_to_the_long_after_all() -> None:
+def test_unused_yielded_time_goes_back_to_the_long_request() -> None:
     long = PackCandidate("long", 100_000, 50_000, True, 5.0)
     short = PackCandidate("short", 0, 500, False, 30.0)
     quotas, _ = pack(

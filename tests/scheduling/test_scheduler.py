@@ -52,7 +52,7 @@ def test_microbatch_keeps_a_prompts_chunks_apart_and_stream_does_not() -> None:
     assert chunks(scheduler.schedule(0.0)) == [("a", 50, 50)]
 
 
-def test_paper_mode_goes_on_where_no_token_fits_its_target() -> None:
+def test_paper_mode_advances_even_if_no_token_fits_its_target() -> None:
     scheduler = make_scheduler(model=Linear(row_s=0.001, fixed_s=0.1), mode="paper")
     add_request(scheduler, "a", 3, 1)
     assert [chunks(step(scheduler)) for _ in range(2)] == [[("a", 0, 1)], [("a", 1, 1)]]
@@ -60,7 +60,7 @@ def test_paper_mode_goes_on_where_no_token_fits_its_target() -> None:
     assert scheduler.idle
 
 
-def test_one_clients_tight_promise_does_not_shut_out_new_prompts() -> None:
+def test_one_tight_tbt_target_does_not_stop_new_prompts() -> None:
     """A TBT promise below what one iteration costs leaves no time for chunks; new prompts go on all the same."""
     scheduler = make_scheduler(least_gain=0.0, progress_every=4)
     add_request(scheduler, "tight", 20, 500, slo=Slo(tbt_s=0.0005))
@@ -76,7 +76,7 @@ def test_one_clients_tight_promise_does_not_shut_out_new_prompts() -> None:
         assert iterations <= (64 // 8) * 5
 
 
-def test_the_tightest_promise_of_those_that_decode_bounds_the_iteration_and_is_forgotten_with_them() -> None:
+def test_tightest_tbt_target_bounds_the_iteration_while_its_request_decodes() -> None:
     scheduler = make_scheduler(least_gain=0.0)
     add_request(scheduler, "tight", 20, 10, slo=Slo(tbt_s=0.005))
     step(scheduler)
@@ -88,7 +88,7 @@ def test_the_tightest_promise_of_those_that_decode_bounds_the_iteration_and_is_f
     assert 0.015 < batch.predicted_s <= 0.02
 
 
-def test_kv_is_taken_from_the_youngest_and_its_work_is_done_again() -> None:
+def test_youngest_request_is_evicted_and_computed_again() -> None:
     scheduler = make_scheduler(pool=96)
     add_request(scheduler, "old", 47, 40)
     add_request(scheduler, "young", 40, 40)
@@ -103,7 +103,7 @@ def test_kv_is_taken_from_the_youngest_and_its_work_is_done_again() -> None:
     assert batches[-1].parts[0].decodes.members == ("old",)
 
 
-def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
+def test_decode_without_kv_waits_for_older_requests_and_can_be_aborted() -> None:
     """It keeps its KV and steps aside, since nobody younger has any to give; then the elder needs more and takes it."""
     scheduler = make_scheduler(pool=96)
     add_request(scheduler, "old", 40, 40)
@@ -119,7 +119,7 @@ def test_a_parked_request_waits_for_its_elders_and_can_be_aborted() -> None:
     assert scheduler.running == 1
 
 
-def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tables() -> None:
+def test_lost_returns_all_events_and_the_next_batch_starts_from_empty_tables() -> None:
     scheduler = make_scheduler()
     for name in ("a", "b", "c"):
         add_request(scheduler, name, 40)
@@ -138,7 +138,7 @@ def test_lost_tells_everything_at_once_and_the_next_batch_starts_from_empty_tabl
     assert [(op.verb, op.request) for op in batch.parts[0].kv_ops] == [("reserve", "a")]
 
 
-def test_lost_also_tells_of_preemptions_that_no_batch_came_back_to_tell() -> None:
+def test_lost_returns_preemptions_of_batches_that_never_completed() -> None:
     scheduler = make_scheduler(pool=96)
     add_request(scheduler, "old", 47, 40)
     add_request(scheduler, "young", 40, 40)
@@ -166,7 +166,7 @@ def test_a_long_request_leaves_headroom_for_shorts_unless_it_is_alone() -> None:
     assert [name for name, _, _ in chunks(step(other))] == ["s2"]
 
 
-def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
+def test_request_skipped_for_too_long_keeps_later_ones_out() -> None:
     scheduler = make_scheduler(pool=160, policy="fcfs", admission_age_s=5.0)
     add_request(scheduler, "holder", 90, 60)
     step(scheduler)
@@ -180,7 +180,7 @@ def test_a_request_that_was_skipped_for_long_lets_nobody_in_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("waited", "enter"), [(1.0, 12), (7.0, 5)])
-def test_shorts_pass_a_long_that_was_skipped_for_long_within_its_headroom(waited: float, enter: int) -> None:
+def test_shorts_enter_before_a_long_skipped_request_within_its_headroom(waited: float, enter: int) -> None:
     scheduler = make_scheduler(
         pool=1600, policy="fcfs", admission_age_s=5.0, kv_headroom=0.1, long_tokens=100, t_target_s=1.0
     )
@@ -221,7 +221,7 @@ def test_equally_urgent_long_requests_do_not_alternate() -> None:
 
 
 @pytest.mark.parametrize("repeats", [0, 2])
-def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
+def test_batch_refuses_more_repeats_than_allowed(repeats: int) -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 10)
     batch = scheduler.schedule(0.0)
@@ -230,7 +230,7 @@ def test_a_batch_that_may_run_once_runs_once(repeats: int) -> None:
         scheduler.complete(batch.id, [], 0.0, repeats=repeats)
 
 
-def test_check_notices_a_request_that_is_nowhere() -> None:
+def test_check_notices_a_request_in_no_set() -> None:
     scheduler = make_scheduler()
     add_request(scheduler, "a", 10)
     scheduler.policy.queue.remove(scheduler.state.sequences["a"])

@@ -22,7 +22,7 @@ def run(seed: int) -> World:
 
 
 @pytest.mark.parametrize("first", quick_first(range(0, 1000, 50), 4))
-def test_every_request_ends_and_every_token_is_computed_once_a_life(first: int) -> None:
+def test_every_request_ends_and_computes_each_token_once_per_admission(first: int) -> None:
     worlds = [run(seed) for seed in range(first, first + 50)]
     assert sum(len(world.finished) for world in worlds) > 200
     assert sum(world.preempted for world in worlds) > 0

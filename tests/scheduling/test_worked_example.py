@@ -42,13 +42,13 @@ def finish_times(policy: str, chunking: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("chunking", ["static:1", "adaptive"])
 @pytest.mark.parametrize("policy", FINISH)
-def test_finish_times_are_those_of_the_notes_within_two_quanta(policy: str, chunking: str) -> None:
+def test_finish_times_match_the_worked_example_within_two_quanta(policy: str, chunking: str) -> None:
     found = finish_times(policy, chunking)
     assert found == {name: pytest.approx(at, abs=2 * QUANTUM_S + 1e-6) for name, at in FINISH[policy].items()}
 
 
 @pytest.mark.parametrize("policy", ["edf", "lrs", "srpt"])
-def test_these_meet_every_deadline(policy: str) -> None:
+def test_policy_meets_every_deadline(policy: str) -> None:
     found = finish_times(policy, "static:1")
     assert max(found["S1"], found["S2"]) <= 6.0 + 1e-6
     assert found["L"] <= 16.0
