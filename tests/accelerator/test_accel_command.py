@@ -108,7 +108,7 @@ def test_a_hugging_face_config_quantised_kv_and_other_machines(tmp_path: Path) -
         (["capacity", "--ratio", "1"], "--ratio must be above 1"),
     ],
 )
-def test_bad_input_names_the_field(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_bad_input_names_the_field(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accel", *words]) == 2
     error = capsys.readouterr().err
     assert says in error

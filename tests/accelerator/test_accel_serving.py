@@ -33,7 +33,7 @@ MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") 
     st.sampled_from(("paper", "default")), st.sampled_from(("packing", "prefetch")), st.integers(0, 4000),
     st.integers(0, 60_000), st.integers(0, 128), st.integers(1, 4000),
 )  # fmt: skip
-def test_a_batch_takes_what_the_stage_takes(
+def test_batch_time_equals_the_stage_time(
     preset: str, mode: Mode, chunk: int, past: int, decodes: int, each: int
 ) -> None:
     if not chunk and not decodes:
@@ -49,7 +49,7 @@ def test_a_batch_takes_what_the_stage_takes(
 
 
 @pytest.mark.parametrize("preset", ["paper", "default"])
-def test_one_chunk_at_a_time_is_what_the_vector_says_and_terms_bound_the_whole(preset: str) -> None:
+def test_scalar_equals_vector_attention_and_separable_terms_bound_the_whole(preset: str) -> None:
     model = MODELS[preset, "prefetch"]
     for past in (0, 1, 777, 50_000):
         vector = model.chunk_s(past, 0, 3000)

@@ -21,7 +21,7 @@ scale = st.floats(0.5, 4.0)
 
 
 @given(st.tuples(scale, scale, scale, scale), st.integers(1, 3000), st.integers(1, 3000), st.integers(0, 100_000))
-def test_equals_the_model_that_learnt(scales: tuple[float, ...], rows: int, chunk: int, past: int) -> None:
+def test_baked_table_equals_the_corrected_model(scales: tuple[float, ...], rows: int, chunk: int, past: int) -> None:
     learnt = CorrectedLatency(TableLatency(MEASURED))
     learnt.scales[:] = scales
     learnt._k_fixed, learnt._k_rows, learnt._k_decode, learnt._k_chunk = scales

@@ -57,7 +57,7 @@ def mean_error(model: CorrectedLatency, scales: tuple[float, float, float]) -> f
 
 @pytest.mark.parametrize("scales", [(2.0, 2.0, 2.0), (0.6, 0.6, 0.6), (1.5, 3.0, 0.7), (0.8, 0.5, 2.5)])
 @pytest.mark.parametrize("seed", range(3))
-def test_200_noisy_observations_bring_it_within_5_percent_and_400_its_worst_case_within_6(
+def test_mean_error_is_below_5_percent_after_200_noisy_observations_and_worst_below_6_after_400(
     scales: Scales, seed: int
 ) -> None:
     model = CorrectedLatency(gpu_roofline())
@@ -97,7 +97,7 @@ def test_scales_stay_within_bounds_whatever_is_measured(factor: float) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_nonsense_measurements_are_ignored(seconds: float) -> None:
+def test_invalid_measurements_are_ignored(seconds: float) -> None:
     model = CorrectedLatency(gpu_roofline())
     model.observe(BatchLoad(64, 64, 10_000), seconds)
     assert model.scales.tolist() == [1.0, 1.0, 1.0, 1.0]
@@ -110,7 +110,7 @@ def test_a_machine_that_slows_down_is_noticed() -> None:
     assert mean_error(model, (1.8, 1.8, 1.8)) < 0.1
 
 
-def test_what_never_happens_is_not_unlearned() -> None:
+def test_scales_of_terms_that_are_not_observed_do_not_drift() -> None:
     """Hours of decodes only, at one size: the scale of chunks stays where it was, and nothing blows up."""
     model = CorrectedLatency(gpu_roofline())
     teach(model, (1.5, 1.5, 1.5), 200, seed=5)
@@ -128,7 +128,7 @@ def test_the_same_observations_give_the_same_scales_bit_for_bit() -> None:
     assert one.scales.tobytes() == two.scales.tobytes()
 
 
-def test_a_trusted_base_moves_less_at_first() -> None:
+def test_scales_change_more_slowly_at_first_with_higher_confidence() -> None:
     def moved(confidence: float) -> float:
         model = CorrectedLatency(gpu_roofline(), confidence)
         load = load_of(model, (0, 0, 512))

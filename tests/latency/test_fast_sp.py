@@ -92,7 +92,7 @@ def test_attention_heads_travel_from_a_few_thousand_tokens_on(name: str, tokens:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_where_the_printed_formulas_disagree(name: str) -> None:
+def test_printed_formulas_choose_differently(name: str) -> None:
     """As printed, Megatron's attention lacks G / T of its work, so it is chosen at every length; corrected, Ulysses
     wins for long prompts."""
     shape, g = model(name), group(name, 8, 1)

@@ -51,11 +51,13 @@ def check(model: LatencyModel, past: int, first: int, last: int) -> None:
 
 @pytest.mark.parametrize("wrap", MODELS)
 @given(tables(), st.sampled_from([0, 1, 650, 100_000]), st.integers(0, 900))
-def test_of_any_table(wrap: Callable[[LatencyModel], LatencyModel], table: TableLatency, past: int, first: int) -> None:
+def test_floors_bound_any_table(
+    wrap: Callable[[LatencyModel], LatencyModel], table: TableLatency, past: int, first: int
+) -> None:
     check(wrap(table), past, first, first + 40)
 
 
 @pytest.mark.parametrize("past", [0, 5_000, 1_000_000])
 @pytest.mark.parametrize("first", [0, 4_000, MAX_CHUNK - 100, MAX_CHUNK + 1, 2 * MAX_CHUNK - 20])
-def test_of_a_fitted_model_within_and_beyond_its_tables(past: int, first: int) -> None:
+def test_floors_bound_a_fitted_model_within_and_beyond_its_tables(past: int, first: int) -> None:
     check(fitted("h100", "llama-3-8b"), past, first, first + 100)

@@ -89,7 +89,7 @@ def test_none_fits_where_decodes_fill_the_budget() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -5])
-def test_no_room_means_no_tokens(limit: int) -> None:
+def test_limit_of_zero_or_less_gives_no_tokens(limit: int) -> None:
     assert solve_tokens(gpu_roofline(), BatchLoad(), 0, limit, 10.0) == (0, 0.0)
 
 

@@ -94,7 +94,7 @@ def test_a_scheduler_can_use_it(fit: DeviceFit) -> None:
     assert totals[0] == 0.0
 
 
-def test_whole_without_any_attention_or_network_is_derived(tmp_path: Path) -> None:
+def test_source_without_attention_or_network_profiles_is_derived(tmp_path: Path) -> None:
     only = device_fit.fit_device("a100", read_all([files.mlp_csv(tmp_path)]))
     latency = fitted("a100", "llama-3-8b", ParallelLayout(tp=2), fit=only)
     assert latency.source.status == "derived"

@@ -84,7 +84,7 @@ def test_missing_and_wrong_columns_are_named(tmp_path: Path) -> None:
         read(path)
 
 
-def test_unknown_device_asks_for_it(tmp_path: Path) -> None:
+def test_unknown_device_error_names_the_device_option(tmp_path: Path) -> None:
     path = files.mlp_csv(tmp_path, device="mystery")
     with pytest.raises(ConfigError, match="--device"):
         read(path)

@@ -31,14 +31,14 @@ def script(name: str, path: Path) -> ModuleType:
     return module
 
 
-def test_small_enough_to_ship() -> None:
+def test_shipped_fits_are_small_files() -> None:
     folder = ROOT / "src" / "headway" / "latency" / "data"
     assert shipped() == ["a100-80gb", "h100-80gb"]
     assert sum(p.stat().st_size for p in folder.glob("*.json")) < 400_000
 
 
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
-def test_every_device_answers(device: str) -> None:
+def test_every_device_has_a_latency_model(device: str) -> None:
     for name, tp in (("llama-3-8b", 1), ("llama-3-70b", 8), ("phi-2", 2), ("yi-34b", 4)):
         latency = fitted(device, name, ParallelLayout(tp=tp))
         seconds = latency.token_s(0, 16_384)
@@ -52,7 +52,7 @@ def test_every_device_answers(device: str) -> None:
             assert latency.source.status == "derived"
 
 
-def test_what_was_measured_says_so() -> None:
+def test_status_of_measured_sources_is_measured() -> None:
     source = fitted("a100", "llama-3-8b", ParallelLayout(tp=8, stages=2), stage=1).source
     assert source.fingerprint == "llama-3-8b|a100-80gb|tp8-pp2-kvp1|stage 1"
     assert source.details["families"]["linear"].startswith("measured")
@@ -106,7 +106,7 @@ def test_unknown_die_is_listed() -> None:
 
 
 @needs_profiles
-def test_shipped_is_what_the_script_makes() -> None:
+def test_shipped_fits_equal_the_output_of_the_script() -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")
     maker = script("fit_latency", ROOT / "scripts" / "fit_latency.py")
     profiles = read_all(maker.profile_files(PROFILES))

@@ -2,8 +2,8 @@
 
 Decode-only TBT of one request, and batches of a prefill that decodes may share, as served (`kvp_served`): the request
 is prefilled, groups join as its shards fill, then it decodes over all of them. Mnemosyne's Eq. 9 over the same fitted
-latencies stands beside it. Medha's App. B.2 says that degree 4 gives 40%; its Figs. 7 and 19 say degree 2, which is
-what follows from the papers' other numbers.
+latencies is given for comparison. Medha's App. B.2 states 40% for degree 4; its Figs. 7 and 19 show it for degree 2,
+which agrees with the papers' other numbers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ STAGES = {"llama-3-8b": 4, "llama-3-70b": 8}
 
 
 def tbt_s(name: str, context: int, groups: int, mode: Mode) -> float:
-    """One decode alone: TP8, the paper's stages for this model."""
+    """Return the TBT of one decode alone on TP8, with the paper's number of stages for this model."""
     return served_tbt_s(name, STAGES[name], context, groups, mode)
 
 
 def saved(name: str, context: int, groups: int, mode: Mode) -> float:
-    """Share of TBT that KV parallelism takes away."""
+    """Return the share of TBT that KV parallelism saves over one group."""
     return 1.0 - tbt_s(name, context, groups, mode) / tbt_s(name, context, 1, mode)
 
 
 def speedup(name: str, context: int, groups: int, mode: Mode) -> float:
-    """TBT without over TBT with."""
+    """Return the ratio of TBT on one group to TBT on `groups`."""
     return tbt_s(name, context, 1, mode) / tbt_s(name, context, groups, mode)
 
 
@@ -61,7 +61,7 @@ def _rate(groups: int) -> ClaimRow:
 
 
 def _equation() -> ClaimRow:
-    """What is served against Mnemosyne's Eq. 9."""
+    """Compare the simulated TBT with Mnemosyne's Eq. 9."""
 
     def furthest(mode: Mode) -> float:
         m = machine("h100", "llama-3-8b", 8, STAGES["llama-3-8b"], mode)
@@ -97,7 +97,7 @@ def _report(rows: list[ClaimRow], *more: PlotPanel) -> ExperimentReport:
 
 
 def fig7(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 7: a) decode alone, b) beside a chunk."""
+    """Reproduce Medha Fig. 7: a) decode alone, b) batched with a chunk."""
 
     context, chunk = (200_000 if options.quick else 4_000_000), 128
 
@@ -128,7 +128,7 @@ def fig7(options: RunOptions) -> ExperimentReport:
 
 
 def fig19(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 19 and App. B.2."""
+    """Reproduce Medha Fig. 19 and App. B.2."""
     rows = [
         _two_at_10m(),
         _rate(2),
@@ -145,7 +145,7 @@ def fig19(options: RunOptions) -> ExperimentReport:
 
 
 def fig17(options: RunOptions) -> ExperimentReport:
-    """Mnemosyne Fig. 17 and §6.3."""
+    """Reproduce Mnemosyne Fig. 17 and §6.3."""
     rows = [
         _two_at_10m(),
         judge(

@@ -1,9 +1,9 @@
-"""One request alone on KV groups, served: the live scheduler on the simulator's clock, group by group.
+"""Simulation of one request alone on KV groups, with the live scheduler on the simulator's clock.
 
 The request enters one group; whenever its shard there is full another group joins
-(`policy.iteration.grouped_scheduler`). Shards are
-equal: the request's tokens over the groups. Each point is a scenario file; the modes of latency differ as in
-`arithmetic`, which gives the same figures by Mnemosyne's Eqs. 9 and 10 and is compared with what is served here.
+(`policy.iteration.grouped_scheduler`). Shards are equal: the request's tokens over the groups. Each point is a scenario
+file; the modes differ in latencies as in `arithmetic`, which computes the same figures by Mnemosyne's Eqs. 9 and 10 for
+comparison.
 """
 
 from __future__ import annotations
@@ -25,28 +25,31 @@ from headway.sim.simulation import simulate
 
 PREFILL_CHUNK = 4096
 TOKENS = 17
-"""Output of a request whose decode is looked at: 16 gaps."""
+"""Output tokens of a request whose TBT is measured: 16 gaps."""
 
 
 @dataclass(frozen=True)
 class KvpServedResult:
-    """One request alone. tbt_s: median gap between its tokens (None: one token only). Of its prefill's batches, in
-    order: when each began, from its entering the first stage to its leaving the last, and the groups that took part."""
+    """Times of one request served alone; tuples are by batch of its prefill, in order."""
 
     ttft_s: float
     tbt_s: float | None
+    """Median gap between its tokens; None: one token only."""
     began_s: tuple[float, ...]
+    """Start of each prefill batch."""
     through_s: tuple[float, ...]
+    """Seconds of each prefill batch from entering the first stage to leaving the last."""
     groups: tuple[int, ...]
+    """Number of groups that took part in each prefill batch."""
     joins: tuple[GroupJoin, ...]
 
     def through_percentile_s(self, percent: float) -> float:
-        """What a decode beside the prefill waits for its token, percentile over batches."""
+        """Return the percentile over prefill batches of the time that a decode batched with one waits for its token."""
         return float(np.percentile(self.through_s, percent))
 
 
 def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, output: int = 1) -> dict[str, Any]:
-    """The set-up as a scenario's data, as `headway simulate` takes it (default mode's latencies)."""
+    """Return the set-up as scenario data for `headway simulate` (default mode's latencies)."""
     layout: dict[str, Any] = {"tp": tp, "stages": stages, "kvp": groups}
     if groups > 1:
         layout["shard_tokens"] = -(-prompt // groups)
@@ -72,7 +75,7 @@ def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: i
 def served(
     name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, mode: Mode, output: int = 1
 ) -> KvpServedResult:
-    """Simulate. Raises InfeasibleError where memory does not allow it."""
+    """Simulate the request. Raises InfeasibleError where its KV does not fit memory."""
     setting = parse_scenario(scenario(name, tp, stages, groups, prompt, chunk, output))
     work = requests_of(setting.workload, None, 0)
     spec = replace(instance_of(setting, work), latency=machine("h100", name, tp, stages, mode).latency)
@@ -94,7 +97,7 @@ def served(
 
 
 def served_tbt_s(name: str, stages: int, context: int, groups: int, mode: Mode) -> float:
-    """Time between tokens of one decode over `context` tokens, TP8, its prefill in chunks of 4096 before it."""
+    """Return the TBT in seconds of one decode over `context` tokens on TP8, after a prefill in chunks of 4096."""
     found = served(name, 8, stages, groups, context, PREFILL_CHUNK, mode, TOKENS).tbt_s
     assert found is not None
     return found

@@ -28,24 +28,24 @@ EQUATION = (
     "groups that are there, gives up to 15% less: a shard is full before the next one begins."
 )
 Point = tuple[float, float]
-"""(TTFT, P95 of what a decode beside the prefill waits for its token), seconds."""
+"""(TTFT, P95 of the time that a decode batched with the prefill waits for its token), seconds."""
 
 
 def by_equation(context: int, chunk: int, groups: int, mode: Mode) -> Point:
-    """One chunk size and number of KV groups, by arithmetic."""
+    """Return the point of one chunk size and number of KV groups by Mnemosyne's Eqs. 9 and 10."""
     m = machine("h100", "llama-3-8b", 4, 4, mode)
     found = static_prefill(m, context, chunk, groups)
     return found.ttft_s, m.through_s(found.percentile_s(95), chunk)
 
 
 def point(context: int, chunk: int, groups: int, mode: Mode) -> Point:
-    """The same, served."""
+    """Return the point of one chunk size and number of KV groups by simulation."""
     found = served("llama-3-8b", 4, 4, groups, context, chunk, mode)
     return found.ttft_s, found.through_percentile_s(95)
 
 
 def _trade_rows(million: int) -> list[ClaimRow]:
-    """`million`: tokens that stand for 1M (fewer in a smoke test)."""
+    """Judge the claims on the trade-off. million: tokens that stand for 1M (fewer in a smoke test)."""
 
     def by_chunk(which: int, mode: Mode) -> dict[str, float]:
         return {str(c): point(million, c, 1, mode)[which] for c in CHUNKS}
@@ -88,7 +88,7 @@ def _falls(values: list[float]) -> bool:
 
 
 def trade(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 20, Mnemosyne Fig. 18."""
+    """Reproduce Medha Fig. 20 and Mnemosyne Fig. 18."""
     panels = tuple(
         PlotPanel(
             title=f"{context // 1_000_000}M tokens, default mode, arithmetic",
@@ -107,7 +107,7 @@ def trade(options: RunOptions) -> ExperimentReport:
 
 
 class JoinTimeline:
-    """Prefills of one prompt length, served, by model, mode and number of KV groups."""
+    """Simulated prefills of one prompt length, by model, mode and number of KV groups."""
 
     chunk = 256
     names = ("llama-3-8b", "llama-3-70b")
@@ -119,22 +119,22 @@ class JoinTimeline:
         return served(name, 8, 4, groups, self.prompt, self.chunk, mode)
 
     def join_shares(self, name: str, mode: Mode) -> dict[str, float]:
-        """When the second, third and fourth group joins, as shares of the TTFT."""
+        """Return the times at which the second, third and fourth group join, as shares of the TTFT."""
         found = self.served(name, mode)
         return {f"{GPUS * join.groups} GPUs": join.at_s / found.ttft_s for join in found.joins}
 
     def join_tokens(self, mode: Mode) -> dict[str, list[int]]:
-        """Tokens that are cached when groups join, by model."""
+        """Return the tokens that are cached when groups join, by model."""
         return {name: [join.start for join in self.served(name, mode).joins] for name in self.names}
 
     def growth(self, name: str, groups: int, mode: Mode) -> float:
-        """The slowest batch of the last quarter over that of the first."""
+        """Return the ratio of the last quarter's slowest batch to the first quarter's."""
         seconds = self.served(name, mode, groups).through_s
         quarter = len(seconds) // 4
         return max(seconds[-quarter:]) / max(seconds[:quarter])
 
     def equal_shards(self, found: dict[str, list[int]]) -> bool:
-        """Whether groups join at quarters of the prompt, within a block of 64 tokens a shard."""
+        """Return whether groups join at quarters of the prompt, within a block of 64 tokens a shard."""
         return all(
             abs(at - quarter * self.prompt // 4) <= 64 * quarter
             for starts in found.values()
@@ -193,7 +193,7 @@ def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
 
 
 def _gpus_panel(name: str, found: KvpServedResult) -> PlotPanel:
-    """Accelerators over time: a step at every join."""
+    """Plot the accelerators in use over time: a step at every join."""
     points = [(0.0, float(GPUS))]
     for join in found.joins:
         points += [(join.at_s, points[-1][1]), (join.at_s, float(GPUS * join.groups))]
@@ -203,7 +203,7 @@ def _gpus_panel(name: str, found: KvpServedResult) -> PlotPanel:
 
 
 def _batches_panel(name: str, grown: KvpServedResult, alone: KvpServedResult) -> PlotPanel:
-    """How long batches are over the prompt, with groups that join and without."""
+    """Plot batch times over the prompt, with groups that join and without."""
     lines = {}
     for label, one in (("4 KV groups", grown), ("1", alone)):
         step = max(1, len(one.through_s) // 100)

@@ -29,17 +29,17 @@ PREFILLS, CONTEXTS, BUFFERS_MIB = (512, 1024, 2048), (4, 8, 16, 32, 64, 128), (0
 
 @cache
 def setting(mode: Mode, name: str = "llama-3.1-8b") -> OperatorSetting:
-    """A model on its machine, in a mode."""
+    """Return a model on its machine, with a mode's assumptions."""
     return OperatorSetting(model(name), machine(MACHINE_OF[name]), assumed=assumptions(mode))
 
 
 def slo_s(mode: Mode, name: str) -> float:
-    """The paper's P99 TBT limit: an iteration of 32 decodes with 4K tokens of KV each, alone."""
+    """Return the paper's P99 TBT limit in seconds: an iteration of 32 decodes with 4K tokens of KV each, alone."""
     return simulate_stage(setting(mode, name), IterationWork(decodes=SLO_DECODES, kv_tokens=SLO_KV)).decode_s
 
 
 def stage(mode: Mode, prefill: int, kv_ki: int, buffer_mib: int | None = None) -> StageReport:
-    """A stage of Llama-3.1-8B: 32 decodes over so many Ki tokens of KV."""
+    """Simulate a stage of Llama-3.1-8B: a chunk, and 32 decodes over `kv_ki` Ki tokens of KV together."""
     at = setting(mode)
     if buffer_mib is not None:
         at = at._replace(machine=at.machine.with_(prefetch_bytes=buffer_mib * MIB))
@@ -47,20 +47,26 @@ def stage(mode: Mode, prefill: int, kv_ki: int, buffer_mib: int | None = None) -
 
 
 class PrintedFigure(NamedTuple):
-    """A number that the paper prints. part: decode, overall or slo. buffer_mib None: the machine's."""
+    """A number that the paper prints, and the stage that it belongs to."""
 
     case: str
+    """Experiment: slo, case1 or case2."""
     claim: str
     paper: float
+    """The printed number: milliseconds for slo, else a ratio."""
     part: str
+    """Quantity: decode or overall speed-up, or slo (a TBT limit)."""
     prefill: int = 0
+    """Tokens of the chunk."""
     kv_ki: int = 0
+    """KV tokens of the decodes, Ki."""
     schedule: Schedule = "prefetch"
     buffer_mib: int | None = None
+    """Prefetch buffer in MiB; None: the machine's."""
     model: str = "llama-3.1-8b"
 
     def ours(self, mode: Mode) -> float:
-        """The same number here."""
+        """Return the simulated number in the same unit."""
         if self.part == "slo":
             return slo_s(mode, self.model) * 1e3
         found = stage(mode, self.prefill, self.kv_ki, self.buffer_mib)
@@ -94,11 +100,11 @@ FIGURES: tuple[PrintedFigure, ...] = (
         "case2", "Overall speed-up, 64K, 1024 prefill tokens, 512 MB", 1.68, "overall", 1024, 64, buffer_mib=512
     ),
 )
-"""Two limits and eleven stage figures. (The paper prints nine of them; 1.73 and 6.49 are said of both prefills.)"""
+"""Two limits and eleven stage figures. (The paper prints nine of the latter; 1.73 and 6.49 hold for both prefills.)"""
 
 
 def within(paper: float) -> VerdictRule:
-    """The rule for every stage figure: 1% to either side."""
+    """Return the rule for every stage figure: 1% to either side."""
     return band(0.99 * paper, 1.01 * paper)
 
 
@@ -118,12 +124,12 @@ def _report(rows: list[ClaimRow], panels: list[PlotPanel], scenario: str) -> Exp
 
 
 def slo(options: RunOptions) -> ExperimentReport:
-    """§V, case study 3: 32 decodes with 4K tokens each."""
+    """Reproduce the TBT limits of §V, case study 3: 32 decodes with 4K tokens each."""
     return _report(_rows("slo"), [], "an iteration of 32 decodes over 4K tokens of KV each, without prefill")
 
 
 def case1(options: RunOptions) -> ExperimentReport:
-    """Fig. 5."""
+    """Reproduce Fig. 5: speed-ups by chunk and KV tokens."""
     rows = _rows("case1")
     rows.append(
         judge(
@@ -166,7 +172,7 @@ def _best_decode(mode: Mode) -> str:
 
 
 def case2(options: RunOptions) -> ExperimentReport:
-    """Fig. 6."""
+    """Reproduce Fig. 6: speed-ups by prefetch buffer."""
     rows = _rows("case2")
     rows.append(
         judge(
@@ -218,7 +224,7 @@ def _decode(mode: Mode, prefill: int, buffer_mib: int) -> float:
 
 
 def fig1(options: RunOptions) -> ExperimentReport:
-    """Fig. 1, which the text does not put in numbers: illustrated."""
+    """Illustrate Fig. 1, for which the paper states no numbers."""
     pairs = (("a100-like", "h100-like"), ("tpuv6e-like", "tpuv7-like"))
     names = [name for pair in pairs for name in pair]
     balance = {name: machine(name).flops / machine(name).bandwidth for name in names}
@@ -247,6 +253,7 @@ def _bound_shares(mode: Mode) -> dict[str, float]:
     _, prefill, decode = stage(mode, 2048, 64).layers
     bandwidth = at.machine.bandwidth
 
+    # Share of a layer's time in operators bound by `wanted`.
     def share(layer: LayerOperators, wanted: str) -> float:
         ops = [op for op in (*layer.others, layer.decode) if op.seconds(bandwidth) > 0]
         whole = sum(op.seconds(bandwidth) for op in ops)

@@ -1,4 +1,4 @@
-"""How many requests a second an accelerator serves within limits: the real scheduler, in virtual time.
+"""Capacity of an accelerator: the most requests a second within latency limits, by the live scheduler in virtual time.
 
 The limits are the paper's (§V, case study 3): the 99th percentile of all gaps between tokens, and of the delay from
 arrival to being scheduled first. A rate is judged by one simulation of the same requests, their arrivals stretched; the
@@ -83,7 +83,7 @@ def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
 
 
 def kv_capacity(setting: OperatorSetting) -> int:
-    """Tokens of KV that HBM holds beside the weights. ConfigError where they do not fit."""
+    """Return the KV tokens that fit HBM besides the weights. Raises ConfigError where the weights do not fit."""
     report = simulate_stage(setting, IterationWork(prefill_tokens=1))
     per_token = setting.shape.layers * kv_bytes(setting.shape, setting.precision)
     left = setting.machine.capacity - (report.memory_bytes - per_token)
@@ -107,7 +107,7 @@ def instance(setting: OperatorSetting, mode: Mode, config: SchedulerConfig, kv_t
 
 
 def gaps_s(records: Sequence[RequestRecord]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """All gaps between consecutive tokens of all requests."""
+    """Return all gaps between consecutive tokens of all requests, in seconds."""
     parts = [np.diff(np.asarray(record.token_s)) for record in records if len(record.token_s) > 1]
     return np.concatenate(parts) if parts else np.zeros(0)
 
@@ -131,7 +131,7 @@ def judged(result: SimResult, qps: float, limits: ServiceLimits) -> RateResult:
 
 
 def rate_of(spec: InstanceSpec, draw: Draw, limits: ServiceLimits, qps: float) -> RateResult:
-    """One rate, simulated and judged."""
+    """Simulate one rate and compare it with the limits."""
     return judged(simulate(spec, draw(qps), RunSpec(slo_told=False)), qps, limits)
 
 
@@ -200,7 +200,8 @@ def capacity(
 
 
 def _share(low: RateResult, high: RateResult, limits: ServiceLimits) -> float:
-    """Where between two rates (on a logarithmic scale) the first limit is met, on a straight line in logarithms."""
+    """Return the position (0 to 0.9) between two rates on a log scale at which the first limit is met."""
+    # Log time is interpolated linearly over log rate; 0.9 keeps a probe below the rate that failed.
     shares = [0.9]
     for before, after, limit in ((low.tbt_s, high.tbt_s, limits.tbt_s), (low.delay_s, high.delay_s, limits.delay_s)):
         if limit is not None and 0 < before <= limit < after:
@@ -219,8 +220,9 @@ def bandwidth_to_match(
     ratio: float = 1.02,
     most: float = 16.0,
 ) -> float | None:
-    """So many times the machine's HBM bandwidth packing alone needs to serve `qps` within the limits; None beyond
-    `most`."""
+    """Return the multiple of the machine's HBM bandwidth at which packing alone serves `qps` within the limits.
+
+    None above `most`."""
 
     def ok(times: float) -> bool:
         machine = setting.machine.with_(bandwidth=setting.machine.bandwidth * times)
@@ -234,6 +236,7 @@ def bandwidth_to_match(
         low, high = high, high * 2.0
         if high > most:
             return None
+    # Geometric bisection; `high` suffices, `low` does not.
     while high / low > ratio:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if ok(middle) else (middle, high)
@@ -241,7 +244,7 @@ def bandwidth_to_match(
 
 
 def at_rate(requests: Sequence[TraceRequest], qps: float) -> list[TraceRequest]:
-    """Requests that were drawn at one a second, at `qps`."""
+    """Return requests drawn at one a second with their arrivals rescaled to `qps`."""
     return [replace(request, arrival_s=request.arrival_s / qps) for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""What must not move: the stage figures against the paper, and our own microseconds against themselves.
+"""Regression pins: stage figures against the paper, and the model's own microseconds against recorded ones.
 
 `headway accel validate` prints these rows and fails when one leaves its tolerance.
 """
@@ -57,7 +57,7 @@ class PinnedFigure(NamedTuple):
 
 
 def pins() -> list[PinnedFigure]:
-    """All of them, computed."""
+    """Compute all pins."""
     rows = [
         PinnedFigure("paper", f.claim, f.paper, f.ours("paper"), FIGURE_TOLERANCE, f.ours("default")) for f in FIGURES
     ]
@@ -77,7 +77,7 @@ def pins() -> list[PinnedFigure]:
 
 
 def layer_us(mode: Mode, prefill: int, kv_ki: int) -> tuple[float, float, float, float]:
-    """Microseconds of the whole iteration over its layers (the default preset's LM head is shared among them)."""
+    """Return the microseconds of the whole iteration divided by its layers (the LM head included)."""
     found, layers = stage(mode, prefill, kv_ki), setting(mode).shape.layers
     seconds = (found.prefill_s, found.decode_s, found.total_s("packing"), found.total_s("prefetch"))
     a, b, c, d = (s * 1e6 / layers for s in seconds)

@@ -49,7 +49,7 @@ TIGHT_S = 0.031
 
 @cache
 def requests(name: str, count: int, seed: int) -> tuple[TraceRequest, ...]:
-    """A data set's requests, Poisson at one a second."""
+    """Draw a data set's requests with Poisson arrivals at one a second."""
     arxiv = simple(LogNormalLengths.of(7059, 12985, 1, MOST_TOKENS), LogNormalLengths.of(208, 371, 1, 1024))
     mix = arxiv if name == "arxiv" else preset("sharegpt-like")
     drawn = mix.draw(np.random.default_rng([seed, 1]), arrivals("poisson", 1.0), count)
@@ -60,25 +60,27 @@ def requests(name: str, count: int, seed: int) -> tuple[TraceRequest, ...]:
 
 @dataclass(frozen=True)
 class CapacityTask:
-    """One capacity search. limit: slo (the rule), tight (31 ms), none. match: instead, the bandwidth that packing
-    alone needs for this rate."""
+    """One capacity search, or one search of the bandwidth that matches a rate."""
 
     mode: Mode
     model: str
     data: str
+    """Data set."""
     schedule: Schedule
     chunk: int = 512
     limit: str = "slo"
+    """TBT limit: slo (the paper's rule), tight (31 ms) or none."""
     match: float | None = None
+    """Rate for which to search the bandwidth that packing alone needs, in place of a capacity; None: capacity."""
 
 
 Capacity = CapacityResult | float | None
 RESULTS: SimulationCache[tuple[CapacityTask, int, int], Capacity] = SimulationCache()
-"""Answers by (task, number of requests, seed)."""
+"""Results by (task, number of requests, seed)."""
 
 
 def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
-    """Search the capacity that a task asks for, with so many requests drawn from a seed."""
+    """Run the search of a (task, number of requests, seed)."""
     task, count, seed = point
     at = setting(task.mode, task.model)
     limit_s = {"slo": slo_s(task.mode, task.model), "tight": TIGHT_S, "none": None}[task.limit]
@@ -96,7 +98,7 @@ def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
 
 
 class CapacityStudy:
-    """Answers, each computed once, over processes and seeds."""
+    """Cache of capacity searches, computed in parallel over tasks and seeds."""
 
     def __init__(self, options: RunOptions) -> None:
         self.count = QUICK_REQUESTS if options.quick else REQUESTS
@@ -104,7 +106,7 @@ class CapacityStudy:
         self.jobs = options.jobs
 
     def ensure(self, tasks: Sequence[CapacityTask]) -> None:
-        """Compute what is not known yet."""
+        """Compute the tasks that are not cached yet."""
         RESULTS.ensure(((task, self.count, seed) for task in tasks for seed in self.seeds), solve, self.jobs)
 
     def answers(self, task: CapacityTask) -> list[Any]:
@@ -112,11 +114,11 @@ class CapacityStudy:
         return [RESULTS[task, self.count, seed] for seed in self.seeds]
 
     def qps(self, task: CapacityTask) -> float:
-        """The mean over seeds."""
+        """Return the capacity in requests a second, averaged over seeds."""
         return float(np.mean([answer.qps for answer in self.answers(task)]))
 
     def gain(self, mode: Mode, model: str, data: str, chunk: int = 512, limit: str = "slo") -> float | None:
-        """Prefetch over packing alone; None where packing serves nobody within the limits."""
+        """Return the ratio of prefetch's capacity to packing's; None where packing serves no request within limits."""
         packing, prefetch = (
             self.qps(CapacityTask(mode, model, data, schedule, chunk, limit)) for schedule in ("packing", "prefetch")
         )
@@ -135,20 +137,20 @@ class CapacitySearch:
         self.study.ensure(list(self._match.values()))
 
     def table(self, mode: Mode) -> dict[str, float]:
-        """QPS with prefetch, by model and data set."""
+        """Return the QPS with prefetch, by model and data set."""
         tasks = {f"{n[10:]} {d}": CapacityTask(mode, n, d, "prefetch") for n in MODELS for d in SETS}
         return {name: self.study.qps(task) for name, task in tasks.items()}
 
     def bandwidth(self, mode: Mode) -> float | None:
-        """So many times the HBM bandwidth packing alone needs to serve what prefetch does (8B, arXiv)."""
+        """Return the multiple of HBM bandwidth at which packing alone serves prefetch's QPS (8B, arXiv)."""
         return self.study.answers(self._match[mode])[0] if mode in self._match else None
 
     def gain(self, model: str, data: str, mode: Mode) -> float | None:
-        """Prefetch over packing alone."""
+        """Return the ratio of prefetch's capacity to packing's; None where packing's is 0."""
         return self.study.gain(mode, model, data)
 
     def gains(self, model: str, mode: Mode) -> dict[str, float]:
-        """The same by data set; infinite where packing serves no request within the limits."""
+        """Return `gain` by data set; infinite where packing serves no request within the limits."""
         return {data: self.gain(model, data, mode) or float("inf") for data in SETS}
 
     def least_gain(self, mode: Mode) -> float:
@@ -156,7 +158,7 @@ class CapacitySearch:
 
 
 def case3(options: RunOptions) -> ExperimentReport:
-    """Fig. 7."""
+    """Reproduce case study 3 (Fig. 7)."""
     runs = CapacitySearch(options)
     panels = [
         PlotPanel(
@@ -226,7 +228,7 @@ def _gain_rows(runs: CapacitySearch) -> list[ClaimRow]:
 
 
 def case4(options: RunOptions) -> ExperimentReport:
-    """Fig. 8."""
+    """Reproduce case study 4 (Fig. 8)."""
     runs = CapacityStudy(options)
     runs.ensure([
         CapacityTask(m, MODELS[0], "arxiv", s, chunk, limit)

@@ -19,12 +19,12 @@ NODES = (1, 2, 4, 8, 16)
 
 
 def spp_s(nodes: int, mode: Mode) -> float:
-    """Time to the first token."""
+    """Return the TTFT in seconds of the stream pipeline."""
     return static_prefill(machine("h100", "llama-3-8b", 8, nodes, mode), PROMPT, CHUNK).ttft_s
 
 
 def striped_s(nodes: int, mode: Mode) -> float:
-    """Striped attention's time to the first token, all stages of arithmetic as the module says."""
+    """Return the TTFT in seconds of striped attention, with arithmetic as in the module's docstring."""
     m = machine("h100", "llama-3-8b", 8, 1, mode)
     mine = PROMPT // nodes
     rows = m.latency.rows_s(MAX_CHUNK) * mine / MAX_CHUNK
@@ -84,12 +84,12 @@ def _report(rows: list[ClaimRow]) -> ExperimentReport:
 
 
 def medha(options: RunOptions) -> ExperimentReport:
-    """Fig. 5b."""
+    """Reproduce Medha Fig. 5b."""
     return _report(_rows(False))
 
 
 def mnemosyne(options: RunOptions) -> ExperimentReport:
-    """Fig. 14: latency, and how long others wait."""
+    """Reproduce Mnemosyne Fig. 14: latency, and the waiting time of other requests."""
     rows = _rows(True)
 
     def granularity(nodes: int, mode: Mode) -> float:

@@ -24,7 +24,7 @@ UTILISATION = 0.9
 
 
 def fits(name: str, stages: int, context: int) -> bool:
-    """Whether weights, activations and this context's KV fit into TP8 × stages."""
+    """Return whether weights, activations and this context's KV fit TP8 × stages."""
     m = machine("h100", name, 8, stages, "default")
     config = SchedulerConfig(chunking=f"static:{CHUNK}", stages=stages, max_num_seqs=8)
     try:
@@ -35,14 +35,14 @@ def fits(name: str, stages: int, context: int) -> bool:
 
 
 def ttft_s(name: str, stages: int, context: int, mode: Mode) -> float | None:
-    """None: it does not fit."""
+    """Return the TTFT in seconds; None where the model or its KV does not fit."""
     if not fits(name, stages, context):
         return None
     return static_prefill(machine("h100", name, 8, stages, mode), context, CHUNK).ttft_s
 
 
 def efficiency(name: str, context: int, stages: int, mode: Mode) -> float | None:
-    """Speed-up over the fewest stages that fit, over the ratio of stages."""
+    """Return the scaling efficiency: speed-up over the fewest stages that fit, divided by the ratio of stages."""
     base = next((n for n in NODES if fits(name, n, context)), None)
     whole = ttft_s(name, stages, context, mode)
     if base is None or whole is None:
@@ -51,7 +51,7 @@ def efficiency(name: str, context: int, stages: int, mode: Mode) -> float | None
 
 
 def decode_growth(name: str, stages: int, mode: Mode) -> float:
-    """TBT over 2M tokens with so many stages over that with one, less one. The one is taken whether or not it fits."""
+    """Return the relative increase of TBT over 2M tokens from one stage (whether or not it fits) to `stages`."""
 
     def tbt(n: int) -> float:
         return machine("h100", name, 8, n, mode).tbt_s(2_000_000)
@@ -137,7 +137,7 @@ def _report(rows: list[ClaimRow]) -> ExperimentReport:
 
 
 def prefill(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 17, Mnemosyne Fig. 15."""
+    """Reproduce Medha Fig. 17 and Mnemosyne Fig. 15."""
     rows = _scaling_rows()
     rows.append(
         judge(
@@ -151,12 +151,12 @@ def prefill(options: RunOptions) -> ExperimentReport:
 
 
 def decode(options: RunOptions) -> ExperimentReport:
-    """Medha Fig. 18, Mnemosyne Fig. 16."""
+    """Reproduce Medha Fig. 18 and Mnemosyne Fig. 16."""
     return _report(_decode_rows())
 
 
 def overview(options: RunOptions) -> ExperimentReport:
-    """Mnemosyne Fig. 1: up to 10M tokens on 128 H100s."""
+    """Reproduce Mnemosyne Fig. 1: up to 10M tokens on 128 H100s."""
 
     def times(mode: Mode) -> dict[str, float | None]:
         return {f"{c // 1_000_000}M": ttft_s("llama-3-8b", 16, c, mode) for c in CONTEXTS}
