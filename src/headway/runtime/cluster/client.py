@@ -1,7 +1,7 @@
-"""A cluster as one engine: the server's `EngineClient`, with a router behind it.
+"""A cluster as one engine: the server's `EngineClient`, with a `LiveController` behind it.
 
-The policy is one of `placement/`, the very objects that the simulator drives, through the very machine
-(`headway.control`). Requests are accepted here, within a bound, and answered here; what becomes of them is `live`.
+The policies (`headway.policy.placement`) and the controller (`headway.control`) are the same objects that the simulator
+drives. Requests are accepted here, up to a bound, and answered here; `LiveController` does what is in between.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ log = logging.getLogger("headway.cluster")
 
 
 class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
-    """What depends on the instances' own reports, made once they are ready.
-
-    policy: makes a new one; latency: what spans and prompts are predicted by, latency_of: on an instance, where that is
-    not the same; rows: most of a span that an instance computes at once (`Run.rows`); log: of all decisions.
-    """
+    """Settings that depend on the instances' own reports, made once they are ready."""
 
     policy: Callable[[], PlacementPolicy]
+    """Returns a new policy."""
     latency: GroupLatency
+    """Predictor of spans and prompts."""
     shape: ModelShape
     latency_of: LatencyOf | None = None
+    """Predictor of one instance; None: `latency` for all."""
     rows: int = 0
+    """Most rows of a span that an instance computes at once (`SpanTask.rows`); 0: all."""
     log: DecisionLog | None = None
+    """Log of all decisions."""
 
 
 class ClusterClient:
@@ -63,9 +64,10 @@ class ClusterClient:
         backends: int = 16,
         in_place: bool = False,
     ) -> None:
-        """`make` is called once all of them are ready, with what they say of themselves. placement: the policy's name.
-        another: starts one more; None: none can join.
-        in_place: groups decode where their KV lies, and do not gather it on one of them."""
+        """make: called with the instances' reports once all are ready. placement: the policy's name. another: starts
+        one more instance; None: none can join. backends: KV slices that an instance receives at a time. in_place: groups
+        decode where their KV lies, instead of gathering it on one instance.
+        """
         self.fleet = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place = backends, in_place
@@ -92,13 +94,15 @@ class ClusterClient:
 
     @property
     def _hopes(self) -> bool:
-        """Whether instances may come that are not there."""
+        """Whether instances that are not there may come."""
         return any(each.state in ("starting", "lost") for each in self.fleet)
 
     @property
     def _most_waiting(self) -> int:
-        """Requests that may wait for a first token: as many as all that are in the cluster may have, those that start
-        again included; before anybody is there again, as many as at the start."""
+        """Number of requests that may wait for a first token.
+
+        The sum over all instances of the cluster, restarting ones included; without any, as many as at the start.
+        """
         live = self._live
         assert live is not None
         stays = ("starting", "ready", "lost")
@@ -115,7 +119,7 @@ class ClusterClient:
 
     @property
     def stats(self) -> EngineStats:
-        """All instances' together; requests that wait at the router are waiting."""
+        """Sums over all instances; requests that are not placed yet count as waiting."""
         live = self._live
         stats = merged_stats([each.stats for each in self.fleet], 0)
         if live is not None:
@@ -131,7 +135,7 @@ class ClusterClient:
         return accumulate_counters(self._roster.gone, stats)
 
     async def start(self) -> EngineInfo:
-        """May be awaited by several; all get the same answer."""
+        """Start the cluster and return its merged report. May be awaited by several callers."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._starting)
@@ -191,7 +195,7 @@ class ClusterClient:
             self._roster.look(live)
 
     def _accepts(self, submit: SubmitRequest) -> LiveController:
-        """Raises where a request cannot be accepted."""
+        """Return the controller, or raise the error of a request that cannot be accepted."""
         live, state = self._live, self.state
         if live is None or state in ("starting", "draining"):
             raise UnavailableError(f"the cluster is {state}", 5.0)
@@ -208,7 +212,7 @@ class ClusterClient:
         return live
 
     def _check_size(self, submit: SubmitRequest) -> None:
-        """One instance has to hold all of a request's KV when it decodes."""
+        """Raise RequestError for a request whose KV no single instance can hold, which a decode may need."""
         holds = max((each.info.kv_tokens_total for each in self.fleet if each.info is not None), default=0)
         needed = submit.prompt_tokens + submit.params.max_tokens
         if needed > holds:
@@ -235,7 +239,8 @@ class ClusterClient:
         for future in self._ready.values():
             if not future.done():
                 future.set_exception(UnavailableError("the server is closing"))
-                future.exception()  # seen, should nobody wait for it
+                # Retrieved, or asyncio would log it if no caller awaits the start.
+                future.exception()
         self._roster.stop()
         self.end()
 
@@ -244,10 +249,10 @@ class ClusterClient:
         for each in self.fleet:
             each.end()
 
-    # -- what instances tell ------------------------------------------------------------------------------------------
+    # -- messages of instances ----------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         ready = self._ready.get(number)
         if ready is not None and not ready.done():
             ready.set_result(None)
@@ -260,34 +265,36 @@ class ClusterClient:
         self._roster.look(self._live)
 
     def said(self, number: int, message: FromInstance) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         if self._live is not None:
             self._live.said(number, message)
             self._roster.look(self._live)
 
     def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         if self._live is not None:
             self._live.heard(number, delta)
             if self._live.leaving:
                 self._roster.look(self._live)
 
     def measured(self, number: int) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         if self._live is not None:
             self._live.measured(number)
 
     def lost(self, number: int, why: str) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         if self._live is not None:
+            # Read before `lost`, which takes the number out of `leaving`.
             leaves = number in self._live.leaving
             self._live.lost(number, why)
-            if leaves:  # nothing is left there: it ends, as it was to
+            # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
+            if leaves:
                 self.fleet[number].drain()
             self._roster.look(self._live)
 
     def ended(self, number: int) -> None:
-        """See `instance.Listener`."""
+        """See `InstanceListener`."""
         instance = self.fleet[number]
         ready = self._ready.get(number)
         if ready is not None and not ready.done():
@@ -300,7 +307,7 @@ class ClusterClient:
             )
 
     def _differs(self, number: int) -> str | None:
-        """Why an instance that has joined cannot be one of this cluster."""
+        """Return why an instance that has joined cannot be part of this cluster; None: it can."""
         info = self.fleet[number].info
         assert info is not None
         try:
@@ -308,14 +315,15 @@ class ClusterClient:
         except ConfigError as error:
             return str(error)
         longest = self.info.max_model_len
-        if info.max_model_len < longest:  # requests of up to that length have been accepted
+        # Requests of up to that length have been accepted.
+        if info.max_model_len < longest:
             return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
         return None
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
     def report(self) -> ClusterReport:
-        """See `listing.Instances`."""
+        """See `InstanceAdmin.report`."""
         live = self._live
         return ClusterReport(
             placement=self._placement,
@@ -330,13 +338,13 @@ class ClusterClient:
         )
 
     def join(self, pool: int) -> InstanceReport:
-        """See `listing.Instances`."""
+        """See `InstanceAdmin.join`."""
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
         return self._roster.join(pool, self._live)
 
     def leave(self, number: int) -> InstanceReport:
-        """See `listing.Instances`."""
+        """See `InstanceAdmin.leave`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
         return self._roster.leave(number, self._live)

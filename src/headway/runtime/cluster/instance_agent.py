@@ -1,10 +1,10 @@
-"""The part of an engine that makes it an instance of a cluster: spans computed with other instances, beside its
-scheduler.
+"""The part of an engine that makes it an instance of a cluster: span tasks computed with other instances, concurrently
+with its scheduler.
 
-The companion of `EngineCore`, driven by the same loop. A run is computed in `work`, in the loop's own thread; from
-inside it the loop is called back: between layers and, every so often, within them and while others are waited for. So
-messages are heard (KV that is asked for goes), and between layers the scheduler's iterations go on where the run allows
-that. No torch here: `SpanExecution` does the computing.
+Driven by the same loop as `EngineCore`. A task is computed in `work`, in the loop's own thread, and calls the loop back
+between layers and, every few ms, within them and during waits for peers. So messages are handled meanwhile (requested
+KV is sent), and between layers the scheduler's iterations continue where the task allows that. No torch here:
+`SpanExecution` does the computing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ from headway.runtime.kv_transfer.peer import PeerLostError
 log = logging.getLogger("headway.engine")
 
 _NAP_S = 0.005
+"""Seconds of one wait for messages while a task waits for blocks."""
 _LOOK_S = 0.002
+"""Least seconds between two calls of the loop from within a layer."""
 Slots = Sequence[tuple[int, int]]
 
 
@@ -63,7 +65,7 @@ class _SavedBytes(Protocol):
 
 
 class SpanExecution(Protocol):
-    """What computes spans: `runtime.sequence_parallel.span_executor.SpanExecutor`, or, for several ranks,
+    """The executor of span tasks: `runtime.sequence_parallel.span_executor.SpanExecutor`, or, for several ranks,
     `runtime.sequence_parallel.multi_rank_span_executor.MultiRankSpanExecutor`."""
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
@@ -95,31 +97,31 @@ class SpanExecution(Protocol):
 
 
 class KvTransferManager(Protocol):
-    """What moves KV between instances (`runtime.kv_transfer.connector`).
+    """KV transfers between instances (`runtime.kv_transfer.connector`).
 
-    All is called in the loop's thread.
+    All methods are called in the loop's thread.
     """
 
     def take(self, message: ReserveKv | SendKv) -> None:
-        """The router asks for it."""
+        """Handle a reservation or a transfer that the controller asks for."""
 
     def granted(self, name: str) -> None:
-        """Custody has given what was asked for under a name."""
+        """Open the blocks that `StagedKv` has given to a reservation."""
 
     def settle(self, name: str) -> None:
-        """KV of a request that lies here is about to be overwritten by another run, or given back."""
+        """Finish reading a request's KV before its slots are overwritten or freed."""
 
     def behind(self, name: str, layers: int) -> None:
-        """So many layers of a run under way are done here."""
+        """Send what the first `layers` layers of a task under way have made available."""
 
     def finished(self, name: str) -> None:
-        """A run is done here; its KV stays."""
+        """Send the rest of a task that is complete here; its KV stays in place."""
 
     def turn(self) -> list[FromInstance]:
-        """Once in every turn of the loop: what there is to tell."""
+        """Return the messages for the controller. Called once in every turn of the loop."""
 
     def forget(self, name: str) -> None:
-        """Nothing of a request is to be sent or received any more. Before its KV is given back."""
+        """End all transfers of a request. Called before its KV is freed."""
 
 
 class PeerTable(Protocol):
@@ -137,17 +139,18 @@ class PeerTable(Protocol):
 
 
 class EngineLoop(Protocol):
-    """The engine's loop, as it may be called from inside a span."""
+    """The engine's loop, as it may be called from inside a span task."""
 
     def send(self, message: FromInstance, measured: bool = False) -> None:
-        """Send a message; measured: behind figures of what the pool holds now."""
+        """Send a message; measured: after a stats snapshot of the pool as it is now."""
 
     def turn(self, step: bool, wait_s: float = 0.0) -> None:
-        """Take in messages (waiting for one for so long) and tell what there is; step: the scheduler's as well."""
+        """Handle messages, waiting up to `wait_s` for one, and send what is pending; step: also run one iteration of
+        the scheduler."""
 
 
 class _EndedError(Exception):
-    """The run under way is to end, and nobody waits for a word of it."""
+    """The task under way was forgotten: it ends without a message."""
 
 
 class _AgentRequest(NamedTuple):
@@ -156,12 +159,13 @@ class _AgentRequest(NamedTuple):
 
 
 class _SpanJob:
-    """A run from `ComputeSpan` until it is done. grew: it was, and holds more KV than a token's."""
+    """A span task from `ComputeSpan` until it is done."""
 
     __slots__ = ("began_s", "begun", "compute", "forgotten", "grew", "pause")
 
     def __init__(self, compute: ComputeSpan) -> None:
         self.compute = compute
+        # grew: it is done, and took more KV than that of one token.
         self.begun = self.pause = self.forgotten = self.grew = False
         self.began_s = 0.0
 
@@ -169,10 +173,8 @@ class _SpanJob:
 class InstanceAgent:
     """The agent of one engine.
 
-    `room_s`: how long a run waits for room in the pool.
-
-    Runs are carried out one at a time, in the order in which `ComputeSpan` and `ResumeSpan` come; the router sends them
-    to all of a group in the same order, which is why groups that overlap do not wait for each other.
+    Tasks are carried out one at a time, in the order in which `ComputeSpan` and `ResumeSpan` come; the controller sends
+    them to all of a group in the same order, so groups that overlap cannot wait for each other.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class InstanceAgent:
         room_s: float,
         moves: KvTransferManager | None = None,
     ) -> None:
+        """room_s: seconds for which a task waits for blocks of the pool."""
         custody = core.scheduler.custody
         assert custody is not None, "an instance of several KV groups takes no part in runs"
         self._core, self._computes, self._peers, self._clock = core, computes, peers, clock
@@ -199,13 +202,13 @@ class InstanceAgent:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no run to be carried out now."""
+        """Whether no task is queued."""
         return not self._line
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def take(self, message: ToInstance, prompt: memoryview | None) -> None:
-        """A message of the router's. `prompt`: the frame behind `AdmitRequest`. Ids that are unknown are ignored."""
+        """Handle a message of the controller. prompt: the frame behind `AdmitRequest`. Unknown ids are ignored."""
         if isinstance(message, MeetPeers):
             self._peers.meet(message.peers)
         elif isinstance(message, AdmitRequest):
@@ -219,8 +222,9 @@ class InstanceAgent:
             if message.id in self._jobs:
                 self._jobs[message.id].pause = True
         elif isinstance(message, ResumeSpan):
+            # Also clears a pause request that came after the task had paused.
             if message.id in self._jobs:
-                self._jobs[message.id].pause = False  # one that came too late meant what is paused already
+                self._jobs[message.id].pause = False
                 self._line.append(self._jobs[message.id])
         elif isinstance(message, ForgetRequest):
             self.forget(message.id, message.for_good)
@@ -230,23 +234,27 @@ class InstanceAgent:
             self._moves.take(message)
 
     def submitted(self, submit: SubmitRequest) -> None:
-        """A request is about to be given to the scheduler: where it decodes with KV of runs, that becomes its own."""
+        """Prepare a request that is about to be given to the scheduler: KV of its span tasks becomes the request's."""
         if submit.phase != "decode" or submit.id not in self._requests:
             return
         name = submit.id
         known = submit.prompt_tokens + len(submit.output)
+        # Only KV of all tokens in one place and in their order; the newest token has none yet (`known - 1`).
         if self._computes.whole(name, known - 1) and self._places.get(name) == [runs_of(name)]:
             self._custody.to_request(name)
         self._give_back(name)
         self._drop(name)
 
     def forget(self, name: str, for_good: bool = True) -> None:
-        """Drop all that is here of a request, its stay in the scheduler included. One that is being computed ends as
-        soon as the computation asks. for_good: see the message."""
+        """Drop everything of a request here, its residency on the scheduler included.
+
+        A task that is being computed ends at the next callback. for_good: see `ForgetRequest`.
+        """
         if name in self._jobs:
             for job in (self._jobs[name], *self._line):
                 job.forgotten = job.forgotten or job.compute.id == name
         self._core.abort(name)
+        # Transfers end before the blocks are freed below: a peer's late bytes must not reach another request's slots.
         if for_good:
             self._peers.forget(name)
         if self._moves is not None:
@@ -258,7 +266,7 @@ class InstanceAgent:
         self._drop(name)
 
     def turn(self, loop: EngineLoop) -> None:
-        """In every turn of the loop: room for those who wait, and word of KV that has moved."""
+        """Grant blocks to waiting reservations, and report transfers. Called in every turn of the loop."""
         if self._custody.waiting:
             for name in self._custody.admit():
                 if self._moves is not None and name not in self._asked:
@@ -271,6 +279,7 @@ class InstanceAgent:
         info = self._core.info
         if admit.id in self._requests:
             return
+        # 4 bytes per token id (int32).
         if prompt.nbytes != 4 * admit.prompt_tokens:
             log.error("%s: %d bytes came for %d tokens", admit.id, prompt.nbytes, admit.prompt_tokens)
             return
@@ -286,8 +295,7 @@ class InstanceAgent:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def work(self, loop: EngineLoop) -> None:
-        """Carry out the next run, if there is one: until it is done, paused, lost or forgotten. Who hears that a span
-        is done decides at once where its KV has room, so what is free is said before."""
+        """Carry out the next task, if there is one, until it is done, paused, lost or forgotten."""
         if not self._line:
             return
         job = self._line.popleft()
@@ -308,6 +316,7 @@ class InstanceAgent:
             log.exception("a run of %s failed", name)
             self._lose(name, f"it failed: {error}", loop, self._peers.number)
             return
+        # A stats snapshot precedes SpanTaskDone: the controller chooses the KV target as soon as it gets that.
         loop.send(word, measured=job.grew)
 
     def _carry_out(self, job: _SpanJob, loop: EngineLoop) -> bool:
@@ -319,6 +328,7 @@ class InstanceAgent:
             if now - self._looked_s < _LOOK_S:
                 return
             self._looked_s = now
+            # No iteration of the scheduler here: the model is in the middle of a layer.
             loop.turn(False)
             if job.forgotten:
                 raise _EndedError
@@ -338,6 +348,7 @@ class InstanceAgent:
 
         if not job.begun:
             job.began_s = self._clock.now()
+            # KV of this request that is still being sent may lie in slots that the task writes.
             if self._moves is not None:
                 self._moves.settle(name)
             if compute.home == self._peers.number:
@@ -350,15 +361,18 @@ class InstanceAgent:
         return self._computes.go(name, lambda: job.pause, behind, beside)
 
     def _take_up(self, name: str) -> None:
-        """What a scheduler has left here is the run's."""
+        """Give the KV that a scheduler has left here to the request's span tasks."""
         if name in self._places or not self._custody.to_span(name):
             raise HeadwayError("its KV is not here")
         self._places[name] = [runs_of(name)]
         self._asked.add(runs_of(name))
 
     def _room(self, job: _SpanJob, tokens: int, anew: bool, loop: EngineLoop) -> Slots:
-        """Slots of the pool for a run that is about to begin, of this request's own place or of another one. The
-        scheduler goes on while there are none."""
+        """Return slots of the pool, (first, count), for a task that is about to begin; anew: in a place of its own.
+
+        The scheduler continues while the task waits for blocks: its requests' ends free them. Raises HeadwayError after
+        `room_s`.
+        """
         name, custody = job.compute.id, self._custody
         places = self._places.setdefault(name, [])
         if anew or not places:
@@ -386,7 +400,8 @@ class InstanceAgent:
         for other in self._line:
             if other.compute.id == name:
                 self._jobs.setdefault(name, other)
-        if moved:  # from the place before, whose heads were others
+        # The KV has got a new layout in a second place; transfers out of the first one end before it is freed.
+        if moved:
             if self._moves is not None:
                 self._moves.settle(name)
             self._leave(self._places[name].pop(0))
@@ -394,6 +409,7 @@ class InstanceAgent:
             self._moves.finished(name)
         run, at = compute.run, compute.run.group.index(self._peers.number)
         job.grew = moved or bool(run.keepers) or not run.in_place
+        # This instance's share, so that the shares of the group add up to the task's tokens.
         tokens, size = run.end - run.start, len(run.group)
         own = (at + 1) * tokens // size - at * tokens // size
         self._core.computed(*((0, own) if run.in_place else (own, 0)))
@@ -421,13 +437,13 @@ class InstanceAgent:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _lose(self, name: str, why: str, loop: EngineLoop, by: int | None = None) -> None:
-        """A run cannot be completed. Nothing of the request is of use any more. by: see `SpanTaskLost`."""
+        """Drop the request of a task that cannot be completed, and report that. by: see `SpanTaskLost`."""
         log.warning("a run of %s is lost: %s", name, why)
         self.forget(name)
         loop.send(SpanTaskLost(name, why, by))
 
     def _give_back(self, name: str) -> None:
-        """The room of a request's runs."""
+        """Free the blocks of a request's span tasks."""
         for place in self._places.pop(name, ()):
             self._leave(place)
 

@@ -1,8 +1,8 @@
 """Messages between the controller and an instance, beside those of `runtime.engine.protocol`.
 
-All travel on the engine's one socket. Requests are named by an id that the router makes anew for each attempt at a
-request: what an instance still says of an attempt that was given up names nobody. Instances are named by their number
-in the cluster. Numbers of tokens count from the beginning of the prompt.
+All travel on the engine's one socket. Requests are identified by an id that the controller makes for each attempt, so a
+late message about an attempt that was given up matches no request. Instances are identified by their number in the
+cluster. Token positions count from the beginning of the prompt.
 """
 
 from __future__ import annotations
@@ -16,45 +16,55 @@ from headway.runtime.kv_transfer.peer import PeerAddress as PeerAddress
 
 
 class MeetPeers(msgspec.Struct, frozen=True, tag=True):
-    """All instances that are there now, the one that is told included. Sent whenever that changes. Channels to an
-    incarnation that is not named any more are closed, and who waits on one is told that it is lost."""
+    """All instances that are there now, the receiver included. Sent whenever that changes.
+
+    Connections to an incarnation that is not listed any more are closed, and waits on them end with PeerLostError.
+    """
 
     peers: tuple[PeerAddress, ...]
 
 
 class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request whose spans will be computed here, or whose KV comes here. The prompt's token ids follow as the next
-    frame (int32, little-endian), once. `output`: what it has said already; its first token here is the next."""
+    """A request whose spans will be computed here, or whose KV will arrive here.
+
+    The prompt's token ids follow once, as the next frame (int32, little-endian).
+    """
 
     id: str
     prompt_tokens: int
     params: SamplingParams
     output: tuple[int, ...] = ()
+    """Output tokens emitted before; the first token drawn here is the next one."""
 
 
 class ComputeSpan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Compute a run of a request, together with the rest of its group, to each of which this is sent. `before`: the
-    runs that were computed before it, in order: where the KV lies follows from them. `last`: the prompt ends with it,
-    and the group's first instance draws a token. `beside`: the scheduler's iterations go on meanwhile, between layers;
-    otherwise they stop until the run has ended or paused. `drawn`: tokens of the request that end with the run's last
-    one, so many as may be unknown here: those drawn by other instances since `AdmitRequest`. `home`: the instance
-    where a
-    scheduler has left KV of all tokens before the run, which is the run's from now on; `before` says so too."""
+    """Compute a span task of a request together with the rest of its group. Sent to all instances of the group."""
 
     id: str
     index: int
+    """Number of the task: of the span in the prompt, or of the token that a group decodes."""
     run: SpanTask
     drawn: tuple[int, ...] = ()
+    """Tokens that end with the task's last one, as many as may be unknown here: those drawn by other instances since
+    `AdmitRequest`."""
     before: tuple[SpanTask, ...] = ()
+    """Tasks computed before this one, in order: the layout of the KV follows from them."""
     last: bool = False
+    """Whether the prompt ends with this task: the group's first instance then draws a token."""
     beside: bool = False
+    """Whether the scheduler's iterations continue between layers; otherwise they stop until the task ends or pauses."""
     home: int | None = None
+    """Instance where a scheduler has left the KV of all tokens before the task, which owns it from now on; `before`
+    describes it too."""
     preemptible: bool = False
+    """Whether the task can be paused."""
 
 
 class PauseSpan(msgspec.Struct, frozen=True, tag=True):
-    """Sent to the first instance of the group that computes: stop at the next layer edge, of whatever piece of the run
-    is computed then. `SpanTaskPaused` comes from all of the group, or `SpanTaskDone` where the last layer had begun."""
+    """Stop a task at the next layer edge of the piece that is being computed. Sent to the group's first instance.
+
+    All of the group answer with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun.
+    """
 
     id: str
 
@@ -66,106 +76,108 @@ class ResumeSpan(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReserveKv(msgspec.Struct, frozen=True, tag=True):
-    """Keep room for `tokens` tokens of a request that was admitted: its KV will come. `KvReserved` comes when there is
-    room, in order of asking. serial: comes back with that; an instance that a request has left may be asked again."""
+    """Reserve blocks for the KV of an admitted request. Answered by `KvReserved`, in order of request."""
 
     id: str
     tokens: int
     serial: int = 0
+    """Returned in the answer: an instance that a request has left may get another reservation of it."""
 
 
 class SendKv(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Bring the KV of tokens [start, end) that lies here, or will when the run under way has computed it, to instance
-    `to`, layer by layer as soon as each is there. `piece` is the name of this movement: `KvArrived` tells of it,
-    from the
-    receiver. Only to an instance that has said `KvReserved`."""
+    """Send the KV of tokens [start, end) that is here, or will be after the task under way, to instance `to`.
+
+    Layer by layer, as soon as each is computed. Only to an instance that has answered `KvReserved`.
+    """
 
     id: str
     piece: int
+    """Number of the movement, which the receiver's `KvArrived` repeats."""
     start: int
     end: int
     to: int
 
 
 class ForgetRequest(msgspec.Struct, frozen=True, tag=True):
-    """Drop all that is here of a request: its runs, its stay in the scheduler, its KV, what is sent and awaited.
-    for_good: nothing of it comes again, so that what is still on its way may be refused. Otherwise nothing is."""
+    """Drop everything of a request here: tasks, residency on the scheduler, KV, and transfers in both directions."""
 
     id: str
     for_good: bool = True
+    """Whether the request never comes back, so that messages still on their way may be refused."""
 
 
 class HaltDecode(msgspec.Struct, frozen=True, tag=True):
-    """Take a request that decodes out of the scheduler behind the token under way: `KvStaged` follows, and it goes on
-    elsewhere; or its last delta, where it ends with that token."""
+    """Take a decoding request off the scheduler after the token under way, to continue it elsewhere.
+
+    Answered by `KvStaged`, or by the last delta where the request ends with that token.
+    """
 
     id: str
 
 
 class SpanTaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A span is complete on this instance.
-
-    Times are CLOCK_MONOTONIC. `delta`: from the first instance, after the last run: the token (`finish` set where it
-    ends the request).
-    """
+    """A span task is complete on this instance. Times are CLOCK_MONOTONIC."""
 
     id: str
     index: int
     began_s: float
     ended_s: float
     delta: OutputDelta | None = None
+    """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
 
 
 class SpanTaskPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A run has stopped: its tokens before `tokens` (counted from the beginning of the prompt) are complete in all
-    layers, and the piece behind them in the first `layer`. Bytes are of this instance
-    (`runtime.sequence_parallel.saved`), at
-    the end: of the run."""
+    """A span task has paused. Bytes are those that this instance keeps (`runtime.sequence_parallel.saved`)."""
 
     id: str
     index: int
     tokens: int
+    """Position before which all tokens are complete in all layers."""
     layer: int
+    """Number of layers that are complete of the piece after that position."""
     kv_bytes: int
     activation_bytes: int
     kv_bytes_at_end: int
+    """KV bytes of the whole task, once it is complete."""
 
 
 class SpanTaskLost(msgspec.Struct, frozen=True, tag=True):
-    """A run, or what was to be sent, cannot be completed here. The router forgets the attempt. by: the instance that it
-    is laid to: one that cannot be reached from here, or this one itself, where something has failed; None: neither."""
+    """A task or a transfer cannot be completed here. The controller drops the attempt."""
 
     id: str
     why: str
     by: int | None = None
+    """The instance to which the loss is attributed: one that cannot be reached from here, or this one, where something
+    has failed; None: neither."""
 
 
 class KvReserved(msgspec.Struct, frozen=True, tag=True):
-    """Room for a request's KV is reserved."""
+    """Blocks for a request's KV are reserved. Sent behind a stats snapshot that shows them as used."""
 
     id: str
     serial: int = 0
+    """Of the `ReserveKv` that is answered."""
 
 
 class KvStaged(msgspec.Struct, frozen=True, tag=True):
-    """A request of phase "prefill" has its first token (told as a delta before this), or one that decodes was told to
-    `HaltDecode`, and it has left the scheduler; its KV of `tokens` tokens stays until `ForgetRequest`, a stay of
-    phase "decode" or a
-    run of which this is the `home`."""
+    """A request has left the scheduler, which keeps its KV of `tokens` tokens.
+
+    Either it is of phase "prefill" and its first token was sent before this, or it has halted (`HaltDecode`). The KV is
+    kept until `ForgetRequest`, a submission of phase "decode", or a task with this instance as `home`.
+    """
 
     id: str
     tokens: int
 
 
 class KvArrived(msgspec.Struct, frozen=True, tag=True):
-    """A slice of KV has arrived. Sent by the receiver.
-
-    `source`: who sent it. Times are CLOCK_MONOTONIC: first and last byte.
-    """
+    """A slice of KV has arrived completely. Sent by the receiver, once per sender."""
 
     id: str
     piece: int
     source: int
+    """The instance that sent it."""
+    # CLOCK_MONOTONIC of the first and the last byte.
     began_s: float
     ended_s: float
 
