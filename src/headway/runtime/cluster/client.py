@@ -65,8 +65,8 @@ class ClusterClient:
         in_place: bool = False,
     ) -> None:
         """make: called with the instances' reports once all are ready. placement: the policy's name. another: starts
-        one more instance; None: none can join. backends: KV slices that an instance receives at a time. in_place: groups
-        decode where their KV lies, instead of gathering it on one instance.
+        one more instance; None: none can join. backends: KV slices that an instance receives at a time. in_place:
+        groups decode where their KV lies, instead of gathering it on one instance.
         """
         self.fleet = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement

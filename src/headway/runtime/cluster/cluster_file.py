@@ -134,8 +134,8 @@ def _disaggregates(file: ClusterFile) -> bool:
 
 
 def idle_pools(file: ClusterFile) -> list[str]:
-    """What to tell of pools that the policy never uses, a sentence each. They are allowed: a comparison of policies
-    wants the same instances under all of them."""
+    """Return a sentence for each pool that the policy never uses. They are allowed: a comparison of policies wants the
+    same instances under all of them."""
     who = file.placement
     if who == "pecsched" and not _disaggregates(file):
         who = "pecsched with `disaggregate: false`"
@@ -183,6 +183,7 @@ def nodes_of(file: ClusterFile) -> list[int]:
     """The node of each instance, in the order of the pools: first, those of the pools without `per_node`, one a host;
     then the others."""
     nodes: list[int] = []
+    # Renumbered without gaps: a host may have only pools with `per_node`.
     common = sorted({pool.host for pool in file.pools if pool.per_node is None})
     following = len(common)
     for pool in file.pools:

@@ -9,8 +9,7 @@ from headway.runtime.kv_transfer.peer import PeerLostError
 
 
 class Completion:
-    """Something that will have happened, or will not, with another end (`PeerLostError.end`). `wait` in one thread, at
-    any time."""
+    """The outcome of an operation with another end (`PeerLostError.end`). `wait` from one thread only, at any time."""
 
     __slots__ = ("_done", "_end", "_gate", "_why")
 
@@ -27,8 +26,10 @@ class Completion:
         return self._done
 
     def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """Return when it has happened; PeerLostError when it will not. `look` is called every so often meanwhile; what
-        it raises ends the wait."""
+        """Return when the operation is complete; raise PeerLostError when it has failed.
+
+        `look` is called every `every_s` seconds meanwhile; what it raises ends the wait.
+        """
         while not self._done:
             if self._gate.acquire(timeout=-1 if look is None else every_s):
                 self._gate.release()
@@ -38,7 +39,8 @@ class Completion:
             raise PeerLostError(self._why, self._end)
 
     def finish(self, why: str | None = None) -> None:
-        """It has happened (None), or never will. Once; later calls are ignored. Not for those who wait."""
+        """Complete the operation (None), or fail it with a reason. Later calls are ignored."""
+        # The reason before the release of the lock, on which `wait` blocks.
         if not self._done:
             self._why, self._done = why, True
             self._gate.release()

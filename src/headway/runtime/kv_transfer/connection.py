@@ -202,7 +202,8 @@ class PeerConnection:
             for leaving in self._queue:
                 if leaving.scope == scope:
                     leaving.ticket.finish(why)
-                if not kept or leaving.scope != scope:  # the first may have begun: what follows would not be understood
+                # The first frame may be half written: cut off, it would garble all that follow it.
+                if not kept or leaving.scope != scope:
                     kept.append(leaving)
                 elif leaving.taken is not None:
                     self._ring.drop(leaving.taken)
@@ -400,7 +401,7 @@ class PeerConnection:
                 self._in.notify_all()
 
     def _divert(self) -> None:
-        """The rest of the body that is being read goes nowhere; what is under way is waited for (it does not wait)."""
+        """Discard the rest of the body that is being read; return when no write into its place is under way."""
         self._reads = None
         while self._filling:
             self._in.wait()

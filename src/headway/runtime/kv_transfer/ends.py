@@ -10,21 +10,22 @@ from __future__ import annotations
 from functools import cache
 
 _APART = 1 << 16
-"""Between the numbers of two ends of an instance; instances have smaller numbers. Rank 0's is the instance's."""
+"""Difference between the numbers of two ends of an instance; instances have smaller numbers, and rank 0's end has the
+instance's own."""
 
 
 def end_of(instance: int, rank: int) -> int:
-    """The number by which the others know a rank of an instance."""
+    """Return the number that identifies a rank of an instance among its peers."""
     return instance + rank * _APART
 
 
 def instance_of(end: int) -> int:
-    """Whose end it is."""
+    """Return the instance of an end."""
     return end % _APART
 
 
 def rank_of(end: int) -> int:
-    """Which of its ranks it is."""
+    """Return the rank of an end."""
     return end // _APART
 
 
@@ -40,12 +41,15 @@ def heads_of(kv_heads: int, ranks: int, rank: int) -> range:
 
 @cache
 def routes(kv_heads: int, sources: int, targets: int) -> dict[tuple[int, int], range]:
-    """(rank of the source, rank of the target) to the heads that go there, for instances of so many tensor-parallel
-    ranks. Each rank of the target gets each of its heads once; who is not named has nothing to say to the other."""
+    """Map (source rank, target rank) to the KV heads sent, for instances of so many tensor-parallel ranks.
+
+    Each target rank gets each of its heads once; pairs of ranks that are missing exchange nothing.
+    """
     found: dict[tuple[int, int], range] = {}
     for target in range(targets):
         for head in heads_of(kv_heads, targets, target):
             holders = [rank for rank in range(sources) if head in heads_of(kv_heads, sources, rank)]
+            # Copies of a head take turns, so that no source rank sends to all targets.
             way = (holders[target % len(holders)], target)
             found[way] = range(found[way].start if way in found else head, head + 1)
     return found

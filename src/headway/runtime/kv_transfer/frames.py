@@ -27,7 +27,7 @@ class FrameKind(IntEnum):
     DATA = 0
     PUSH = 1
     READ = 2
-    """`at` messages with a body in the arena of whoever hears this have been read. No body."""
+    """`at` messages with a body in the receiver's shared buffer have been read. No body."""
 
 
 class FrameHead(NamedTuple):

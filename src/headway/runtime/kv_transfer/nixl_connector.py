@@ -151,7 +151,8 @@ class _ReadableStream:
             if taken is None:
                 self._again.add(again)
         if taken is None:
-            self._line.room(self._to, 0, self.rouse)  # where it never comes up, its end is told to nobody else
+            # Also registered with the connection: where that never comes up, its end reaches no other waiter.
+            self._line.room(self._to, 0, self.rouse)
             return None
         return _StreamMemory(self._memory[taken.at : taken.at + size], taken)
 
@@ -253,7 +254,8 @@ class NixlConnector(PeerConnector):
 
     def forget(self, request: str) -> None:
         super().forget(request)
-        with self._writes:  # what is written is so no more
+        # Wait for a body that is being written now; the next one finds the request forgotten.
+        with self._writes:
             pass
 
     def shutdown(self) -> None:
@@ -344,7 +346,8 @@ class NixlConnector(PeerConnector):
             raise OSError(f"{said.length} bytes, of at most {most(_ARENA_BYTES)}")
         check()
         known = self._agents.get(source)
-        if known is not None and known != said.agent:  # another life of it, or it has registered more
+        # Another incarnation, or the same with more registered memory: NIXL keeps one description per agent.
+        if known is not None and known != said.agent:
             self._agent.forget(known)
         self._agents[source] = said.agent
         if source not in self._aside:
@@ -353,7 +356,8 @@ class NixlConnector(PeerConnector):
         try:
             self._agent.read(said.agent, said.address, aside, check)
         except (OSError, PeerLostError):
-            self._spoilt.append(self._aside.pop(source))  # it may be written to yet
+            # The abandoned read may still write here: keep the memory alive, and never use it again.
+            self._spoilt.append(self._aside.pop(source))
             raise
         with self._writes:
             place = self._inbox.handle(source, said.request, decode(said.note), said.length)

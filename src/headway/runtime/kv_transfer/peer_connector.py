@@ -1,12 +1,12 @@
 """The connector `peers`: KV between instances, one-sided, through shared memory on one host and sockets between hosts.
 
-A sender pushes {request, piece, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
-them into the slots that were kept, and answers when a piece is whole. On one host the bytes are in the sender's arena
-(`arena`), copied there from its slots and from there to the receiver's. Nobody who computes takes part: what is written
-is read only after `Received`, and slots that are sent are copied out before they change.
+A sender pushes {request, slice, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
+them into the reserved slots, and answers when a slice is complete. On one host the bytes pass through the sender's
+`SharedBuffer`: copied there from its slots, and from there to the receiver's. Computing threads take no part: what is
+written is read only after `KvReceived`, and slots that are being sent are copied out before they change.
 
-What is lost is known to somebody: a piece that was not answered when its connection ends is lost to its sender, one
-that was begun, to its receiver.
+Every loss is reported on one side at least: a slice without an answer when its connection ends is lost to its sender,
+one that has begun is lost to its receiver.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, Transfer
 
 
 class PeerConnector(KvConnector):
-    """See `KvConnector`. It is who takes what is pushed to these peers."""
+    """See `KvConnector`. Handles everything that is pushed to these peers."""
 
     def __init__(self, peers: PeerNetwork, wake: Callable[[], None]) -> None:
         self._peers = peers
@@ -47,6 +47,7 @@ class PeerConnector(KvConnector):
         return self._inbox.matched(request)
 
     def forget(self, request: str) -> None:
+        # The receiving side first: what is read from now on finds no place.
         self._inbox.close(request)
         for outlet in self._outlets.values():
             outlet.forget(request)
@@ -100,7 +101,8 @@ class PeerConnector(KvConnector):
             with self._gate:
                 self._unanswered.pop(SaveKv(request, piece, source), None)
             return
-        with suppress(PeerLostError):  # then its sender has been told already
+        # Without a connection the sender has noticed the loss itself.
+        with suppress(PeerLostError):
             self._peers.push(source, request, encode(BodyNote(piece, HERE, (0, 0))), ())
 
     def _lose(self, instance: int, why: str) -> None:
@@ -127,8 +129,10 @@ class PeerConnector(KvConnector):
         return RemoteRoute(self._peers.line(request, (to,)), to)
 
     def _way(self, save: SaveKv) -> tuple[TransferRoute, list[int]]:
-        """How a movement travels, and how many messages it has had. One connection for all of it: what a cut one has
-        swallowed would be missing."""
+        """Return the route of a movement, and its count of messages so far.
+
+        One connection for all of it: messages lost with a cut connection would be missing from a later one.
+        """
         if save not in self._ways:
             way: TransferRoute
             if save.to == self._peers.number:

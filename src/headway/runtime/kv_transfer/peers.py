@@ -1,12 +1,11 @@
 """Point to point between the instances of a cluster: one connection for each pair, threads that never wait for ever.
 
-Messages belong to a *scope*, the request that they are about, and arrive in order within a *lane* of it. Two ways to
-receive: `expect` says where the next message of a lane is to go; what is *pushed* is given to a handler, which says so
-when it comes. A message that comes before it is expected is kept.
+Messages belong to a *scope*, the request that they are about, and arrive in order within a *stream* of it. Two ways to
+receive: `expect` gives the buffer for the next message of a stream; a *pushed* message is given to a handler, which
+returns its place. A message that comes before it is expected is kept.
 
-Of two instances the one with the higher number connects. A connection that is cut is made again, but nothing that went
-over the old one is: whoever holds a `PeerStream` over it is told that it is lost, and must begin anew under another
-scope.
+Of two instances the one with the higher number connects. A cut connection is re-established, but its messages are not
+repeated: every `PeerStream` over the old one raises PeerLostError, and its user starts again under another scope.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ class PeerNetwork:
 
     `address`: where it listens, and then, with the port, where it is found.
 
-    Made before others are told of it; `meet` says who they are. `secret`: what all instances of a cluster share; over
-    sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory through which bodies
-    go to each end on this host; 0: all through sockets. Raises ConfigError. Any thread may call anything.
+    Made before its address is sent to the others, whose addresses come with `meet`. `secret`: shared by all
+    instances; over sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory
+    through which bodies go to each end on this host; 0: all through sockets. Raises ConfigError. Any thread
+    may call anything.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PeerNetwork:
         return connection.instance in known if peer is None else peer.incarnation > connection.incarnation
 
     def handle(self, handler: Handler) -> None:
-        """Who takes what is pushed. Before the first `meet`."""
+        """Set the handler of pushed messages. Called before the first `meet`."""
         self._handler = handler
 
     def on_lost(self, hear: Callable[[int, str], None]) -> None:
@@ -117,8 +117,10 @@ class PeerNetwork:
         return self.line(scope, (to,)).push(to, note, buffers)
 
     def forget(self, scope: str) -> None:
-        """Nothing of a scope is of interest any more, now or later: who waits is told so (PeerLostError), and nothing
-        is written any more to where its messages were to go once this has returned."""
+        """End a scope for good: its waits raise PeerLostError, and its late messages are dropped.
+
+        Nothing is written to the places of its messages any more once this has returned.
+        """
         with self._lock:
             self._forgotten[scope] = None
             if len(self._forgotten) > _REMEMBERED:
@@ -136,7 +138,7 @@ class PeerNetwork:
             connection.cease(scope)
 
     def close(self) -> None:
-        """End everything and wake everybody. Harmless when repeated."""
+        """End all connections and wake all waiting threads. Harmless when repeated."""
         self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -179,7 +181,7 @@ class PeerNetwork:
         return connection.serve(other, *arenas)
 
     def _await(self, peer: PeerAddress, connection: PeerConnection, after_s: float) -> None:
-        """While a connection is to be made from elsewhere: see whether anybody is there to make it."""
+        """Check that a peer which is to connect to this instance can be reached at all, until it has connected."""
         while not self._closed.wait(after_s + _LOOK_S) and connection.ended is None and not connection.served:
             try:
                 reach(peer.address, _GREETING_S).close()
@@ -211,6 +213,7 @@ class PeerNetwork:
             if number < self.number or old or self._closed.is_set():
                 other.close()
                 return
+            # A connection object of this incarnation may be waiting for its socket: frames are queued on it already.
             waits = current is not None and current.incarnation == incarnation and current.ended is None
             if current is None or not waits or current.up:
                 fresh = self._begin(PeerAddress(number, incarnation, ""))

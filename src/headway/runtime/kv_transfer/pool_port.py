@@ -44,8 +44,7 @@ class _SliceInFlight:
 class KvPort:
     """The pool of the worker that is the end `rank` (`runtime.kv_transfer.ends`).
 
-    `runs`: who computes runs here; `heads`: the KV heads that it has, where the instance is several processes: in runs
-    too.
+    `runs`: the executor of span tasks here. `heads`: the worker's KV heads, where the instance is several processes.
 
     Raises ConfigError for a pool that is not in this host's memory.
     """
@@ -116,6 +115,7 @@ class KvPort:
                 return False
             piece.until, piece.layers = until, 0
             piece.parts = self._parts(piece, kept.layout, kept.shard)
+        # Tokens of earlier tasks have all layers; those of the task under way only the layers computed so far.
         layers = self._pool.layers if piece.until <= kept.whole else kept.layers
         for layer in range(piece.layers, layers):
             for part in piece.parts:
@@ -123,6 +123,7 @@ class KvPort:
         piece.layers = max(piece.layers, layers)
         if piece.layers < self._pool.layers:
             return False
+        # All layers of these tokens are sent: the next tokens may lie in another layout.
         piece.tokens, piece.parts = piece.until, None
         return True
 

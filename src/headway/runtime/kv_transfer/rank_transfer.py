@@ -1,8 +1,8 @@
 """One rank's end of KV transfers: it sends and receives its own heads, over connections of its own.
 
-What is asked for comes between plans, and within runs, in the rank's own thread. A piece of a request that is still
-computed follows chunk by chunk, or layer by layer of a run, as this rank computes it: nobody waits for the engine to
-say so. What has come is told at once, by a thread of its own, whatever the rank computes meanwhile.
+Requests for transfers come between plans, and within span tasks, in the rank's own thread. A slice of a request that is
+still being computed follows chunk by chunk, or layer by layer of a task, as this rank computes it, without a message of
+the engine. Arrivals are reported at once by a thread of their own, whatever the rank computes meanwhile.
 """
 
 from __future__ import annotations

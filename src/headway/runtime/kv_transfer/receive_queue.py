@@ -69,6 +69,7 @@ class ReceiveQueue:
             if box is None:
                 return None
             whole = int(box.place.cache.shape[0]) * len(box.place.heads)
+            # `left` counts (layer, head, token) units; a token with any unit missing is missing: rounded up.
             return box.place.tokens - -(-box.left // whole)
 
     def lose(self, source: int, why: str) -> None:
@@ -95,7 +96,7 @@ class ReceiveQueue:
     # -- in the thread that reads -------------------------------------------------------------------------------------
 
     def handle(self, source: int, request: str, note: BodyNote, length: int) -> ReceivePlace | None:
-        """Where the body of a message goes; None: nobody wants it. See `peers.Handler`."""
+        """Return the place of a message's body; None: the request is not awaited here. See `peers.Handler`."""
         now = time.monotonic()
         with self._gate:
             box = self._boxes.get(request)
@@ -159,6 +160,7 @@ class ReceiveQueue:
             if self._boxes.get(request) is not box:
                 return
             coming = box.coming.pop((note.piece, source))
+            # The end note has the number of messages before it: fewer means that some went down with a connection.
             if coming.messages == note.heads[0]:
                 self._received.append(KvReceived(request, note.piece, source, coming.began_s, time.monotonic()))
                 self._answer(source, request, note.piece)

@@ -53,6 +53,7 @@ class RingBuffer:
         """A place for so many bytes; None: there is none now."""
         size = aligned(size)
         low, high = (self._taken[0].at, self._taken[-1].end) if self._taken else (0, 0)
+        # Not wrapped: free are [high, size) and [0, low). Wrapped: only [high, low). A range never wraps itself.
         if not self._taken or high > low:
             fits = high + size <= self._size
             at, until = (high, self._size) if fits else (0, low)
@@ -82,6 +83,7 @@ class RingBuffer:
         self._read = messages
 
     def _free(self, taken: BufferRange) -> None:
+        # Ranges free up in any order, but only the oldest ones give their bytes back.
         taken.free = True
         while self._taken and self._taken[0].free:
             self._taken.popleft()

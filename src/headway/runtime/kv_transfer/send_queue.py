@@ -1,7 +1,7 @@
 """Sending KV to one instance: copied out of the pool a packet at a time, and pushed, by a thread of its own.
 
 A packet is copied when its turn comes and there is room for it, so that memory beside the pool is bounded, or earlier,
-when its slots are about to be overwritten. Who computes never waits for the network.
+when its slots are about to be overwritten. The computing thread never waits for the network.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class SendQueue:
             self._gate.notify()
 
     def copy(self, request: str) -> None:
-        """Take what has not left of a request out of the pool."""
+        """Copy a request's packets that have not left out of the pool, so that its slots may be overwritten."""
         with self._copying:
             with self._gate:
                 waiting = [packet for packet in self._queue if packet.request == request]
@@ -113,7 +113,7 @@ class SendQueue:
                 packet.copy()
 
     def forget(self, request: str) -> None:
-        """What has not left of a request stays here, and its slots are read no more."""
+        """Drop a request's packets that have not left; its slots are not read once this has returned."""
         with self._copying, self._gate:
             self._queue = deque(packet for packet in self._queue if packet.request != request)
 
@@ -143,13 +143,15 @@ class SendQueue:
                 packet, room = self._first()
             if packet is None or room is None:
                 return None
-            with self._copying:  # who overwrites slots waits for this copy, and finds the packet gone or copied
+            # `copy` takes the same lock: before slots are overwritten their packet has either left or been copied.
+            with self._copying:
                 with self._gate:
                     there = bool(self._queue) and self._queue[0] is packet
                     if there:
                         self._queue.popleft()
                 if there:
                     return packet, packet.into(room)
+            # Forgotten between the two locks.
             packet.way.drop(room)
 
     def _first(self) -> tuple[KvPacket | None, SendRoom | None]:

@@ -31,7 +31,7 @@ _OFFER = struct.Struct("<IIQ32s")
 _CREDENTIALS = struct.Struct("3i")
 _HEAD = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""Its size stays: who reads it cannot be made to read where nothing is (SIGBUS)."""
+"""The size cannot change, so a reader of the mapping cannot be made to touch missing pages (SIGBUS)."""
 
 
 class SharedBuffer:

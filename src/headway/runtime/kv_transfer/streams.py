@@ -13,8 +13,10 @@ from headway.runtime.kv_transfer.completion import Completion
 
 
 class _ArrivedMessage:
-    """A message that has come, or is being read. `ticket` and `into`: who expects it, once somebody does; without
-    `into` it is read in place."""
+    """A message that has come, or is being read.
+
+    `ticket` and `into` are those of its receiver, once there is one; without `into` it is read in place.
+    """
 
     __slots__ = ("body", "into", "there", "ticket")
 
@@ -43,7 +45,7 @@ class _StreamState:
         self.came: deque[_ArrivedMessage] = deque()
 
     def close(self, why: str) -> None:
-        """Tell all who wait."""
+        """Fail all waiting receivers."""
         for ticket, _ in self.wanted:
             ticket.finish(why)
         for one in self.came:
@@ -73,9 +75,12 @@ class MessageStreams:
         return ticket
 
     def begin(self, number: int, scope: str, length: int) -> tuple[memoryview, Callable[[], None]] | None:
-        """A message of so many bytes begins: where it is read to, and what follows when it is there. None: whoever
-        expects it expects another size, and was told."""
+        """Begin a message of `length` bytes: return the buffer to read it into, and what to call when it is complete.
+
+        None: its receiver expects another size, and was failed.
+        """
         lane = self._lanes.setdefault((scope, number), _StreamState())
+        # No receiver yet: read aside, and copied to the receiver's buffer by `expect`.
         if not lane.wanted:
             one = _ArrivedMessage(length)
             into = memoryview(one.body)
@@ -89,7 +94,7 @@ class MessageStreams:
         return into, partial(_is_there, lane, one)
 
     def forget(self, scope: str, why: str) -> None:
-        """Drop a scope, and tell who waits for something of it."""
+        """Drop a scope, and fail its waiting receivers."""
         for key in [key for key in self._lanes if key[0] == scope]:
             self._lanes.pop(key).close(why)
 

@@ -18,9 +18,10 @@ from headway.runtime.launcher.network import address_towards
 
 
 class EngineProcess:
-    """See `runtime.launcher.host_agent.Process`. sentinel: a pidfd. Without one (OSError) nobody could look after
-    the process, which is
-    then ended."""
+    """An engine as a `runtime.launcher.host_agent.HostedProcess`. sentinel: a pidfd.
+
+    Raises OSError without one, and ends the process, which could not be watched.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
         self._process, self.name = process, name

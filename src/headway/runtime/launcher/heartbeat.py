@@ -38,7 +38,8 @@ class HeartbeatSender:
     def _beat(self) -> None:
         socket = self._connect()
         while True:
-            with suppress(zmq.Again):  # nobody has listened for a thousand beats
+            # The receiver has read nothing for a thousand beats (ZeroMQ's high-water mark).
+            with suppress(zmq.Again):
                 socket.send(self._frame, zmq.NOBLOCK)
             if self._stopped.wait(self._every_s):
                 break
@@ -57,12 +58,15 @@ class HeartbeatMonitor:
         self._looked_s = now
 
     def heard(self, who: int, now: float) -> None:
-        """Something came from `who`."""
+        """Note a message of one process."""
         self._heard_s[who] = now
 
     def silent(self, now: float) -> int | None:
-        """Somebody who has been silent for longer than `timeout_s`, if there is one. Called after all that had come was
-        heard, at least once a second."""
+        """Return a process that was silent for longer than `timeout_s`; None: there is none.
+
+        Called at least once a second, after all messages that had come were noted.
+        """
+        # The monitor itself was away: beats of that time may still wait in its socket.
         away_s = now - self._looked_s
         if away_s > max(_AWAY_S, self.timeout_s / PER_TIMEOUT):
             for who, heard_s in self._heard_s.items():

@@ -100,9 +100,9 @@ class HostCoordinator:
         self._thread.start()
 
     def gather(self, wanted: Callable[[], bool] = lambda: True) -> list[HostHello]:
-        """What every host brings, by node, as soon as all are there; says every 10 s for whom it waits.
+        """Return the hellos of all hosts, by node, as soon as all are there; log the missing ones every 10 s.
 
-        Raises ConfigError after `patience_s`, or when nobody wants it any longer.
+        Raises ConfigError after `patience_s`, or when `wanted` returns False.
         """
         began, told, timeout_s = time.monotonic(), 0.0, self._patience_s
         with self._changed:
@@ -125,7 +125,7 @@ class HostCoordinator:
             return [self._mine, *(self._hosts[node].hello for node in range(1, self._mine.nodes))]
 
     def open(self, socket: zmq.Socket[Any]) -> str:
-        """Bind the engine's socket for ranks on the same address, to whoever has the token; where ranks find it."""
+        """Bind the engine's socket for ranks on the same address, for peers with the token; return its endpoint."""
         guard_server(socket, self._token)
         port = socket.bind_to_random_port(f"tcp://{self.address}")
         return f"tcp://{self.address}:{port}"
@@ -218,7 +218,7 @@ class HostCoordinator:
         return name, frames[0] if frames else b""
 
     def _hear(self, name: bytes, frame: bytes) -> bool:
-        """Whether somebody has joined."""
+        """Handle a host's message; return whether a host has joined."""
         now = time.monotonic()
         try:
             said = _decoder.decode(frame)
@@ -229,7 +229,8 @@ class HostCoordinator:
             return not self._closing and self._greet(name, said, now)
         found = next(((node, host) for node, host in self._hosts.items() if host.hello.run == said.run), None)
         if found is None:
-            return False  # it was lost before; it will notice, and join again
+            # It was lost before; it will notice, and join again.
+            return False
         if isinstance(said, HostLeaving):
             del self._hosts[found[0]]
             if not self._closing:
@@ -269,6 +270,7 @@ class HostCoordinator:
     def _note(self, host: _JoinedHost, said: ObservedState, now: float) -> None:
         host.heard_s = now
         if said.echo_s:
+            # As NTP does: the remote clock was read in the middle of the round trip; the shortest trip is most exact.
             trip = now - said.echo_s
             host.clocks.append((trip, said.echo_s + trip / 2.0 - said.now_s))
             self._ahead_s[host.hello.node] = min(host.clocks)[1]

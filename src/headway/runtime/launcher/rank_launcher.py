@@ -19,7 +19,7 @@ _PROCESS = "headway.runtime.executor.rank_process"
 
 
 def warm() -> None:
-    """Have the server import torch, and return at once: for whoever knows that ranks will follow."""
+    """Let the fork server import torch, and return at once. Called as soon as ranks are known to follow."""
     forkserver.set_forkserver_preload([_PROCESS])
     forkserver.ensure_running()
 

@@ -1,9 +1,9 @@
 """One incarnation of an engine process on another host, with the interface of `runtime.engine.engine_child`.
 
-It connects straight back, to two ports of this host where nobody is heard but this one process, whose settings hold a
-key made for it alone (CURVE: encrypted, both ends authenticated); that others connect there and leave changes nothing.
-Its own connection is not made again once it has ended, because what was on its way may be lost: the process is then
-lost as a whole. What its host says of it comes by the rendezvous.
+It connects straight back, to two ports of this host that accept this one process only, whose settings hold a key made
+for it alone (CURVE: encrypted, both ends authenticated); strangers that connect there and leave change nothing. Its own
+connection is not re-established once it has ended, because messages on their way may be lost: the process then counts
+as lost. Its host's reports on it come through the `HostCoordinator`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ZeroMQ CURVE keys, derived from the token that the hosts of one instance share. No torch.
 
-Connections are encrypted, and closed to whoever lacks the token: the serving socket's permanent key pair is made from
+Connections are encrypted, and closed to peers without the token: the serving socket's permanent key pair is made from
 it, and without that public key, which is never sent, a client cannot even begin CURVE's handshake (RFC 26/CurveZMQ).
 Every connection has keys of its own beside that.
 """
@@ -40,7 +40,7 @@ def peers_secret(token: str) -> str:
 
 
 def guard_server(socket: zmq.Socket[Any], token: str) -> None:
-    """Before `bind`: let in only who knows the token."""
+    """Admit only peers with the token. Called before `bind`."""
     secret = _server_secret(token)
     socket.curve_secretkey = secret
     socket.curve_publickey = zmq.curve_public(secret)
@@ -48,7 +48,7 @@ def guard_server(socket: zmq.Socket[Any], token: str) -> None:
 
 
 def guard_client(socket: zmq.Socket[Any], token: str) -> None:
-    """Before `connect`: show that this end knows the token, and speak to nobody who does not."""
+    """Prove this end's token, and refuse servers without it. Called before `connect`."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = zmq.curve_public(_server_secret(token))
 
