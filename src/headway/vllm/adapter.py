@@ -31,8 +31,9 @@ from headway.vllm.step_clock import StepClock
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
 
 _LOOKUP_STEPS = 16
-"""What a waiting request would take of the pool is asked anew after so many steps: the prefix cache changes."""
+"""Steps for which the blocks that a waiting request needs are cached: the prefix cache changes meanwhile."""
 _REPORT_S = 60.0
+"""Seconds between two log lines on decision times and prediction errors."""
 
 
 class _GatedRequestQueue(GatedQueueMethods, RequestQueue):
@@ -54,23 +55,23 @@ class Scheduler:
 
 
 class HeadwaySchedulerMethods:
-    """What the plug-in changes of vLLM's scheduler, whichever class that is.
+    """Overrides of vLLM's scheduler, as a mixin over its synchronous or asynchronous class.
 
-    An exception in the policy costs one step in stock order; the policy is then made anew from vLLM's own state. After
-    `max_errors` of them the stock order stays.
+    An exception in the policy costs one step in stock order; the policy is then rebuilt from vLLM's own state. After
+    `max_errors` exceptions the stock order is used for good.
     """
 
     headway_clock: Callable[[], float] = staticmethod(time.monotonic)
     headway_wall_clock: Callable[[], float] = staticmethod(time.time)
     """The clock that vLLM stamps arrivals with."""
     headway_stopwatch: Callable[[], float] = staticmethod(time.perf_counter)
-    """What decisions are timed with."""
+    """The clock that times decisions."""
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.headway_errors = 0
         self.headway_decision_s: deque[float] = deque(maxlen=4096)
-        """Seconds that the policy took of the last steps."""
+        """Seconds that the policy took in each of the last steps."""
         self._headway_settings: VllmSettings = read_settings(vllm_config.additional_config)
         self._headway_latency, start = latency_model(self._headway_settings, _engine_facts(vllm_config))
         self.waiting = _GatedRequestQueue(self.waiting)
@@ -93,14 +94,14 @@ class HeadwaySchedulerMethods:
     # -- what vLLM calls ----------------------------------------------------------------------------------------
 
     def add_request(self: Any, request: Any) -> None:
-        """A new request, or more input for one."""
+        """Add a new request, or more input for one that streams."""
         fresh = request.request_id not in self.requests
         super().add_request(request)
         if fresh:
             self._guard(self._enter, request)
 
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decide, let vLLM schedule, and note what it did."""
+        """Apply the policy's decision, call vLLM's `schedule()`, and move the policy to what vLLM has scheduled."""
         began_s, started_s = self.headway_clock(), self.headway_stopwatch()
         if not self._headway_active or not self._guard(self._decide, began_s):
             self._headway_plan = None
@@ -114,15 +115,18 @@ class HeadwaySchedulerMethods:
         return output
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """The last cap in both of vLLM's loops. Others may wrap it too: the least of all wins."""
+        """Cap a chunk at its quota.
+
+        vLLM calls this last in both of its loops; of several wrappers the least cap wins."""
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         quota = self._quota(request)
         if quota is None or tokens <= quota:
             return tokens
+        # Ask again for the smaller chunk: vLLM's own reserve depends on its end.
         return min(quota, super()._reserve_prefill_lookahead(request, num_computed_tokens, quota))
 
     def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Hybrid models: the quota before vLLM rounds it down to where recurrent state can be kept."""
+        """Cap a chunk of a hybrid model at its quota, before vLLM rounds it down to a state boundary."""
         quota = self._quota(request)
         tokens = num_new_tokens if quota is None else min(num_new_tokens, quota)
         if tokens == 0:
@@ -131,14 +135,14 @@ class HeadwaySchedulerMethods:
         return split
 
     def _preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        """vLLM takes a request's KV."""
+        """Preempt a request in vLLM, and requeue it in the policy."""
         super()._preempt_request(request, *args, **kwargs)
         if self._headway is not None:
             self._headway_needs.pop(request.request_id, None)
             self._guard(self._headway.lost, request)
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """A step's results are there."""
+        """Apply a step's results, and let the latency model learn its duration."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._headway_active and scheduler_output.total_num_scheduled_tokens:
             self._guard(self._measured, scheduler_output, self.headway_clock())
@@ -151,7 +155,7 @@ class HeadwaySchedulerMethods:
         return self.headway_errors < self._headway_settings.max_errors
 
     def _guard(self: Any, call: Any, *args: Any) -> bool:
-        """Whether the call succeeded. An exception puts this step into stock order."""
+        """Call a part of the policy. False, or an exception: this step goes in stock order."""
         if not self._headway_active:
             return False
         try:
@@ -168,10 +172,11 @@ class HeadwaySchedulerMethods:
             return False
 
     def _decide(self: Any, now: float) -> bool:
-        """Quotas, and what of the waiting queue is visible. False: this step goes in stock order."""
+        """Compute quotas and show the waiting requests that may run. False: this step goes in stock order."""
         if self._headway is None:
             self._rebuild()
         driver: PolicyDriver = self._headway
+        # Ended requests first: their blocks are free again.
         for name in self.finished_req_ids:
             driver.ended(name)
             self._headway_off.discard(name)
@@ -188,7 +193,8 @@ class HeadwaySchedulerMethods:
         plan = driver.plan(len(decodes), rows, kv_sum, now, room)
         quotas = plan.quotas
         if not quotas and not running and driver.prefills:
-            self._headway = None  # the policy would wait, and there is nothing to wait for: vLLM's word goes
+            # The policy would wait although nothing runs that could free KV: let vLLM decide, and rebuild next step.
+            self._headway = None
             return False
         if len(decodes) < len(running):
             place = {name: i for i, name in enumerate(quotas)}
@@ -204,7 +210,7 @@ class HeadwaySchedulerMethods:
         return True
 
     def _quota(self: Any, request: Any) -> int | None:
-        """Tokens that a prefill may take in this step; None: no limit of ours."""
+        """Return the tokens that a prefill may take in this step; None: no limit by the policy."""
         plan = self._headway_plan
         if plan is None:
             return None
@@ -217,7 +223,7 @@ class HeadwaySchedulerMethods:
         return int(self._headway.policy.config.min_chunk)
 
     def _note(self: Any, output: Any, began_s: float) -> None:
-        """Move the policy to where vLLM is."""
+        """Move the policy's cursors to what vLLM has scheduled."""
         driver, plan = self._headway, self._headway_plan
         if self._headway_off:
             self._headway_off.difference_update(output.num_scheduled_tokens)
@@ -225,12 +231,13 @@ class HeadwaySchedulerMethods:
         self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
 
     def _measured(self: Any, output: Any, now: float) -> None:
-        """Teach the latency model what a step took."""
+        """Pass the measured duration of a step to the latency model, and log errors every `_REPORT_S`."""
         step = self._headway_clock.returned(id(output), now)
         if step is None or self._headway is None:
             return
         load, seconds, predicted_s = step
         self._headway.observed(load, seconds)
+        # Exponential mean of the relative error over about 50 steps.
         self._headway_error_share += 0.02 * (
             abs(seconds - predicted_s) / max(seconds, 1e-6) - self._headway_error_share
         )
@@ -247,7 +254,7 @@ class HeadwaySchedulerMethods:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _enter(self: Any, request: Any) -> None:
-        """Let the policy decide about a request, if it may."""
+        """Add a request to the policy, unless it is one that must not wait."""
         if not _decidable(request):
             self._headway_off.add(request.request_id)
         elif request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -257,7 +264,7 @@ class HeadwaySchedulerMethods:
             self._headway.enter(self._facts(request, cached), request)
 
     def _enter_unblocked(self: Any) -> None:
-        """Requests whose grammar is compiled enter; one that failed is shown, for vLLM to refuse it."""
+        """Add requests whose grammar is compiled. One whose grammar failed is shown, for vLLM to refuse it."""
         for name, request in list(self._headway_blocked.items()):
             grammar = request.structured_output_request.grammar
             if grammar is None:
@@ -270,7 +277,7 @@ class HeadwaySchedulerMethods:
                 self._headway.enter(self._facts(request, cached), request)
 
     def _rebuild(self: Any) -> None:
-        """Make the policy anew from vLLM's state."""
+        """Rebuild the policy from vLLM's state."""
         self._headway = driver = self._make_driver()
         self._headway_off.clear()
         self._headway_blocked.clear()
@@ -284,9 +291,11 @@ class HeadwaySchedulerMethods:
                 driver.enter(self._facts(request, request.num_computed_tokens), request, running=True)
 
     def _make_driver(self: Any) -> PolicyDriver:
+        """Return a driver without requests, over vLLM's block pool."""
         pool_blocks = self.kv_cache_manager.block_pool
         groups = max(1, len(self.kv_cache_config.kv_cache_groups))
-        n_blocks = self.cache_config.num_gpu_blocks - 1  # one is the null block
+        # One block is the null block.
+        n_blocks = self.cache_config.num_gpu_blocks - 1
         watermark = getattr(self.kv_cache_manager, "watermark_blocks", 0)
         pool = VllmKvPool(
             n_blocks,
@@ -305,7 +314,7 @@ class HeadwaySchedulerMethods:
         return PolicyDriver(IterationPolicy(config, self._headway_latency, pool), pool)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
-        """Free blocks that a request would take for so many tokens: vLLM's own count (windows, groups, prefix hits)."""
+        """Return how many free blocks a request needs for so many tokens, as vLLM counts (windows, prefix hits)."""
         request = self.requests.get(request_id)
         if request is None:
             return 0
@@ -333,7 +342,7 @@ class HeadwaySchedulerMethods:
         return int(needed)
 
     def _facts(self: Any, request: Any, computed: int) -> Request:
-        """What a policy may know of a request. Its arrival is brought to the monotonic clock."""
+        """Return a request as the policy sees it, with its arrival converted to the monotonic clock."""
         tokens = request.num_tokens
         return Request(
             id=request.request_id,
@@ -347,17 +356,18 @@ class HeadwaySchedulerMethods:
 
 
 class _SyncHeadwayScheduler(HeadwaySchedulerMethods, VllmScheduler):
-    """Where vLLM schedules a step after the one before has come back."""
+    """For synchronous vLLM: a step is scheduled after the previous one has returned."""
 
 
 class _AsyncHeadwayScheduler(HeadwaySchedulerMethods, AsyncScheduler):
-    """Where vLLM schedules a step while the one before runs."""
+    """For asynchronous vLLM: a step is scheduled while the previous one runs."""
 
 
 def _decidable(request: Any) -> bool:
-    """Whether the policy may make a request wait. Those that may not start as soon as vLLM lets them: remote prefills
-    (another instance holds KV for them), pooling, input that still streams in, and encoder inputs, which vLLM has cut
-    at their own borders before it asks for a quota."""
+    """Whether the policy may make a request wait; others start as soon as vLLM lets them.
+
+    Not remote prefills (another instance holds KV for them), pooling, input that still streams in, nor encoder inputs,
+    which vLLM has cut at their own borders before it asks for a quota."""
     remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
     return not (
         request.pooling_params is not None

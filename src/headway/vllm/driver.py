@@ -1,7 +1,7 @@
-"""Keeps an `IterationPolicy` in step with the requests of vLLM's scheduler, and turns its decisions into quotas.
+"""Driver of an `IterationPolicy` over the requests of vLLM's scheduler: events in, quotas out.
 
-Nothing here imports vLLM: requests are read through the few attributes that `adapter` promises, so that a driver can
-be rebuilt from what vLLM knows at any time.
+Nothing here imports vLLM: requests are read through a few attributes of vLLM's, so that a driver can be rebuilt from
+vLLM's state at any time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ VllmRequest = Any
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What the policy wants of one step."""
+    """The policy's decision for one step."""
 
     quotas: dict[str, int]
     """Tokens by request, most urgent first; a prefill that is not named gets none."""
     load: BatchLoad
-    """The decodes and these chunks."""
+    """Load of the decodes and these chunks."""
     predicted_s: float
 
 
@@ -45,8 +45,7 @@ class PolicyDriver:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def enter(self, facts: Request, request: VllmRequest, running: bool = False) -> None:
-        """A request has come. `running`: it has KV already, for `facts.cached_tokens` tokens (when a driver is made
-        anew)."""
+        """Add a request. `running`: it has KV for `facts.cached_tokens` tokens already (when a driver is rebuilt)."""
         if running:
             self.pool.pledge(facts.id, facts.prompt_tokens)
         decodes = running and facts.cached_tokens >= facts.prompt_tokens - 1
@@ -58,7 +57,7 @@ class PolicyDriver:
             self.prefills[facts.id] = request
 
     def lost(self, request: VllmRequest) -> None:
-        """vLLM has preempted a request: all its tokens are to be computed again."""
+        """Requeue a request that vLLM has preempted: all its tokens are computed again."""
         name = request.request_id
         if name in self:
             self.pool.drop(name)
@@ -67,7 +66,7 @@ class PolicyDriver:
             self.policy.lost(name, request.num_tokens)
 
     def ended(self, request_id: str) -> None:
-        """A request is finished or aborted. Unknown ones are ignored."""
+        """Remove a finished or aborted request. Unknown ones are ignored."""
         if request_id in self:
             self.pool.drop(request_id)
             self._decoding.discard(request_id)
@@ -77,9 +76,10 @@ class PolicyDriver:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan(self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool) -> StepPlan:
-        """Quotas of the next step, in which so many requests decode, in so many rows, over so many cached tokens."""
+        """Return the quotas of a step in which `decodes` requests decode, in `rows` rows over `kv_sum` tokens."""
         load = decode_load(self.policy.latency, decodes, kv_sum)
-        if rows != decodes:  # speculative tokens are verified in rows of their own
+        # Speculative tokens are verified in rows of their own.
+        if rows != decodes:
             load = msgspec.structs.replace(load, tokens=rows)
         if self.prefills:
             decision = self.policy.pick(load, now, admits_new=admits_new)
@@ -89,7 +89,7 @@ class PolicyDriver:
         return StepPlan(quotas, load, load_s(self.policy.latency, load))
 
     def scheduled(self, plan: StepPlan, tokens: Mapping[str, int]) -> BatchLoad:
-        """vLLM has scheduled so many tokens of each request. Returns the load that the step really is."""
+        """Move the policy by the tokens that vLLM has scheduled of each request. Return the actual load of the step."""
         chunks = [name for name in tokens.keys() & self.prefills.keys() if name in tokens]
         exact = sum(plan.quotas.values()) == sum(tokens[name] for name in chunks) and (
             plan.load.tokens == sum(tokens.values())
@@ -101,15 +101,16 @@ class PolicyDriver:
         return load
 
     def observed(self, load: BatchLoad, seconds: float) -> None:
-        """A step of this load took so long."""
+        """Pass the measured duration of a step to the latency model."""
         self.policy.observed(load, seconds)
 
     def _advance(self, name: str) -> None:
-        """Move the policy's cursor to vLLM's. Where outputs in flight let vLLM's prompt grow, vLLM's word counts."""
+        """Move the policy's cursor to vLLM's, which decides when outputs in flight have let the prompt grow."""
         request = self.prefills[name]
         state = self.policy.holders.get(name)
         known = state.known if state is not None else request.num_tokens
         if request.is_prefill_chunk:
+            # Still a prefill for vLLM: keep one token, so that the policy does not count it as complete.
             self.policy.moved(name, min(request.num_computed_tokens, known - 1))
             self.pool.settle(name)
             return
@@ -120,7 +121,7 @@ class PolicyDriver:
         del self.prefills[name]
 
     def _real_load(self, plan: StepPlan, tokens: Mapping[str, int], chunks: Iterable[str]) -> BatchLoad:
-        """Where vLLM gave other numbers than asked: a limit of its own, or requests that no policy decides about."""
+        """Return the load if vLLM has scheduled other numbers: limits of its own, or requests outside the policy."""
         latency, names = self.policy.latency, set(chunks)
         others = [count for name, count in tokens.items() if name not in names]
         load = decode_load(latency, len(others), plan.load.decode_kv)

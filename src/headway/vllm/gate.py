@@ -22,8 +22,10 @@ class GatedQueueMethods:
     """
 
     def __init__(self, everyone: Any) -> None:
-        self._all = everyone  # vLLM's own queue, in vLLM's order
-        self._visible: deque[VllmRequest] | None = None  # None: the gate is open
+        # vLLM's own queue, in vLLM's order.
+        self._all = everyone
+        # Requests that the scan may take, in the policy's order; None: the gate is open.
+        self._visible: deque[VllmRequest] | None = None
 
     def show(self, requests: Iterable[VllmRequest]) -> None:
         """Close the gate for all but these, which must be in the queue. Called before each `schedule()`."""

@@ -1,4 +1,4 @@
-"""vLLM's block pool as the iteration policy sees it, with what half-done prefills will still take set aside."""
+"""vLLM's block pool for the iteration policy, less the blocks that half-done prefills will still allocate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class VllmKvPool:
         self.total_tokens = total_tokens
         self._free = free
         self._needed = needed
-        self._tokens: dict[str, int] = {}  # what a pledge is for
-        self._open: dict[str, int] = {}  # what of it vLLM has not allocated yet
+        # By request: tokens that its pledge is for, and blocks of it that vLLM has not allocated yet.
+        self._tokens: dict[str, int] = {}
+        self._open: dict[str, int] = {}
         self._open_sum = 0
         self._held: dict[str, int] = {}
 
@@ -46,7 +47,7 @@ class VllmKvPool:
         return self._needed(request_id, tokens)
 
     def held_blocks(self, request_id: str) -> int:
-        """What a request was pledged; 0 for one that was not."""
+        """Return the blocks pledged to a request; 0 without a pledge."""
         return self._held.get(request_id, 0)
 
     def pledge(self, request_id: str, tokens: int, headroom_blocks: int = 0) -> bool:
@@ -60,18 +61,18 @@ class VllmKvPool:
         return True
 
     def settle(self, request_id: str) -> None:
-        """vLLM has allocated blocks to a request: they are no longer pledged, but held."""
+        """Shrink a pledge by the blocks that vLLM has allocated to the request since."""
         if request_id in self._tokens:
             self._set_open(request_id, max(0, self._needed(request_id, self._tokens[request_id])))
 
     def complete(self, request_id: str) -> None:
-        """The prompt of a request is computed: nothing more is set aside for it."""
+        """End the pledge of a request whose prompt is computed."""
         if self._tokens.pop(request_id, None) is not None:
             self._set_open(request_id, 0)
             del self._open[request_id]
 
     def drop(self, request_id: str) -> None:
-        """A request has ended, or its blocks were taken."""
+        """Forget a request that has ended, or whose blocks vLLM has preempted."""
         self.complete(request_id)
         self._held.pop(request_id, None)
 

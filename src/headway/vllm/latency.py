@@ -1,4 +1,4 @@
-"""What a step of vLLM costs before any was measured: a stored profile, else a roofline of the device."""
+"""Initial latency model of vLLM's steps: a stored profile, else a roofline of the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from headway.perf.latency.tables import TableLatency
 from headway.vllm.settings import VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
-"""What of its data sheet's peaks an accelerator is taken to reach."""
+"""Assumed shares of an accelerator's peak rates (data sheet)."""
 _TRUST_ROOFLINE, _TRUST_PROFILE = 0.3, 2.0
 """Weight of the start against measurements, in steps (`CorrectedLatency.confidence`)."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the roofline needs to know of an engine."""
+    """Input of the roofline: one engine's model and device."""
 
     hf_config: Mapping[str, Any]
     dtype_bytes: int

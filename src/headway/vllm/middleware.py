@@ -38,6 +38,7 @@ class SloMiddleware:
                 return
             arguments.setdefault(HEADERS[name], value)
         body = add_arguments(await _read(receive), arguments)
+        # The body has grown: the old length, or chunked encoding, no longer applies.
         length = [(b"content-length", str(len(body)).encode())]
         rest = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
         await self._app({**scope, "headers": rest + length}, _replay(body, receive), send)
@@ -80,7 +81,7 @@ async def _read(receive: AsgiReceive) -> bytes:
 
 
 def _replay(body: bytes, receive: AsgiReceive) -> AsgiReceive:
-    """First the body, then whatever the connection says next (a disconnect)."""
+    """Return a `receive` that yields the body, then the connection's own messages (a disconnect)."""
     pending: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> AsgiMessage:

@@ -1,4 +1,4 @@
-"""Latency that a client asks for: `vllm_xargs` of the request body, or headers that the middleware puts there."""
+"""Latency targets of a request, from `vllm_xargs` of its body; the middleware puts headers there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each step took, where several may be in flight."""
+"""Durations of steps, of which several may be in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepClock:
         self._returned_s = 0.0
 
     def made(self, key: int, now: float, load: BatchLoad, predicted_s: float) -> None:
-        """A step was handed to the executor. `key` identifies it until it returns."""
+        """Note a step that goes to the executor. `key` identifies it until it returns."""
         self._steps[key] = (now, load, predicted_s)
         if len(self._steps) > _MOST:
             self._steps.popitem(last=False)
