@@ -20,6 +20,7 @@ def write_json(path: Path | None, data: Any) -> bool:
 
 def write(path: Path, body: bytes) -> bool:
     """Write bytes to a file, or to stdout for `-`; return True when they went to stdout. Raises ConfigError."""
+    # The caller prints no tables then, so that stdout is valid JSON or CSV.
     if str(path) == "-":
         sys.stdout.buffer.write(body)
         return True

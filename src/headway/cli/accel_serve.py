@@ -99,6 +99,7 @@ def capacity(arguments: argparse.Namespace) -> int:
         answer = service.capacity(at.instance(mode), at.draw, at.limits, ratio=arguments.ratio)
         best[mode] = answer.qps
         found["modes"][mode] = {"qps": answer.qps, "tried": [rate.to_json() for rate in answer.tried]}
+    # None: packing alone meets the limits at no rate.
     found["gain"] = best["prefetch"] / best["packing"] if best["packing"] else None
     if arguments.match and best["prefetch"]:
         found["packing_needs_bandwidth_times"] = service.bandwidth_to_match(

@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, or run `--dry-run` or `--replay`; return the exit status."""
     where = str(arguments.file)
     file = cluster_file(read_yaml(where, "pools: [{count: 2}]"), where)
+    # Precedence: flags, environment, then the file's `serve` section.
     flags = given_flags(ServeSettings, arguments)
     settings = resolve(ServeSettings, flags=flags, environment=environment(), file=file.serve, origin=f"{where}: serve")
     named, node = model_of(file, arguments.file.parent), settings.node_rank

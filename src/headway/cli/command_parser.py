@@ -24,6 +24,7 @@ class CommandParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit because of unknown arguments, with suggestions of flags that are spelt alike."""
         hints = []
+        # Only flags get hints; a surplus word could be anything.
         for word in unknown:
             flag = word.partition("=")[0]
             close = get_close_matches(flag, self._option_string_actions, 1, 0.7) if flag.startswith("--") else []

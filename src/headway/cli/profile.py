@@ -63,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             built.measure, built.kv_tokens, profiling.FULL, arguments.budget, mark, words, config.kv_parallel_size
         )
     finally:
+        # The model's memory must be free before the live calibration loads it in a server.
         built.executor.close()
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
     # Saved before the live calibration, whose failure must not lose the measurement.

@@ -67,6 +67,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
         show(report_table(data, EXPERIMENTS[name].title))
         if json_file is not None:
             _save(json_file, _bytes(data))
+    # Some experiments have claims only and nothing to draw.
     if picture is not None and report.panels:
         from headway.research.plot import draw
 

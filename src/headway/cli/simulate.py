@@ -137,6 +137,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     # A file was asked for, but the first point did not fit its memory: there is no run to show.
     elif _detail(arguments) is not None:
         raise ConfigError(result.points[0]["why"])
+    # A sweep may include points that do not fit; it fails only if none does.
     return 0 if any(point["feasible"] for point in result.points) else 1
 
 

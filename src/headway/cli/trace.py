@@ -35,6 +35,7 @@ def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[M
     from headway.control.decision_log import SCHEMA
 
     for event in events:
+        # Only the first line of a controller's log has its schema.
         if event.get("schema") == SCHEMA:
             raise ConfigError(
                 f"{path} is the log of a cluster's router; its instances', which can be drawn, are {path}.0, {path}.1 "

@@ -60,6 +60,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             if settings.start_engine:
                 await server.start_engine()
                 if server.journal is not None:
+                    # After the start: the journal has been checked against the model, and the engine takes requests.
                     recovered_requests.resume_all(server)
             yield
         finally:

@@ -67,6 +67,7 @@ class ChatFormat:
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """Return one object for the piece; before the first piece, one that has the role."""
+        # The OpenAI API: the first chunk of a stream has the role and no content.
         first = () if self._begun else (self._chunk(self._opening(index)),)
         self._begun = True
         choice: dict[str, Any] = {

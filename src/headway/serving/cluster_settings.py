@@ -62,6 +62,7 @@ def _pool_config(
     engine = overlay(settings, own).engine_config(model)
     # An instance runs on one host: `nnodes` and the rendezvous belong to the cluster.
     engine = msgspec.structs.replace(engine, nnodes=1, rdzv_endpoint=None, rdzv_token=None)
+    # KV moves between instances whose ranks are cut by heads only.
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(
             f"{where} is of instances with pipeline stages or KV groups (pipeline- or kv-parallel-size above 1): these "

@@ -121,6 +121,7 @@ class ServerContext:
             asked = RequestContext(request.headers, received_s, info, self.settings, models)
             return parse(BodyFields.parse(body), asked, reader)
 
+        # A task of its own, so that a shutdown also ends requests whose body is still arriving.
         return await self.active.begin(self.bodies.parse(request, work))
 
     @contextmanager

@@ -57,6 +57,7 @@ def _row(name: str, field: Mapping[str, Any], required: bool) -> str:
     kinds = " or ".join(each["type"] for each in field.get("anyOf", [field]) if "type" in each) or "any"
     low = next((f"{word} {_number(field[key])}" for key, word in _LEAST.items() if key in field), "")
     high = f"to {_number(field['maximum'])}" if "maximum" in field else ""
+    # What holds when the client leaves the field out.
     left_out = "required" if required else f"default {json.dumps(field['default'])}" if "default" in field else ""
     cells = (kinds, left_out, f"{low} {high}".strip(), field.get("description", ""))
     return f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -6,6 +6,7 @@ import itertools
 import re
 import uuid
 
+# Everything else could break a header or a log line.
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 _LONGEST = 128
 _counter = itertools.count()

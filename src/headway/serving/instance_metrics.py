@@ -34,6 +34,7 @@ class InstanceCollector:
 
     def collect(self) -> Iterable[Metric]:
         """Yield one family per metric, with a sample per instance; called by the registry at each scrape."""
+        # One report per scrape, so that all samples are of the same moment.
         instances = self._cluster.report().instances
         up = GaugeMetricFamily(f"{_PREFIX}up", "1 when the instance serves, 0 otherwise.", labels=_LABELS)
         for each in instances:

@@ -216,6 +216,7 @@ class RequestJournal:
                 self.unfinished[record.number].outputs[record.index].append(record.delta)
         if good < len(data):
             log.warning("%s: dropped %d bytes behind its last whole record", self._path, len(data) - good)
+        # Sizes are counted by the rewrite.
         self._live = dict.fromkeys(self.unfinished, 0)
         self._rewrite(data[:good])
 

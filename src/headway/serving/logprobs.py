@@ -58,6 +58,7 @@ def _label(token: int, tokenizer: ModelTokenizer) -> str:
         return f"token_id:{token}"
     data = tokenizer.token_bytes(token)
     try:
+        # A token may hold a part of a character, which JSON text cannot.
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -30,6 +30,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         shown = repr(role[:40]) if isinstance(role, str) else kind(role)
         raise RequestError(f"'{name}.role' must be one of {', '.join(_ROLES)} (got {shown})", f"{name}.role")
     for unsupported in ("tool_calls", "function_call", "audio"):
+        # Empty values are accepted: clients send `tool_calls: []` or null with plain text.
         if value.get(unsupported):
             raise RequestError(f"'{name}.{unsupported}' is not supported", f"{name}.{unsupported}")
     message = {"role": "system" if role == "developer" else role, "content": _content(value, role, f"{name}.content")}
@@ -42,6 +43,7 @@ def _content(message: dict[str, Any], role: str, name: str) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
+    # An assistant message may have no text, in the OpenAI API where it only calls tools.
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, list):

@@ -14,6 +14,7 @@ from headway.serving.context import context
 from headway.serving.errors import as_api_error, error_response, json_response
 
 router = APIRouter()
+# The API wants a creation time of the model; its files' times are not known here.
 _STARTED = int(time.time())
 
 
@@ -43,6 +44,7 @@ async def health(request: Request) -> Response:
         "recoveries": stats.recoveries_total,
         "engine_restarts": stats.engine_restarts_total,
     }
+    # Draining and recovering are not failures: a restart by the probe would lose accepted requests.
     return json_response(content, 503 if engine.state == "lost" else 200)
 
 

@@ -179,6 +179,7 @@ def read_body(body: type[Body], fields: BodyFields) -> Body:
     values: dict[str, Any] = {}
     for name in body.model_fields:
         value = fields.raw(name) if name in body.undecoded else fields.get(name)
+        # null and absent fields get the default of the body's field.
         if value is not None:
             values[name] = value
     try:
@@ -205,6 +206,7 @@ def _plain(schema: Any, definitions: Mapping[str, Any]) -> Any:
         return schema
     if "$ref" in schema:
         schema = {**definitions[schema["$ref"].rpartition("/")[2]], **schema}
+    # Pydantic describes `X | None` as anyOf of X and null.
     choices = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(choices) == 1:
         schema = {**schema, **_plain(choices[0], definitions), "description": schema.get("description", "")}

@@ -30,6 +30,7 @@ def sampling_params(
         min_tokens=body.min_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        # -1 means all tokens for vLLM's clients, 0 for the sampler.
         top_k=max(0, body.top_k),
         min_p=body.min_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
@@ -45,6 +46,7 @@ def sampling_params(
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     for key in biases:
+        # Keys of a JSON object are text; under 10 digits, so that int() of a long one is never computed.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
             message = f"'logit_bias' has a key that is not a token id in 0..{vocab_size - 1}"
             raise RequestError(message, "logit_bias")

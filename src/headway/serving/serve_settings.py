@@ -170,6 +170,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         given: dict[str, Any] = {}
         for field in fields(SchedulerConfig):
             name = _SCHEDULER_NAMES.get(field.name, field.name)
+            # Only given values: defaults of these settings are not those of the mode.
             if name in self.model_fields_set and field.name != "mode":
                 value = getattr(self, name)
                 given[field.name] = value / 1000.0 if field.name == "t_target_s" else value

@@ -63,6 +63,7 @@ class EndpointSettings(SettingsModel):
     def _check_together(self) -> Self:
         for what in ("ttft", "tbt"):
             low, high = getattr(self, f"slo_min_{what}_s"), getattr(self, f"slo_max_{what}_s")
+            # Swapped limits would clamp every target to the upper one.
             if low > high:
                 raise ValueError(f"slo_min_{what}_s ({low}) must not be above slo_max_{what}_s ({high})")
         if self.api_key is not None and not self.api_key.strip():

@@ -37,6 +37,7 @@ def read_slo(headers: Mapping[str, str], body: SloBody | None, settings: ServerS
 def _from_headers(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
     for name in names:
         value = headers.get(name)
+        # The next name is an alias of the first.
         if value is None:
             continue
         try:

@@ -30,6 +30,7 @@ async def tokenize(request: Request) -> Response:
     def work(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> dict[str, Any]:
         _check_model(fields, asked)
         body = read_body(TokenizeBody, fields)
+        # Messages win when both are given.
         if body.messages is not None:
             prompt = render_prompt(body, body.messages, prompts)
         elif body.prompt is not None:

@@ -22,6 +22,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
 
     def make(replay: ReplayResult) -> PlacementChain:
         about = replay.about or {}
+        # The log's first line has the policy; another one would differ at its first decision.
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
         chains.append(PlacementChain(policies_of(file, policy_context(file, model, about)), may_of(replay.machine)))
@@ -42,6 +43,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
         difference = replay.run()
     except ConfigError as error:
         raise ConfigError(f"replay: {path}: {error}") from error
+    # The log is a file that may have been edited or be of another program.
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"replay: {path}: its first line is not that of a cluster's log: {error}") from None
     if difference is None:

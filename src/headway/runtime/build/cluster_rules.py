@@ -52,6 +52,7 @@ def sink(log: IO[bytes]) -> Callable[[bytes], None]:
 
     def write(line: bytes) -> None:
         nonlocal failed
+        # Nothing more is written, even if there is space again: a log with a gap cannot be replayed.
         if failed:
             return
         try:

@@ -80,6 +80,7 @@ def _still_there(path: str, about: os.stat_result) -> bool:
 def _keep(path: str, written_s: float) -> None:
     """Rename an earlier log by the Unix time of its last line; a counter follows where the name is taken."""
     name = f"{path}.until-{datetime.fromtimestamp(written_s, UTC):%Y%m%dT%H%M%SZ}"
+    # Two runs may have ended within the same second.
     kept, count = Path(name), 1
     while kept.exists():
         count += 1

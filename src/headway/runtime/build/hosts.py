@@ -51,6 +51,7 @@ def settle_token(config: EngineConfig, node: int, instances: bool = False) -> En
         return config
     if node:
         raise ConfigError("set HEADWAY_RDZV_TOKEN to node 0's token: it prints the one that it makes")
+    # Only node 0 gets here: the token must be the same on all hosts.
     token = new_token()
     print(
         f"headway: start the other hosts with the same command, --node-rank 1 to {config.nnodes - 1}, --rdzv-endpoint "

@@ -78,6 +78,7 @@ class InstanceFactory:
 def first_of(file: ClusterFile) -> list[int]:
     """Return the number of each pool's first instance."""
     counts = [pool.count for pool in file.pools]
+    # Instances are numbered through the pools in order.
     return [sum(counts[:i]) for i in range(len(counts))]
 
 

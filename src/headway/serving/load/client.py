@@ -86,6 +86,7 @@ def request_body(endpoint: TargetEndpoint, job: LoadRequest) -> bytes:
     }
     if endpoint.extensions:
         options["continuous_usage_stats"] = True
+        # Both together fix the length: the answer neither ends early nor exceeds max_tokens.
         if job.ignore_eos:
             body["ignore_eos"] = True
             body["min_tokens"] = job.output_tokens

@@ -189,6 +189,7 @@ class ConvoyRunner:
             cut_short = not read.is_set()
             return ConvoyResult(_checked(await long), tuple([await task for task in shorts]), cut_short)
         finally:
+            # On an error or Ctrl-C no request outlives the experiment; finished tasks are not affected.
             for task in (long, *shorts):
                 task.cancel()
 

@@ -17,6 +17,7 @@ SCHEMA = "headway.convoy/1"
 
 def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
     """Return one run. Times in seconds; `series` has one row per short: due time, TTFT, largest TBT, error."""
+    # Failed shorts have no latency: they are counted in `failed` and left out of percentiles.
     ttfts = [ttft_s(short) for short in run.shorts if short.ok]
     gaps = [gap for short in run.shorts if short.ok for gap in tbt_s(short)]
     long_s, alone_s = run.long_s, run.alone_s

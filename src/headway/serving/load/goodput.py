@@ -18,10 +18,12 @@ class GoodputTargets:
         self._given: dict[str, SloTargets] = {}
         for item in items:
             left, colon, milliseconds = item.partition(":")
+            # From the right: the name of a class may itself have dots.
             klass, _, name = left.rpartition(".")
             try:
                 value = float(milliseconds)
             except ValueError:
+                # Refused below, with the same message as any other value that is not above 0.
                 value = -1.0
             if not colon or name not in _FIELDS or not 0 < value < float("inf"):
                 raise ConfigError(

@@ -69,6 +69,7 @@ def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, i
 async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
     served = first_model(url)
     most = int(served["max_model_len"])
+    # A slow model must not extend the run by more than 5 s; a request that is cut off ends its user.
     endpoint = TargetEndpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
     async with LoadClient(endpoint) as client:
         until = time.monotonic() + seconds

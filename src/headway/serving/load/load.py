@@ -129,4 +129,5 @@ def _report(
 
         for written in save(load_figure(result.records), args.plot):
             say(f"wrote {written}")
+    # For scripts: a run with losses must not pass as a measurement.
     return 1 if failed or result.interrupted else 0

@@ -59,6 +59,7 @@ def vllm_names(summary: RunSummary) -> dict[str, float | None]:
         "output_throughput": body["output_throughput_tps"],
         "total_token_throughput": body["total_throughput_tps"],
     }
+    # Keys such as mean_ttft_ms and p99_itl_ms.
     for theirs, ours in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "tbt_s"), ("e2el", "e2e_s")):
         for prefix, key in (("mean", "mean"), ("median", "p50"), ("p90", "p90"), ("p99", "p99")):
             value = total.latencies[ours].get(key)

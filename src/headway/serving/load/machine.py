@@ -26,6 +26,7 @@ def versions() -> dict[str, str]:
     for name in ("headway", "torch", "aiohttp"):
         try:
             found[name] = metadata.version(name)
+        # torch and aiohttp are in the extra `serve`.
         except metadata.PackageNotFoundError:
             continue
     return found

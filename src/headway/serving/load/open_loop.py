@@ -46,6 +46,7 @@ async def run_open_loop(
     job: LoadRequest | None = None
     try:
         for job in source:
+            # A late client sends at once and never skips: the delay is part of the latency and of `send_lag`.
             await asyncio.sleep(max(0.0, job.due_s - client.now()))
             tasks.append(asyncio.create_task(follow(job)))
             job = None
@@ -53,6 +54,7 @@ async def run_open_loop(
         await asyncio.wait(tasks) if tasks else None
     except asyncio.CancelledError:
         interrupted = True
+        # The request that was waiting for its time, then those that are still in the iterator.
         unsent = [_not_sent(left) for left in ([job] if job is not None else [])]
         unsent += [_not_sent(left) for left in source]
         await asyncio.sleep(0)  # a task must have begun for its cancellation to end in a record

@@ -46,6 +46,7 @@ def _parse(item: str) -> PolicySpec:
     policy, plus, chunking = item.partition("+")
     if policy not in DEFAULT_CHUNKING:
         raise ConfigError(f"unknown policy {policy!r} in --policies; allowed are {', '.join(DEFAULT_CHUNKING)}")
+    # "lars+" is an error below, not the default: a trailing plus is a mistake.
     chunking = chunking if plus else DEFAULT_CHUNKING[policy]
     name, _, size = chunking.partition(":")
     if not (chunking in ("adaptive", "whole") or (name == "static" and size.isdigit() and int(size) > 0)):

@@ -29,6 +29,7 @@ class PromptPool:
             raise ValueError(f"a vocabulary of {vocab_size} ids leaves nothing to draw from")
         self._rng = rng
         self.vocab_size = vocab_size
+        # A tiny test vocabulary keeps all its ids.
         first = 3 if vocab_size > 8 else 0
         self._size = max(longest, 1) + POOL_TOKENS
         ids = rng.integers(first, vocab_size, self._size)
@@ -58,6 +59,7 @@ class PromptPool:
             )
         if tokens <= 0:
             return b""
+        # The byte before the next start is the comma that ends the slice.
         return self._text[int(self._starts[place]) : int(self._starts[place + tokens]) - 1]
 
 

@@ -78,4 +78,5 @@ def report(
 
         for written in save(convoy_figure(data, titles), plot_file):
             say(f"wrote {written}")
+    # A failed long prompt has raised ConvoyError before.
     return 1 if any(run["short"]["failed"] for run in data["runs"]) else 0

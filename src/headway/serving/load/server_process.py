@@ -30,6 +30,7 @@ def free_port() -> int:
     """Return a TCP port that is free on loopback at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
+        # Another process may take the port before the server binds it; the start then fails with its message.
         return int(probe.getsockname()[1])
 
 
@@ -75,6 +76,7 @@ class ServerProcess:
                 if time.monotonic() - begun > self._ready_s:
                     raise ServerError(f"the server was not ready after {self._ready_s:g} s; {self.last_words()}")
                 time.sleep(0.05)
+        # Ctrl-C while waiting included: __exit__ is not called when __enter__ raises.
         except BaseException:
             self.stop()
             raise
@@ -88,6 +90,7 @@ class ServerProcess:
         trace: TracebackType | None,
     ) -> None:
         if value is not None and isinstance(value, Exception) and self._process and self._process.poll() is not None:
+            # The client's error is often only a closed connection; the server's output has the cause.
             value.add_note(f"the server had ended with status {self._process.returncode}; {self.last_words()}")
         self.stop()
 
@@ -139,6 +142,7 @@ def _answers(*urls: str) -> bool:
             with urllib.request.urlopen(url, timeout=2):
                 return True
         except urllib.error.HTTPError as problem:
+            # 404: this server lacks the path, try the next one. Any other status: not ready yet.
             if problem.code != 404:
                 return False
         except OSError:

@@ -64,6 +64,7 @@ class StreamedAnswer:
         ids = choice.get("token_ids")
         reason = choice.get("finish_reason")
         if "completion_tokens" in usage:
+            # Usage is cumulative: the growth since the last chunk.
             count = max(0, int(usage["completion_tokens"]) - len(self._token_s))
         elif isinstance(ids, list):
             count = len(ids)
