@@ -1,4 +1,4 @@
-"""Errors that a person may read. Each says what is wrong, with the numbers, and what to do about it.
+"""Errors that a user may see. Each message has what is wrong, with the numbers, and what to do about it.
 
 Every error that Headway raises on purpose derives from `HeadwayError`; anything else that escapes is a bug.
 """

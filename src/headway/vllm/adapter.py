@@ -77,9 +77,12 @@ class HeadwaySchedulerMethods:
         self.waiting = _GatedRequestQueue(self.waiting)
         self._headway_plan: StepPlan | None = None
         self._headway_clock = StepClock()
-        self._headway_off: set[str] = set()  # waiting requests that no policy decides about
-        self._headway_blocked: dict[str, Any] = {}  # waiting for a grammar to be compiled
-        self._headway_needs: dict[str, tuple[int, int, int]] = {}  # by request: (step, tokens, free blocks for them)
+        # Ids of waiting requests that the policy does not decide about.
+        self._headway_off: set[str] = set()
+        # Requests that wait for a grammar to be compiled, by id.
+        self._headway_blocked: dict[str, Any] = {}
+        # By request: (step, tokens, free blocks for them).
+        self._headway_needs: dict[str, tuple[int, int, int]] = {}
         self._headway_step = 0
         self._headway_error_share = 0.0
         self._headway_reported_s = 0.0

@@ -48,7 +48,7 @@ class SeamReport(msgspec.Struct, frozen=True):
     """How the seams of the vLLM that is installed compare with the known ones."""
 
     version: str
-    """As vLLM says it."""
+    """`vllm.__version__`."""
     known_as: str | None
     """The version in `KNOWN` whose seams are all the same; None: there is none."""
     moved: tuple[str, ...]

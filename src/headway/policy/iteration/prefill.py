@@ -35,21 +35,32 @@ class PrefillState:
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request
-        self.order = order  # of arrival: breaks ties, and says which request is the youngest
+        # Order of arrival: breaks ties; the request with the largest is the youngest, evicted first.
+        self.order = order
         self.is_long = False
         self.prompt = request.prompt_tokens
-        self.generated = 0  # output tokens, all of which are computed again when the KV is lost
-        self.scheduled = request.cached_tokens  # tokens that are computed or in flight
+        # Output tokens, all of which are computed again when the KV is lost.
+        self.generated = 0
+        # Tokens that are computed or in flight.
+        self.scheduled = request.cached_tokens
         self.holds_kv = False
-        self.base = 0  # first token of the shard in this group
-        self.limit = WHOLE  # most tokens of that shard
+        # First token of the shard in this group.
+        self.base = 0
+        # Most tokens of the shard in this group.
+        self.limit = WHOLE
         self.decoding = False
-        self.slot = -1  # place in the queue; negative: not in it
-        self.last_progress = 0  # the iteration in which it got tokens last
-        self.skipped_since: float | None = None  # when admission failed first, for want of KV
-        self.total_s = 0.0  # isolated prefill time when it came
-        self.work_s = 0.0  # what of that is left
-        self.deadline_s = 0.0  # when the first token is due
+        # Place in the queue; negative: not in it.
+        self.slot = -1
+        # The last iteration in which it got tokens.
+        self.last_progress = 0
+        # When admission first failed for lack of KV, seconds; None: it has not.
+        self.skipped_since: float | None = None
+        # Isolated prefill time on arrival.
+        self.total_s = 0.0
+        # Part of `total_s` that is left.
+        self.work_s = 0.0
+        # When the first token is due.
+        self.deadline_s = 0.0
 
     @property
     def known(self) -> int:

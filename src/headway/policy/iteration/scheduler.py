@@ -176,7 +176,7 @@ class Scheduler:
     def expect(self, batch_id: int, load: BatchLoad) -> None:
         """Set the load of a part in flight, remote attention included.
 
-        `LockstepBatch` knows it once all parts are packed."""
+        Called by `LockstepBatch.commit`, after all parts are packed."""
         self.state.in_flight[batch_id].load = load
 
     def expected_s(self, batch_id: int) -> float:

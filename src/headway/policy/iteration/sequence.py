@@ -20,11 +20,16 @@ class SequenceState(PrefillState):
 
     def __init__(self, request: Request, order: int) -> None:
         super().__init__(request, order)
-        self.computed = request.cached_tokens  # tokens whose KV is in place
+        # Tokens whose KV is in place.
+        self.computed = request.cached_tokens
         self.lease: KvLease | None = None
-        self.shards: tuple[KvShardLease, ...] = ()  # tokens before `base`, in other groups, in order
-        self.in_flight = 0  # chunks
-        self.settled = 0  # step of the decode set at which the cursors were right
+        # Shards with the tokens before `base`, in other groups, in order.
+        self.shards: tuple[KvShardLease, ...] = ()
+        # Chunks that are scheduled and not completed.
+        self.in_flight = 0
+        # Step of the decode set at which the cursors were last brought up to date.
+        self.settled = 0
         self.aborted = False
         self.started = False
-        self.hands_over = False  # ends with its next token and leaves its KV staged
+        # Ends with its next token and leaves its KV staged.
+        self.hands_over = False
