@@ -23,11 +23,13 @@ _SHORTEST_FILE = 400
 
 @dataclass(frozen=True)
 class PasskeyDocument:
-    """A document, the digits hidden in it, and where: ``depth`` is the share of the text in front of them."""
+    """A document with a hidden passkey."""
 
     text: str
     passkey: str
+    """The hidden digits."""
     depth: float
+    """The share of the text before the passkey."""
 
     @property
     def prompt(self) -> str:

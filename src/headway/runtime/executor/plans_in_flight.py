@@ -1,4 +1,4 @@
-"""What the engine tracks of the plans that it has sent: per group the stream, per plan the ranks still computing.
+"""The engine's record of sent plans: the stream of each group, and for each plan the ranks still computing it.
 
 `GroupStream` keeps two states of its group: the writer's, after the newest plan, and the committed one, after the last
 plan that all ranks have carried out. A rank that lost its place starts over from the committed one.
@@ -21,7 +21,7 @@ from headway.runtime.executor.rank_layout import RankPosition, places
 
 
 class TrackedRequest:
-    """What the engine keeps of a live request, for ranks that start over."""
+    """A live request's data at the engine, for ranks that start over."""
 
     __slots__ = ("known_outputs", "number", "output", "params", "prompt")
 
@@ -31,7 +31,7 @@ class TrackedRequest:
         self.params = params
         self.output: list[int] = []
         self.known_outputs = [0] * groups
-        """For each KV group: how many of the output tokens it knows, as of its last committed plan."""
+        """For each KV group: how many output tokens it holds as of its last committed plan."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -81,12 +81,12 @@ class GroupStream:
         self.resyncs: dict[int, int] = {}
         """For each rank: how often it asked for a snapshot since it last carried out a plan."""
         self.last_contact_s = 0.0
-        """When a rank was last probed, sent a plan or heard."""
+        """When a rank was last probed or sent a plan, or last sent a message."""
         self.last_progress_s = 0.0
         """When a rank last got a plan or sent anything."""
 
     def touch(self, now: float) -> None:
-        """A plan was sent, or a rank sent something."""
+        """Record that a plan was sent, or that a rank sent a message."""
         self.last_contact_s = self.last_progress_s = now
 
     def record_done(self, place: RankPosition, done: PlanDone, ahead_s: float) -> None:
@@ -130,7 +130,7 @@ class GroupStream:
         return emitted
 
     def snapshot(self, requests: Iterable[TrackedRequest]) -> GroupSnapshot:
-        """The committed state, for a rank that starts over. The plans in flight are to be sent again behind it."""
+        """Return the committed state, for a rank that starts over. Plans in flight must be sent again behind it."""
         state, tables = self.committed, self.committed.tables
         known = {str(r.number): r.prompt_tokens + r.known_outputs[self.index] for r in requests}
         # A request may have ended and still hold blocks, or be live and hold none here.

@@ -1,4 +1,4 @@
-"""Carrying out attention over several ranks: keys that go round a ring, or rows that go to the keys."""
+"""Attention over several ranks: keys are passed round a ring, or query rows are sent to the keys."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from headway.runtime.sequence_parallel.steps import AttendInPlace, RingAttend
 from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
 _PAIRS = 1 << 22
-"""Rows times keys between two looks: some tens of ms of a core, and far more than what a call costs."""
+"""Rows times keys between two calls of `look`: some tens of ms of a core, far more than the overhead of a call."""
 
 
 def go_round(
     transport: TensorTransport, step: RingAttend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """The attention of query (q_heads, rows, d) over every member's keys. Returns the same shape and type.
+    """Attend query (q_heads, rows, d) over every member's keys by a ring. Returns the same shape and type.
 
     block: this member's own keys and values, (2, kv_heads, keys, d), history first. look: called every so often.
     """
@@ -49,8 +49,9 @@ def go_round(
 
 
 def visit(transport: TensorTransport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
-    """The attention of query (q_heads, rows, d) over every member's keys, which stay: rows go out, partial answers come
-    back. Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
+    """Attend query (q_heads, rows, d) over every member's keys in place: rows are sent, partial answers returned.
+
+    Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
     """
     heads, rows, dim = query.shape
     own = next(guest for guest in step.guests if guest.rank == transport.rank)
@@ -82,7 +83,7 @@ def visit(transport: TensorTransport, step: AttendInPlace, query: Tensor, block:
 
 
 def _sliced(part: MaskBlock) -> Iterator[MaskBlock]:
-    """A block of many keys as several; one with a mask stays whole."""
+    """Divide a block of many keys; a causal block is not divided."""
     keys = max(1024, _PAIRS // max(1, part.row_end - part.row))
     if part.causal or part.key_end - part.key <= keys:
         yield part
@@ -117,17 +118,17 @@ class _PartialAnswer:
         merge_into(self.out[:, rows], self._lse[:, rows], out, lse)
 
     def packed(self) -> Tensor:
-        """All of it as one matrix, (rows, heads, d + 1), the last column being the log-sum-exp."""
+        """Return all rows as one tensor (rows, heads, d + 1), the last column being the log-sum-exp."""
         for first, end in self._fresh(0, self.out.shape[1]):
             self.out[:, first:end] = 0.0
         return torch.cat([self.out.transpose(0, 1), self._lse.t().unsqueeze(-1)], dim=-1)
 
     def join(self, packed: Tensor) -> None:
-        """Another's answer of the same rows, each of which has one here."""
+        """Merge another rank's packed answer of the same rows. Each row must have an answer here already."""
         merge_into(self.out, self._lse, packed[..., :-1].transpose(0, 1), packed[..., -1].t())
 
     def _fresh(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The rows of a range that have no answer yet; they have one from now on."""
+        """Return the rows of a range that have no answer yet, and mark the range as answered."""
         gaps, at, joined = [], first, (first, end)
         others = []
         for low, high in self._answered:  # ascending

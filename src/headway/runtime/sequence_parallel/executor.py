@@ -151,7 +151,7 @@ class StepExecutor:
             mixing = _StepBackend(self, step)
             self._decoder.run_layer(layer, hidden, self._table(step), mixing, mixing)
             return
-        # no rows, but others' keys pass by
+        # A rank without rows still takes part in the ring: keys of other members pass through it.
         self.registers[step.source] = hidden.new_empty(0, (config.q_heads + 2 * config.kv_heads) * config.head_dim)
         self.run(step.steps, layer)
         self.registers.take(step.target)

@@ -23,7 +23,7 @@ class GlooTransport:
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
-        """See `Transport.exchange`."""
+        """See `TensorTransport.exchange`."""
         tag = _FIRST_TAG + lane
         works: list[Any] = [dist.irecv(tensor, rank, tag=tag) for rank, tensor in receives]
         works += [dist.isend(tensor, rank, tag=tag) for rank, tensor in sends]

@@ -19,7 +19,7 @@ _Index = slice | Tensor
 
 
 class KvShard:
-    """`runs` of a pool, as a request owns them: (first slot, count), in order. One run is read without copying."""
+    """Slot ranges (first slot, count) of a pool that a request owns, in order. One range is read without copying."""
 
     def __init__(self, pool: KvPool, runs: Runs) -> None:
         self.pool = pool
@@ -27,7 +27,7 @@ class KvShard:
         self.capacity = sum(count for _, count in self.runs)
 
     def extend(self, runs: Runs) -> None:
-        """More slots, behind those that are there. Adjacent runs are joined, so that they are read without copying."""
+        """Append slot ranges. Adjacent ranges are joined, so that they are read without copying."""
         joined = list(self.runs)
         for first, count in runs:
             # first + count of the last range: the new one follows it directly.
@@ -39,13 +39,13 @@ class KvShard:
         self.capacity += sum(count for _, count in runs)
 
     def block(self, layer: int, tokens: int) -> Tensor:
-        """Keys and values of the first `tokens` slots, (2, kv_heads, tokens, head_dim); a view where it can be."""
+        """Return KV of the first `tokens` slots, (2, kv_heads, tokens, head_dim); a view where possible."""
         planes = self.pool.data[layer]
         parts = [planes[:, :, first : first + count] for first, count in cut_runs(self.runs, 0, tokens)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else planes[:, :, :0]
 
     def store(self, layer: int, at: int, k: Tensor, v: Tensor) -> None:
-        """Keep k and v, (tokens, kv_heads, head_dim), from slot `at` on."""
+        """Store k and v, (tokens, kv_heads, head_dim), from slot `at` on."""
         row = 0
         for first, count in cut_runs(self.runs, at, at + k.shape[0]):
             for plane, fresh in enumerate((k, v)):
@@ -53,7 +53,7 @@ class KvShard:
             row += count
 
     def index(self, slots: Positions) -> _Index:
-        """Slots of the shard as an index of the pool's slots."""
+        """Return slots of the shard as an index into the pool's slots: a slice where they are contiguous."""
         if len(self.runs) > 1:
             slots = np.concatenate([np.arange(first, first + count) for first, count in self.runs])[slots]
         elif self.runs:
@@ -70,10 +70,10 @@ class KvShard:
 
 
 class KvMoves:
-    """The moves that concern one rank, from one shard to another or within one; carried out layer by layer.
+    """KV moves of one rank, from one shard to another or within one, carried out layer by layer.
 
-    What leaves is copied when a layer is started, what arrives is written when it is finished, so that slots may be
-    used again in place.
+    Outgoing KV is copied when a layer is started, incoming KV is written when it is finished, so that a move may
+    overwrite slots that it reads.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class KvMoves:
         return bool(self._out or self._in)
 
     def start(self, layer: int) -> Callable[[], None]:
-        """Begin one layer; the result finishes it."""
+        """Begin to move one layer; the returned function completes it."""
         rank = self._transport.rank
         out = [(peer, self._taken(layer, heads, index)) for peer, heads, index in self._out]
         own = [data for peer, data in out if peer == rank]

@@ -1,8 +1,8 @@
-"""A run of a prompt as chunks that follow each other on one group, so that what is computed at once is bounded.
+"""Division of a span task into successive chunks on one group, which bounds the rows computed at once.
 
-Between the chunks of a run no KV moves (`core.span.cut`). What a cut costs: a ring passes all KV so far once a chunk,
-so that n chunks of a run that begins a prompt pass (n + 1) / 2 times what one would. What it gives: rows between two
-layers are those of a chunk, and a layer, which is how long a pause or a message waits, is a chunk's.
+Between the chunks of a task no KV moves (`core.span.cut`). Cost: a ring passes all KV so far once for each chunk, so n
+chunks at the beginning of a prompt pass (n + 1) / 2 times the KV of one. Gain: activations are those of a chunk, and so
+is the duration of a layer, for which a pause or a message waits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from headway.runtime.sequence_parallel.tokens import spread
 
 
 def pieces(spec: ChunkSpec, rows: int) -> tuple[ChunkSpec, ...]:
-    """`spec` as chunks of at most `rows` rows a TP region; itself where 0 is said, or where KV stays in place (rows
-    are few there)."""
+    """Return `spec` as chunks of at most `rows` rows a TP region; undivided for 0, and in place, where rows are few."""
     if not rows or spec.in_place:
         return (spec,)
     regions = len(spec.group.ranks) // spec.group.tp
@@ -30,8 +29,10 @@ def pieces(spec: ChunkSpec, rows: int) -> tuple[ChunkSpec, ...]:
 
 
 def layout_after(chunks: Sequence[ChunkSpec], held: KvLayout, config: DecoderConfig) -> KvLayout:
-    """Who holds what once all chunks of a run are computed: history balanced once, and then each member's tokens of
-    chunk after chunk. What one `ChunkPlan` after the other comes to. Raises ConfigError as they do."""
+    """Return the KV layout after all chunks of a task: the same as from one `ChunkPlan` after the other.
+
+    That is history, balanced once, followed by each member's tokens of chunk after chunk. Raises ConfigError.
+    """
     first = chunks[0]
     first.check(config)
     history = history_of(held, first, config)

@@ -170,7 +170,7 @@ class SequencePrefill:
 
     @property
     def shard(self) -> KvShard | None:
-        """Where this rank's KV is. A place that `storage` gave before this one is free once a chunk is finished."""
+        """Storage of this rank's KV. The shard that it replaced is free once a chunk is finished."""
         return self._shard
 
     @property
@@ -180,17 +180,17 @@ class SequencePrefill:
 
     @property
     def asked(self) -> bool:
-        """Whether a pause was asked for in the layer that ended last: of a chunk's last one, for what follows it."""
+        """Whether a pause was requested in the last completed layer; after a chunk's last layer it is still pending."""
         return self._asked
 
     @property
     def layer(self) -> int:
-        """The layer at which `run` goes on."""
+        """The layer at which `run` continues."""
         return self._layer
 
     @property
     def saved(self) -> SavedState:
-        """What this rank keeps of the chunk under way while it is paused, and of the chunks before it."""
+        """Memory that this rank holds for the paused chunk and for the chunks before it."""
         chunk, rank = self._under_way(), self._transport.rank
         layers, done, moved = self._config.layers, self._layer, self._executor.moved_layers
         after = len(chunk.after[rank].positions)
@@ -209,7 +209,7 @@ class SequencePrefill:
         )
 
     def hand_over(self, to: KvLayout, target: KvShard | None) -> None:
-        """Bring all KV to where `to` says (`layout.gathered`: in token order on one instance), layer by layer.
+        """Move all KV to the layout `to` (`layout.gathered`: in token order on one instance), layer by layer.
 
         Called by every rank that holds some and every rank that gets some; the latter give the place, of
         `to[rank].heads` KV heads. Ranks that were in no chunk call the function `hand_over` with the layout instead.

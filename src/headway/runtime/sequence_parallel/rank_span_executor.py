@@ -39,7 +39,7 @@ log = logging.getLogger("headway.worker")
 
 
 class RankLoopCalls(Protocol):
-    """The rank's loop (`runtime.executor.rank_loop`), as it may be called from inside a run."""
+    """The methods of the rank's loop (`runtime.executor.rank_loop`) that may be called within a span task."""
 
     @property
     def stopped(self) -> bool:
@@ -157,7 +157,7 @@ class RankSpanExecutor:
         name = said.name
         emitted, moved = self._runs.finish(name, said.draw)
         # Transfers that still read the old place must end before its slots are reused.
-        if moved:  # from the place before, which will be others'
+        if moved:
             self._port.settle(name)
         self._port.layers_are_there(name)
         self._say(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))

@@ -1,4 +1,4 @@
-"""Ring attention as data: at which step a member attends to whose keys, under which blocks, and what it passes on.
+"""Schedule of ring attention: for each step the keys that a member attends to, the mask blocks, and the transfers.
 
 Every member begins with its own keys and passes on what it has just begun to attend to (Liu et al. 2023), history
 included (Tetris §5). A member's keys travel as one block: its share of history, then its tokens of the chunk.
@@ -26,7 +26,7 @@ class RingStep(NamedTuple):
 
 
 def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[RingStep, ...]:
-    """The steps of one member. fresh: every member's tokens of the chunk; past: every member's share of history."""
+    """Return the steps of one member. fresh: all members' tokens of the chunk; past: all members' share of history."""
     members = len(fresh)
     steps = []
     for step in range(members):

@@ -52,7 +52,7 @@ class StartSpan(msgspec.Struct, frozen=True, array_like=True, tag="go"):
 
 
 class HoldSpan(msgspec.Struct, frozen=True, array_like=True, tag="hold"):
-    """Pause at the next layer edge. Of use to the first rank of a run's group."""
+    """Pause at the next layer edge. Only the first rank of the task's group acts on it."""
 
     name: str
 

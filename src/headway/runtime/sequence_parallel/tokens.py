@@ -1,4 +1,4 @@
-"""Which member of a ring computes which tokens of a chunk. Pure data.
+"""Placement of a chunk's tokens on the members of a ring. Pure data.
 
 With a causal mask later tokens cost more, so that equal consecutive shares are unequal work. Zigzag (2N shards, member
 i takes the i-th and the i-th last; Tetris §2.2) and striped placement (every N-th token; Brandon et al. 2023) are even.
@@ -41,7 +41,7 @@ def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positio
 
 
 def share(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Where an even cut of `size` things begins and ends its part: the first things go to the first part."""
+    """Return begin and end of part `part` of `size` items, cut evenly and in order into `parts`."""
     return part * size // parts, (part + 1) * size // parts
 
 

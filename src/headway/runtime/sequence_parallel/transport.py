@@ -1,4 +1,4 @@
-"""How tensors travel between ranks. Live: `gloo.GlooTransport`, or what connects instances; in tests: threads.
+"""Interface of tensor transport between ranks. Live: `gloo.GlooTransport`, or instance sockets; in tests: threads.
 
 Point to point only. A group is chosen for each chunk of each request, and it grows: communicators for collectives would
 have to be made by all ranks of the world for every group that occurs, and shares are uneven, which gloo's collectives
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class MessageStream(IntEnum):
-    """Messages between two ranks arrive in the order in which they were sent, lane by lane."""
+    """Stream of messages between two ranks. Order is kept within a stream, not between streams."""
 
     ROWS = 0
     RING = 1
@@ -34,7 +34,7 @@ class TensorTransport(Protocol):
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
     ) -> Callable[[], None]:
-        """Begin to send tensors to ranks and to fill tensors from ranks; the result waits for all of them.
+        """Begin to send tensors to ranks and to fill tensors from ranks; the returned function waits for all of them.
 
         All are contiguous and not empty. Until it has waited, the caller changes nothing that is sent and reads nothing
         that is filled. Peers begin their sides in the same order within a lane.
