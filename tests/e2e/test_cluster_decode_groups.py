@@ -100,7 +100,7 @@ def test_groups_shrink_and_grow_and_one_of_them_dies(
         ({"decode_batch": 3, "prefill": "single"}, "in-place"),
     ],
 )
-def test_whoever_dies_while_groups_change(
+def test_answers_survive_any_instance_that_dies_while_groups_change(
     tmp_path: Path, short_llama: Path, wanted: list[list[int]], options: object, decode: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -83,7 +83,7 @@ CASES = [
         ("jsq", {}, MIXED),
     ],
 )
-def test_whoever_dies_or_hangs_at_whatever_point(
+def test_answers_survive_any_instance_that_dies_or_hangs_at_any_point(
     tmp_path: Path, llama: Path, wanted: list[list[int]], placement: str, options: object, pools: object
 ) -> None:
     path = write(tmp_path, llama, placement, options, pools, worker_timeout="2", max_restarts=50)

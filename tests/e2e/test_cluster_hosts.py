@@ -137,7 +137,7 @@ def test_an_instance_there_is_killed_decoding(
 
 
 @LONG
-def test_what_cannot_start_says_so_on_both_hosts(hosts: Hosts, tmp_path: Path, llama: Path) -> None:
+def test_an_instance_that_cannot_start_is_reported_on_both_hosts(hosts: Hosts, tmp_path: Path, llama: Path) -> None:
     """A model that is missing there, another token, and a host that never comes."""
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
     elsewhere = tmp_path / "elsewhere"
@@ -211,7 +211,9 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
 
 
 @LONG
-def test_a_dry_run_says_what_is_where(tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_the_instances_of_each_host(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
     assert main(["cluster", path, "--dry-run"]) == 0
     said = capsys.readouterr().out

@@ -17,7 +17,7 @@ from tests.helpers.polling import until
 pytest.importorskip("nixl")
 
 
-def test_prefill_here_and_decode_there_and_one_is_killed(
+def test_prefill_and_decode_on_two_instances_survive_a_kill(
     tmp_path: Path, llama: Path, reference: GreedyReference
 ) -> None:
     path = Path(write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART))

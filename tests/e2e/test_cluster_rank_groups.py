@@ -163,7 +163,7 @@ def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
 
 @LONG
 @pytest.mark.parametrize(("placement", "options"), [("tetris", {"sizes": [1, 2]}), ("loongserve", {})])
-def test_whichever_rank_dies_or_hangs_at_whatever_point(
+def test_answers_survive_any_rank_that_dies_or_hangs_at_any_point(
     tmp_path: Path, llama: Path, reference: GreedyReference, placement: str, options: object
 ) -> None:
     wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]

@@ -51,7 +51,7 @@ def test_prompts_that_do_not_fit_together_are_answered_one_after_the_other(
 
 
 @pytest.mark.long
-def test_a_flood_is_answered_or_sent_away_and_leaves_nothing_behind(
+def test_a_flood_is_answered_or_refused_and_leaves_nothing_behind(
     tmp_path: Path, short_llama: Path, reference: GreedyReference
 ) -> None:
     prompt, said = prompt_of(7, 600), 12

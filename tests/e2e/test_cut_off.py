@@ -58,7 +58,9 @@ def served(kind: str, folder: Path, model: Path, **serve: object) -> ServerProce
 
 @pytest.mark.parametrize("kind", ["serve", "cluster"])
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]], ids=["drain", "second"])
-def test_everybody_who_waits_is_told(kind: str, signals: list[signal.Signals], llama: Path, tmp_path: Path) -> None:
+def test_all_waiting_clients_get_an_error(
+    kind: str, signals: list[signal.Signals], llama: Path, tmp_path: Path
+) -> None:
     with served(kind, tmp_path, llama, drain_timeout_s=0.3 if len(signals) == 1 else 100) as server:
         clients = [Client(server.url, stream) for stream in (False, False, True)]
         metric_reaches(server.url, "headway_num_requests_running", lambda value: value >= 3)

@@ -90,7 +90,7 @@ def test_requests_that_cannot_be_served_say_why_and_name_the_limit(server: str) 
 
 
 @LONG
-def test_timeouts_end_a_request_in_words(llama: Path) -> None:
+def test_a_timed_out_request_ends_with_a_message(llama: Path) -> None:
     with ServerProcess([str(llama), "--request-timeout-s", "0.3"]) as running:
         body = {"model": model_of(running.url), "prompt": prompt_of(0, 50), "max_tokens": 4000, "ignore_eos": True}
         answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
@@ -112,7 +112,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(llama: Path, re
 
 
 @LONG
-def test_a_dead_engine_that_may_not_start_again_is_told_to_everyone_who_waits(llama: Path) -> None:
+def test_a_dead_engine_without_restarts_fails_all_waiting_clients(llama: Path) -> None:
     with ServerProcess([str(llama), "--max-restarts", "0"]) as running:
         events = stream(running.url, prompt_of(4, 64), 3500, ignore_eos=True)
         next(events)

@@ -46,7 +46,7 @@ def last_words(folder: Path, model: str, **fields: object) -> FatalError:
         ("worn", "the workers were lost 4 times in a row", True, []),
     ],
 )
-def test_the_end_is_reported(
+def test_a_fatal_error_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], model: str, words: str, final: bool, logged: list[str]
 ) -> None:
     assert last_words(tmp_path, model) == FatalError(words, final)

@@ -218,7 +218,7 @@ def test_start_may_be_awaited_by_two_and_again() -> None:
     go(test)
 
 
-def test_closing_wakes_whoever_still_waits() -> None:
+def test_closing_wakes_all_waiting_callers() -> None:
     async def test() -> None:
         client = make_client()
         starting = asyncio.create_task(client.start())

@@ -84,7 +84,7 @@ def test_an_idle_engine_notices_too() -> None:
     assert core.stats().recoveries_total == 1
 
 
-def test_what_is_lost_over_and_over_is_given_up() -> None:
+def test_workers_lost_again_and_again_are_given_up() -> None:
     executor = FakeExecutor(waits_on=("wire",))
     core = make_core(executor)
     core._restarts = RestartLimit(2, "the workers", window_s=60.0)
@@ -159,7 +159,7 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
         assert refused.param == "output"
 
 
-def test_a_request_that_needs_long_to_do_its_harm_is_ended_and_the_service_goes_on() -> None:
+def test_a_request_that_kills_workers_slowly_is_ended_and_the_service_continues() -> None:
     """Each restart holds for more than a minute; whoever was there at all losses is not begun again, the rest are."""
     executor = FakeExecutor(waits_on=("wire",), step_s=0.0)
     core = make_core(executor)

@@ -55,7 +55,7 @@ async def tokens(deltas: AsyncIterator[OutputDelta], some: int = 10**9) -> list[
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_streams_go_on_where_they_were(fault: signal.Signals) -> None:
+def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None:
     async def test(client: ProcessEngineClient) -> None:
         prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(8)}
         streams = {name: stream(client, name, prompt, 3_000) for name, prompt in prompts.items()}
@@ -132,7 +132,7 @@ def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypat
     go(test)
 
 
-def test_an_engine_that_cannot_be_understood_is_ended() -> None:
+def test_an_engine_with_unreadable_messages_is_ended() -> None:
     async def test(client: ProcessEngineClient) -> None:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))

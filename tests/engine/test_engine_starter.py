@@ -12,7 +12,7 @@ import pytest
 from headway.runtime.launcher.engine_starter import EngineProcess
 
 
-def test_a_process_that_cannot_be_looked_after_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of descriptors, or a kernel or a sandbox without pidfd_open."""
 
     def refused(pid: int) -> int:

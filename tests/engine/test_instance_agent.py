@@ -143,7 +143,7 @@ def used(loop: Turning) -> int:
     return loop.core.scheduler.ledgers[0].used_tokens
 
 
-def test_runs_are_done_in_the_order_in_which_they_come(world: tuple[Computing, Turning]) -> None:
+def test_spans_are_computed_in_the_order_of_their_messages(world: tuple[Computing, Turning]) -> None:
     _, loop = world
     for name in ("a", "b", "c"):
         admit(loop, name, 30)
@@ -159,7 +159,7 @@ def test_runs_are_done_in_the_order_in_which_they_come(world: tuple[Computing, T
     assert used(loop) == 0
 
 
-def test_a_paused_run_lets_others_pass(world: tuple[Computing, Turning]) -> None:
+def test_a_paused_span_lets_others_pass(world: tuple[Computing, Turning]) -> None:
     computing, loop = world
     admit(loop, "a")
     admit(loop, "b")
@@ -201,7 +201,7 @@ def test_a_forgotten_span_ends_after_its_layer_without_a_message(world: tuple[Co
 
 
 @pytest.mark.parametrize("error", [PeerLostError("instance 3 is gone"), ValueError("a shape is off")])
-def test_a_run_that_fails_is_lost_and_no_more(world: tuple[Computing, Turning], error: Exception) -> None:
+def test_a_failing_span_is_lost_and_nothing_else(world: tuple[Computing, Turning], error: Exception) -> None:
     computing, loop = world
 
     def fail() -> None:
@@ -220,7 +220,7 @@ def test_a_run_that_fails_is_lost_and_no_more(world: tuple[Computing, Turning], 
     assert loop.work()[1:] == ["SpanTaskDone b"]
 
 
-def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, Turning]) -> None:
+def test_the_scheduler_continues_while_a_span_waits_for_blocks(world: tuple[Computing, Turning]) -> None:
     _, loop = world
     for name in ("a", "b"):
         admit(loop, name, 100)
@@ -238,7 +238,7 @@ def test_room_is_waited_for_while_the_scheduler_goes_on(world: tuple[Computing, 
     assert loop.work()[3:] == ["SpanTaskLost d"]  # never
 
 
-def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) -> None:
+def test_blocks_of_a_former_layout_are_freed(world: tuple[Computing, Turning]) -> None:
     computing, loop = world
     computing.moves = True
     admit(loop, "a")
@@ -252,7 +252,7 @@ def test_a_place_that_is_left_is_given_back(world: tuple[Computing, Turning]) ->
     assert used(loop) == 0
 
 
-def test_a_decode_leaves_the_scheduler_for_a_run_that_takes_its_kv_up(world: tuple[Computing, Turning]) -> None:
+def test_a_decode_leaves_the_scheduler_for_a_group_that_takes_over_its_kv(world: tuple[Computing, Turning]) -> None:
     _, loop = world
     core = loop.core
     assert submit(core, "a", [5] * 40, max_tokens=20) is None

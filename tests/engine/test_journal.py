@@ -184,7 +184,7 @@ def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
     assert left(tmp_path) == {"pinned": [[1, 3]]}
 
 
-def test_one_server_one_folder_and_nobody_else_reads_it(tmp_path: Path) -> None:
+def test_a_journal_folder_has_one_server_and_private_permissions(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path / "j")
     with pytest.raises(ConfigError, match="another server writes to it"):
         RequestJournal(tmp_path / "j")

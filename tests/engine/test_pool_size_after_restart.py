@@ -21,7 +21,9 @@ from headway.runtime.model.fields import read_json
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64])
-def test_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
+def test_the_pool_keeps_its_size_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_size: int
+) -> None:
     model = str(make_tiny("llama", tmp_path))
     built = []
     for free, asked in ((40_000_001, None), (1_000_000, None), (1_000_000, "as before")):
@@ -35,7 +37,7 @@ def test_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_s
 
 @pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 3, 1), (4, 2, 1), (2, 1, 2), (1, 2, 3)])
 @pytest.mark.parametrize("free", [50_000_017, 3_000_000_001])
-def test_over_several_workers(degrees: tuple[int, int, int], free: int) -> None:
+def test_the_pool_keeps_its_size_over_several_workers(degrees: tuple[int, int, int], free: int) -> None:
     layout = ParallelLayout(tp=degrees[0], stages=degrees[1], kvp=degrees[2])
     path = embedded.model_path() / "config.json"
     shape = read_config(read_json(path), None, str(path))

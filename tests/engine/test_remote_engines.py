@@ -133,7 +133,7 @@ async def pid(engine: RemoteEngine) -> int:
     return engine.process.pid
 
 
-def test_engines_of_two_hosts_answer_and_each_goes_its_way() -> None:
+def test_engines_of_two_hosts_answer_independently() -> None:
     """One is drained, one killed, and of one the agent is; a new agent takes what waits for it."""
 
     async def test() -> None:
@@ -165,7 +165,7 @@ def test_engines_of_two_hosts_answer_and_each_goes_its_way() -> None:
     go(test)
 
 
-def test_one_that_hangs_is_noticed_and_ended_there() -> None:
+def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
     async def test() -> None:
         with hosts() as cluster:
             cluster.agent(1)

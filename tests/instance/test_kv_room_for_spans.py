@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 @pytest.mark.parametrize("first", [20, 50, 64])
-def test_room_that_the_first_piece_finds_is_made_larger_for_the_last_before_any(tmp_path: Path, first: int) -> None:
+def test_blocks_for_all_pieces_of_a_span_are_reserved_before_the_first(tmp_path: Path, first: int) -> None:
     torch.manual_seed(0)
     shape = dataclasses.replace(reference_config(512), layers=1, max_model_len=512)
     worker = ModelWorker(random_decoder(shape, torch.float32), 8, BLOCK, ())

@@ -50,7 +50,7 @@ def soon(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_messages_of_a_lane_arrive_in_order_expected_or_not(make: Make, tcp: bool) -> None:
+def test_messages_of_a_stream_arrive_in_order_expected_or_not(make: Make, tcp: bool) -> None:
     one, two = make(0, tcp=tcp, secret=b"s"), make(1, tcp=tcp, secret=b"s")
     meet(one, two)
     there, back = one.line("r", (0, 1)), two.line("r", (0, 1))
@@ -72,7 +72,7 @@ def test_messages_of_a_lane_arrive_in_order_expected_or_not(make: Make, tcp: boo
     assert rooms == bodies
 
 
-def test_both_sides_send_much_at_once(make: Make) -> None:
+def test_both_sides_send_large_messages_at_once(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)
     size = 8 << 20
@@ -164,7 +164,7 @@ def test_a_peer_that_ends_wakes_waiting_receivers(make: Make) -> None:
     soon(lambda: heard == [1])
 
 
-def test_another_life_of_an_instance_takes_its_place(make: Make) -> None:
+def test_a_new_incarnation_of_an_instance_takes_its_place(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)
     waits = one.line("r", (1,)).expect(1, 0, memoryview(bytearray(1)))
@@ -199,7 +199,7 @@ def test_a_connection_that_is_cut_is_made_again_and_old_lines_are_lost(make: Mak
     assert bytes(into) == b"b"
 
 
-def test_a_wait_looks_round_and_may_be_ended_by_that(make: Make) -> None:
+def test_a_wait_calls_back_and_may_be_ended_by_that(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)
     ticket = one.line("r", (1,)).expect(1, 0, memoryview(bytearray(1)))
@@ -221,7 +221,7 @@ def test_a_peer_without_the_secret_gets_nothing(make: Make) -> None:
     assert not one._connections[1].up
 
 
-def test_one_that_was_never_there_is_lost_for_both_sides(make: Make) -> None:
+def test_a_peer_that_was_never_reachable_is_lost_for_both_sides(make: Make) -> None:
     one, two, three = make(0), make(1), make(2)
     table = [PeerAddress(peers.number, peers.incarnation, peers.address) for peers in (one, two, three)]
     two.close()

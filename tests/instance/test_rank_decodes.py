@@ -69,7 +69,7 @@ def test_the_output_of_a_halted_decode_continues_elsewhere(world: World, expecte
     one.end(expected)
 
 
-def test_what_runs_left_and_a_scheduler_went_on_with_is_sent(world: World, expected: Expected) -> None:
+def test_kv_of_spans_extended_by_a_scheduler_is_sent(world: World, expected: Expected) -> None:
     prompt, count, name = prompt_of(70, 12), 60, "adopted"
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, max_tokens=count)
     first = world.prefill(name, prompt, [Part(70, (0,))], logprobs=0, max_tokens=count)
@@ -106,7 +106,7 @@ def test_a_decode_does_not_begin_with_kv_of_fewer_tokens_than_it_has(world: Worl
     world.clean()
 
 
-def test_a_request_comes_back_to_where_it_was(world: World, expected: Expected) -> None:
+def test_a_request_returns_to_an_instance_that_it_left(world: World, expected: Expected) -> None:
     """From instance 1 to 0 and to 1 again, under one name."""
     prompt, count, name = prompt_of(70, 12), 90, "back"
     one = ScaledDecode(world, name, prompt, count, ())

@@ -76,7 +76,7 @@ def test_the_first_token_is_that_of_one_process(world: World, expected: Expected
 
 
 @pytest.mark.parametrize("name", ["one, in three runs", "one"])
-def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
+def test_an_instance_decodes_the_prompt_that_it_has_computed(world: World, expected: Expected, name: str) -> None:
     """Others are computed between, so that plans go on under way."""
     parts, prompt = ROUTES[name], prompt_of(sum(part.tokens for part in ROUTES[name]), 7)
     on = parts[-1].group[0]
@@ -151,7 +151,7 @@ def test_an_instance_of_one_process_transfers_kv_to_one_of_two(world: World, exp
 
 
 @pytest.mark.parametrize("group", [(0,), (1, 0, 2)])
-def test_paused_at_layers_of_pieces(world: World, expected: Expected, group: tuple[int, ...]) -> None:
+def test_a_span_pauses_at_layers_of_its_pieces(world: World, expected: Expected, group: tuple[int, ...]) -> None:
     """Another prompt is computed by the group, and one by a scheduler, in each pause."""
     parts = [Part(21, group[:1], rows=8), Part(50, group, rows=-(-16 // len(group)))]
     prompt, name = prompt_of(71, 2), f"p{len(group)}"
@@ -185,7 +185,9 @@ def test_paused_at_layers_of_pieces(world: World, expected: Expected, group: tup
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_schedulers_go_on_beside_a_run_where_that_is_asked(world: World, expected: Expected, beside: bool) -> None:
+def test_schedulers_continue_during_a_span_where_that_is_allowed(
+    world: World, expected: Expected, beside: bool
+) -> None:
     prompt, part, name = prompt_of(600, 3), Part(600, (0, 1), rows=16), f"b{beside}"
     world.admit(name, prompt, part.group, GREEDY)
     world.ask(0, f"s{beside}", prompt_of(30), max_tokens=60)
@@ -202,7 +204,7 @@ def test_schedulers_go_on_beside_a_run_where_that_is_asked(world: World, expecte
     world.clean()
 
 
-def test_groups_that_overlap_take_their_runs_in_turn(world: World, expected: Expected) -> None:
+def test_overlapping_groups_compute_their_spans_in_turn(world: World, expected: Expected) -> None:
     parts = {f"o{i}": Part(30 + i, group) for i, group in enumerate([(0, 1), (1, 2), (2, 0), (1, 0), (0,), (0, 1, 2)])}
     for name, part in parts.items():
         world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
@@ -246,7 +248,7 @@ def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
 # -- what ends otherwise ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
+def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
     start_on_some(world, "f", Part(60, (0, 1)), (0,))
     world[0].tell(ForgetRequest("f"))
     check_service(world, expected, "f", (0, 2))
@@ -323,7 +325,7 @@ def _listener(path: str) -> int:
 
 
 @pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=LONG)])
-def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
+def test_a_lost_rank_ends_its_instance_and_the_span(
     world: World, expected: Expected, rank: int, how: signal.Signals
 ) -> None:
     name = f"k{rank}"
@@ -344,7 +346,7 @@ def test_a_rank_that_is_lost_takes_its_instance_and_the_run(
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=LONG) for seed in (0, 1, 3, 4, 5, 6, 7))])
-def test_whatever_is_told_at_once(world: World, expected: Expected, seed: int) -> None:
+def test_random_spans_pauses_and_forgotten_requests_at_once(world: World, expected: Expected, seed: int) -> None:
     """Runs of overlapping groups, pauses, chats beside them, and requests that are forgotten in the midst."""
     chance = random.Random(seed)
     alive: dict[str, tuple[list[int], Part]] = {}
@@ -382,7 +384,7 @@ def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], P
     alive.clear()
 
 
-def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
+def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     part = Part(40, (2, 1))
     world.admit("late", prompt_of(40), part.group, GREEDY)
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)

@@ -92,7 +92,7 @@ def test_kv_by_heads_of_two_nodes_is_decoded_in_place_and_laid_out_by_tokens(wor
 
 
 @pytest.mark.parametrize("attn", ["ulysses", "ring"])
-def test_what_a_group_has_decoded_over_kv_by_heads_is_gathered(world: World, expected: Expected, attn: str) -> None:
+def test_kv_by_heads_decoded_by_a_group_is_gathered(world: World, expected: Expected, attn: str) -> None:
     count = 12
     one = ScaledDecode(world, f"back-{attn}", prompt_of(90, 16), count, BY_HEADS)
     one.step((1, 0), attn="ulysses")

@@ -127,11 +127,11 @@ def soak(world: World, expected: Expected, rounds: int, seed: int) -> None:
     world.clean()
 
 
-def test_answers_stay_whatever_happens_on_the_way(world: World, expected: Expected) -> None:
+def test_answers_are_unchanged_under_random_events(world: World, expected: Expected) -> None:
     soak(world, expected, 8, 1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(5))
-def test_answers_stay_for_long(world: World, expected: Expected, seed: int) -> None:
+def test_answers_are_unchanged_under_many_random_events(world: World, expected: Expected, seed: int) -> None:
     soak(world, expected, 40, 100 + seed)

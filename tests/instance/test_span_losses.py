@@ -24,7 +24,7 @@ from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest, PauseSp
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
 
-def test_a_run_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:
+def test_a_span_ends_when_an_instance_is_killed(world: World, expected: Expected) -> None:
     start_on_some(world, "k", Part(60, (0, 1, 2)), (0, 2))
     world[1].kill()
     for number in (0, 2):
@@ -35,7 +35,7 @@ def test_a_run_ends_when_an_instance_is_killed(world: World, expected: Expected)
     world.clean()
 
 
-def test_a_paused_run_of_a_lost_group_is_lost_when_it_goes_on(world: World, expected: Expected) -> None:
+def test_a_paused_span_of_a_lost_group_is_lost_when_it_resumes(world: World, expected: Expected) -> None:
     part = Part(60, (0, 3))
     world.admit("kp", prompt_of(60), part.group, GREEDY)
     with world[0].at_once():
@@ -50,7 +50,7 @@ def test_a_paused_run_of_a_lost_group_is_lost_when_it_goes_on(world: World, expe
     world.clean()
 
 
-def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expected: Expected) -> None:
+def test_a_span_ends_when_a_hanging_instance_leaves_the_peers(world: World, expected: Expected) -> None:
     part = Part(60, (0, 1))
     world[1].signal(signal.SIGSTOP)
     world.admit("h", prompt_of(60), part.group, GREEDY)
@@ -69,7 +69,7 @@ def test_a_run_ends_when_an_instance_that_hangs_is_left_out(world: World, expect
     world.clean()
 
 
-def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) -> None:
+def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
     start_on_some(world, "f", Part(60, (0, 1)), (0,))
     world[0].tell(ForgetRequest("f"))
     check_service(world, expected, "f", (0, 2))
@@ -85,7 +85,7 @@ def test_a_run_that_is_forgotten_ends_at_once(world: World, expected: Expected) 
     world.clean()
 
 
-def test_what_does_not_fit_the_model_or_the_group_is_lost_with_a_reason(world: World, expected: Expected) -> None:
+def test_a_span_that_does_not_fit_the_model_or_group_is_lost_with_a_reason(world: World, expected: Expected) -> None:
     world.admit("bad", prompt_of(20), (0, 1, 2), GREEDY)
     world.compute("bad", [Part(20, (0, 1, 2), "ulysses")], 0)  # 8 query heads over three
     assert "ulysses over 3 ranks" in world[0].wait(SpanTaskLost, "bad", SOON_S).why

@@ -16,7 +16,7 @@ Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
-def test_paused_at_every_layer_with_another_prompt_between(world: World, expected: Expected, attn: str) -> None:
+def test_a_span_pauses_at_every_layer_with_another_prompt_between(world: World, expected: Expected, attn: str) -> None:
     parts = [Part(41, (0, 1), attn), Part(30, (0, 1, 2), "ring") if attn == "ring" else Part(30, (0, 1), attn)]
     prompt, name = prompt_of(71), f"p-{attn}"
     world.admit(name, prompt, (0, 1, 2), GREEDY)
@@ -45,7 +45,7 @@ def test_paused_at_every_layer_with_another_prompt_between(world: World, expecte
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
 @pytest.mark.parametrize("group", [(0,), (0, 1), (1, 0, 2, 3)])
-def test_paused_at_every_layer_of_every_piece(
+def test_a_span_pauses_at_every_layer_of_every_piece(
     world: World, expected: Expected, attn: str, group: tuple[int, ...]
 ) -> None:
     """And between pieces, where nothing is kept but KV. Another prompt is computed in each pause."""
@@ -86,7 +86,7 @@ def test_paused_at_every_layer_of_every_piece(
     world.clean()
 
 
-def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
+def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     part = Part(40, (2, 3))
     world.admit("late", prompt_of(40), part.group, GREEDY)
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
@@ -99,7 +99,7 @@ def test_a_pause_that_comes_while_others_are_waited_for(world: World) -> None:
     world.clean()
 
 
-def test_a_pause_that_finds_the_run_paused_is_over_when_it_goes_on(world: World, expected: Expected) -> None:
+def test_a_pause_of_a_paused_span_is_cleared_by_its_resumption(world: World, expected: Expected) -> None:
     part, prompt = Part(40, (2, 3)), prompt_of(40)
     world.admit("twice", prompt, part.group, GREEDY)
     with world[2].at_once():
@@ -115,7 +115,7 @@ def test_a_pause_that_finds_the_run_paused_is_over_when_it_goes_on(world: World,
     world.clean()
 
 
-def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected) -> None:
+def test_a_span_that_is_not_preemptible_continues(world: World, expected: Expected) -> None:
     part, prompt = Part(40, (0, 1)), prompt_of(40)
     world.admit("not", prompt, part.group, GREEDY)
     world.compute("not", [part], 0)
@@ -128,7 +128,9 @@ def test_a_run_that_is_not_preemptible_goes_on(world: World, expected: Expected)
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_iterations_go_on_between_layers_where_the_run_allows(world: World, expected: Expected, beside: bool) -> None:
+def test_iterations_continue_between_layers_where_the_span_allows(
+    world: World, expected: Expected, beside: bool
+) -> None:
     name, prompt, part = f"b{beside}", prompt_of(300), Part(300, (0, 1))
     world.ask(0, f"d{beside}", prompt_of(30), max_tokens=400)
     world[0].until(lambda: world[0].deltas.get(f"d{beside}"))
@@ -145,7 +147,7 @@ def test_iterations_go_on_between_layers_where_the_run_allows(world: World, expe
     world.clean()
 
 
-def test_runs_of_groups_that_overlap_wait_for_each_other(world: World, expected: Expected) -> None:
+def test_spans_of_overlapping_groups_wait_for_each_other(world: World, expected: Expected) -> None:
     parts = {f"o{i}": Part(30 + i, group) for i, group in enumerate([(0, 1), (1, 2), (2, 0), (3, 1, 0), (0,), (2, 3)])}
     for name, part in parts.items():
         world.admit(name, prompt_of(part.tokens), part.group, GREEDY)

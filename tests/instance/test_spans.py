@@ -53,7 +53,7 @@ def test_a_stats_snapshot_precedes_span_done(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "one, in three runs", "pieces of one"])
-def test_what_one_instance_has_computed_it_decodes(world: World, expected: Expected, name: str) -> None:
+def test_an_instance_decodes_the_prompt_that_it_has_computed(world: World, expected: Expected, name: str) -> None:
     parts = ROUTES[name]
     prompt = prompt_of(sum(part.tokens for part in parts), 7)
     first = world.prefill("d" + name, prompt, parts, logprobs=0, max_tokens=12)

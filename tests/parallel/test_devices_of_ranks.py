@@ -85,7 +85,7 @@ def test_torch_reports_the_devices(look: Callable[[], CudaReport]) -> None:
     assert len(found.names) == len(found.free_bytes) == torch.cuda.device_count()
 
 
-def test_a_process_that_cannot_say_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_device_query_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="cannot be asked"):
         cuda.look_apart()
@@ -126,7 +126,7 @@ def test_kv_groups_share_requests_over_sdpa() -> None:
 
 @pytest.mark.parametrize("name", ["T2", "S2", "K2"])
 @pytest.mark.parametrize("first", [pytest.param(None, id="cpu"), pytest.param(0, id="cuda", marks=needs(2))])
-def test_ranks_over_sdpa_say_what_transformers_say(name: str, first: int | None) -> None:
+def test_ranks_over_sdpa_equal_transformers(name: str, first: int | None) -> None:
     layout = layout_of(name)
     config = make_rank_config(
         checkpoint("llama"), layout.tp, layout.stages, kvp=layout.kvp, attention_backend="sdpa", cuda=first

@@ -37,7 +37,7 @@ def test_a_line_is_found_and_disturbed_points_are_not_believed() -> None:
     assert row_s == pytest.approx(2e-6, rel=0.2)
 
 
-def test_what_does_not_fit_the_pool_is_not_asked_and_nothing_at_all_is_free() -> None:
+def test_exchanges_larger_than_the_pool_are_not_measured_and_zero_times_cost_nothing() -> None:
     assert exchange(asker({1: 2e-3}), 8, QUICK) == (2e-3, 0.0)
     assert exchange(asker(dict.fromkeys(QUICK.exchanged, 0.0)), 10_000, QUICK) == (0.0, 0.0)
 
@@ -99,7 +99,7 @@ def test_an_engine_of_two_groups_gets_the_measurements() -> None:
         core.executor.close()
 
 
-def test_a_profile_that_does_not_say_is_completed(tmp_path: Path) -> None:
+def test_a_profile_without_exchange_costs_is_completed(tmp_path: Path) -> None:
     config = config_of()
     built = build_many(config, ParallelLayout(kvp=2))
     built.executor.close()

@@ -74,7 +74,7 @@ def test_bf16_is_within_a_bound(name: str) -> None:
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("name", [*LAYOUTS, "S3", "S2K2", "T2K2", "T2S2K2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_chunking_and_schedule(family: str, name: str, chunking: str) -> None:
+def test_logits_are_equal_in_every_chunking_and_schedule(family: str, name: str, chunking: str) -> None:
     for schedule in ("stream", "microbatch"):
         check(family, name, chunking, schedule)
 

@@ -359,7 +359,7 @@ def test_an_endpoint_is_a_host_and_perhaps_a_port(text: str, endpoint: tuple[str
 
 
 @pytest.mark.parametrize("text", ["", ":7", "a:", "a:0", "a:65536", "a:x", "::1", "[::1]:7", "a:-1", "a:٣"])
-def test_anything_else_is_refused(text: str) -> None:
+def test_a_malformed_endpoint_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         parse_endpoint(text)
 
@@ -392,7 +392,7 @@ def test_other_weights_of_the_same_shape_are_another_model(model: Path, tmp_path
         identity(tmp_path)
 
 
-def test_terms_are_this_hosts_own(model: Path) -> None:
+def test_compatibility_terms_describe_this_host(model: Path) -> None:
     mine = terms(1, 2, LAYOUT, str(model))
     assert isinstance(mine, HostHello)
     assert mine.cores == len(os.sched_getaffinity(0))

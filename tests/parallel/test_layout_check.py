@@ -55,7 +55,7 @@ def can_be(config: DecoderConfig, layout: ParallelLayout) -> bool:
 
 
 @given(CONFIGS, LAYOUTS)
-def test_what_is_suggested_can_be_and_nothing_nearer_can(config: DecoderConfig, asked: ParallelLayout) -> None:
+def test_a_suggested_layout_is_possible_and_the_nearest_one(config: DecoderConfig, asked: ParallelLayout) -> None:
     heads = config.q_heads % asked.tp == 0 and (config.kv_heads % asked.tp == 0 or asked.tp % config.kv_heads == 0)
     if heads and asked.stages <= config.layers:
         check_shape(config, asked)

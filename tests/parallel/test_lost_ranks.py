@@ -80,7 +80,7 @@ def ask(core: EngineCore, name: str, output: tuple[int, ...] = ()) -> None:
     assert core.submit(submit, memoryview(np.arange(3, 8, dtype=np.int32).tobytes())) is None
 
 
-def test_what_cannot_be_sent_comes_out_with_the_next_result_and_nowhere_else() -> None:
+def test_a_failed_send_is_raised_with_the_next_result_and_nowhere_else() -> None:
     wire, executor, core = begin()
     wire.broken = {1}
     ask(core, "b")
@@ -123,7 +123,7 @@ def test_a_rank_whose_report_was_lost_is_lost() -> None:
         executor.result(1.0)
 
 
-def test_ranks_that_run_and_get_on_with_nothing_are_lost() -> None:
+def test_ranks_that_run_without_progress_are_lost() -> None:
     _, executor, _ = begin()
     executor.stall_s = 0.05
     with pytest.raises(RankLostError, match=r"worker 0 has carried out nothing for 0\.05 s"):

@@ -80,7 +80,7 @@ def kinds(told: list[object]) -> list[type]:
     return [type(word) for word in told]
 
 
-def test_room_is_given_behind_the_operations_that_made_it() -> None:
+def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
     ranks = Ranks(READY | {GrantSlots: [both(WantSlots("r", 20, True)), both(SpanBegun("r"))]})
     asked: list[tuple[int, bool]] = []
 
@@ -113,7 +113,7 @@ def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
     assert ranks.told[-1] == StartSpan("r", True, False)
 
 
-def test_behind_each_edge_the_scheduler_has_its_turn() -> None:
+def test_the_scheduler_runs_after_each_layer_edge() -> None:
     answers: Answers = {
         BeginSpan: [both(SpanBegun("r"))],
         StartSpan: [both(LayerEdge("r", 1))],
@@ -143,7 +143,7 @@ def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
 
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize(("end", "error"), [(None, SpanTaskError), (1, PeerLostError)])
-def test_one_rank_that_cannot_go_on_ends_the_run(order: int, end: int | None, error: type[Exception]) -> None:
+def test_one_failing_rank_ends_the_span(order: int, end: int | None, error: type[Exception]) -> None:
     words: list[RunFromRank] = [SpanComputed("r"), SpanBroken("r", "a peer is gone", end)]
     ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [words[:: 1 - 2 * order]]})
     ranks.begin()
@@ -151,7 +151,7 @@ def test_one_rank_that_cannot_go_on_ends_the_run(order: int, end: int | None, er
         ranks.runs.go("r", None, lambda layers: None)
 
 
-def test_ranks_that_differ_are_an_error_of_ours() -> None:
+def test_differing_reports_of_ranks_are_an_internal_error() -> None:
     ranks = Ranks(READY | {BeginSpan: [[SpanBegun("r"), WantSlots("r", 5, False)]]})
     with pytest.raises(InvariantError, match="differ"):
         ranks.begin()

@@ -153,7 +153,7 @@ def test_a_rank_that_cannot_follow_gets_a_snapshot_and_answers_stay_exact(
         assert (world.executor.resyncs > 0) == any(hurt)
 
 
-def test_an_allocator_that_went_its_own_way_is_noticed_before_anything_is_computed(
+def test_a_diverged_block_table_is_noticed_before_anything_is_computed(
     folder: Path, undisturbed: list[list[int]]
 ) -> None:
     with VirtualWorld(folder, ParallelLayout(stages=2)) as world:

@@ -11,7 +11,7 @@ from headway.runtime.executor.messages import CONTROL_IDENTITY
 from headway.runtime.executor.rank_process import ZmqChannel
 
 
-def test_a_channel_ends_though_a_thread_has_spoken_aside(tmp_path: Path) -> None:
+def test_a_channel_closes_after_a_thread_has_sent_a_control_message(tmp_path: Path) -> None:
     """That thread may live on: what it says then goes nowhere."""
     context = zmq.Context()
     engine = context.socket(zmq.ROUTER)

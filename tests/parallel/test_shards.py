@@ -67,7 +67,7 @@ def test_rank_numbers_and_places_are_inverse(tp: int, stages: int, kvp: int) -> 
 
 
 @given(CONFIGS, st.sampled_from((1, 2, 4)), st.integers(1, 3))
-def test_numbers_held_add_up_to_the_model(config: DecoderConfig, ranks: int, stages: int) -> None:
+def test_parameters_of_all_shards_add_up_to_the_model(config: DecoderConfig, ranks: int, stages: int) -> None:
     stages = min(stages, config.layers)
     if not divides(config, ranks) or config.kv_heads % ranks:
         return

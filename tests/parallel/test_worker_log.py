@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_with_its_own_number_and_its_instance_s() -> None:
+def test_worker_log_lines_have_the_numbers_of_rank_and_instance() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert "worker 0 failed while starting" in done.stdout
     (line,) = (json.loads(line) for line in done.stderr.splitlines())

@@ -15,7 +15,7 @@ from headway.runtime.sequence_parallel.cover import cover
 from headway.runtime.sequence_parallel.kv_shard import KvShard
 
 
-def test_merging_in_place_is_merging() -> None:
+def test_merging_in_place_equals_merging() -> None:
     torch.manual_seed(0)
     outs, lses = torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40) * 20
     lses[0, :, 5:9] = -torch.inf

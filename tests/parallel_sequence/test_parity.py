@@ -26,13 +26,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("attn", ["ring", "ulysses"])
-def test_families(models: dict[str, Model], family: str, attn: str) -> None:
+def test_every_model_family_equals_one_process(models: dict[str, Model], family: str, attn: str) -> None:
     check_parts(models[family], [Part(23, 4, attn), Part(31, 4, attn)])
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ranks", quick_first([3, 4, 7, 1, 2], 2))
-def test_rings_with_history(models: dict[str, Model], order: str, ranks: int) -> None:
+def test_rings_with_history_equal_one_process(models: dict[str, Model], order: str, ranks: int) -> None:
     check_parts(
         models["llama"], [Part(29, ranks, order=order), Part(50, ranks, order=order), Part(17, ranks, order=order)]
     )
@@ -52,13 +52,13 @@ def test_ulysses_in_nodes_and_a_ring_between_them(models: dict[str, Model], rank
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_megatron_with_history(models: dict[str, Model], tp: int) -> None:
+def test_megatron_with_history_equals_one_process(models: dict[str, Model], tp: int) -> None:
     check_parts(models["llama"], [Part(29, tp, "megatron", "megatron"), Part(50, tp, "megatron", "megatron")], tp)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("attn", ["ring", "ulysses"])
-def test_groups_that_grow(models: dict[str, Model], attn: str, order: str) -> None:
+def test_growing_groups_equal_one_process(models: dict[str, Model], attn: str, order: str) -> None:
     check_parts(
         models["llama"],
         [Part(21, 1, attn, order=order), Part(34, 2, attn, order=order), Part(27, 4, attn, order=order)],
@@ -173,5 +173,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[Part]]:
 
 @settings(max_examples=10)
 @given(cases(), st.sampled_from(["llama", "qwen2", "qwen3"]))
-def test_any_route(models: dict[str, Model], case: tuple[int, list[Part]], family: str) -> None:
+def test_any_order_of_layouts_equals_one_process(
+    models: dict[str, Model], case: tuple[int, list[Part]], family: str
+) -> None:
     check_parts(models[family], case[1], case[0])

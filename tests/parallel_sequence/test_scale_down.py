@@ -50,7 +50,7 @@ def shrinks(draw: st.DrawFn) -> tuple[KvLayout, ChunkSpec]:
 
 @settings(max_examples=200)
 @given(shrinks())
-def test_who_stays_keeps_what_it_has_and_gets_an_even_share_of_the_rest(case: tuple[KvLayout, ChunkSpec]) -> None:
+def test_keepers_hold_their_kv_and_get_an_even_share_of_the_rest(case: tuple[KvLayout, ChunkSpec]) -> None:
     held, spec = case
     chunk = ChunkPlan(spec, held, SMALL_CONFIG)
     assert sorted(np.concatenate([one.positions for one in chunk.after.values()])) == list(range(spec.end))

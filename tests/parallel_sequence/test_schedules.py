@@ -40,7 +40,7 @@ positions = st.sets(st.integers(0, 60), max_size=24).map(lambda found: np.array(
 
 
 @given(positions, positions, st.integers(0, 5))
-def test_a_cover_is_the_mask(queries: np.ndarray, keys: np.ndarray, past: int) -> None:
+def test_a_cover_of_blocks_equals_the_causal_mask(queries: np.ndarray, keys: np.ndarray, past: int) -> None:
     mask = np.concatenate([np.ones((len(queries), past), dtype=int), keys[None] <= queries[:, None]], axis=1)
     assert np.array_equal(seen(cover(queries, keys, past), *mask.shape), mask)
 
@@ -87,7 +87,7 @@ def test_placements_balance_the_work_and_the_calls(order: str) -> None:
 
 @settings(max_examples=150)
 @given(routes())
-def test_moves_bring_every_layout_about(route: list[ChunkSpec]) -> None:
+def test_moves_produce_every_layout(route: list[ChunkSpec]) -> None:
     held: KvLayout = EMPTY
     for spec in route:
         chunk = ChunkPlan(spec, held, SMALL_CONFIG)
@@ -115,7 +115,7 @@ def test_growing_a_ring_moves_as_little_as_can_be() -> None:
 
 @settings(max_examples=150)
 @given(routes())
-def test_exchanges_fit_together(route: list[ChunkSpec]) -> None:
+def test_sends_and_receives_of_an_exchange_match(route: list[ChunkSpec]) -> None:
     """What one rank sends is what another expects, and each target is filled: once, or by every sender for a sum."""
     held: KvLayout = EMPTY
     for spec in route:
@@ -184,6 +184,6 @@ def check_target(step: ExchangeRows) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make: object, says: str) -> None:
+def test_impossible_layouts_are_refused(make: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()  # type: ignore[operator]

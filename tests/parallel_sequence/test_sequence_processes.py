@@ -75,7 +75,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, dict[str, 
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_processes_say_the_same(answers: tuple[Model, dict[str, Said]], name: str) -> None:
+def test_processes_emit_the_same_tokens(answers: tuple[Model, dict[str, Said]], name: str) -> None:
     model, found = answers
     tp, parts = ROUTES[name]
     specs = route(parts, tp)

@@ -174,7 +174,7 @@ def test_a_late_loss_report_of_a_continued_decode_is_ignored() -> None:
     asyncio.run(run())
 
 
-def test_a_request_on_whose_instances_ill_luck_lies_ends_and_others_do_not() -> None:
+def test_a_request_that_loses_instance_after_instance_fails_and_others_continue() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.2)
         async with running(fake, ("mixed",) * 3, "jsq") as client:
@@ -309,7 +309,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
     asyncio.run(run())
 
 
-def test_instances_that_cannot_start_or_differ_are_no_cluster() -> None:
+def test_a_cluster_fails_to_start_when_instances_differ_or_cannot_start() -> None:
     async def run() -> None:
         fake = FakeCluster(refuse=lambda number, serial: "no such model" if number else None)
         client = router(fake, ("mixed", "mixed"), "jsq")
@@ -365,7 +365,7 @@ def test_an_abort_is_sent_where_the_request_is() -> None:
     asyncio.run(run())
 
 
-def test_a_load_spreads_progress_over_the_prompts_that_wait() -> None:
+def test_prefill_progress_is_spread_over_the_waiting_prompts() -> None:
     load = InstanceLoad()
     load.take(EngineStats(prefill_tokens_total=1000))
     load.add("a", 300, 3.0)

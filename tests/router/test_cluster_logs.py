@@ -14,7 +14,7 @@ from headway.runtime.build.instance_factory import joining_config
 from headway.runtime.engine.config import EngineConfig
 
 
-def test_one_that_joins_writes_no_other_ones_log() -> None:
+def test_a_joining_instance_writes_its_own_event_log() -> None:
     config = EngineConfig(model="m", event_log="log.2")
     assert joining_config(config, 2, 5, 0).event_log == "log.5"
     assert joining_config(config, 2, 1, 3).event_log == "log.1.3"
@@ -29,7 +29,7 @@ class _Full(io.BytesIO):
         raise OSError(28, "No space left on device")
 
 
-def test_a_log_that_cannot_be_written_ends_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decision_log_that_cannot_be_written_ends_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
     full = _Full()
     write = sink(full)
     write(b"a\n")

@@ -16,7 +16,7 @@ from headway.runtime.cluster.span_runs import LiveSpanRuns
 
 
 @pytest.mark.parametrize("where", ["runs", "machine", "letting go"])
-def test_an_error_of_its_own_ends_the_request_and_not_the_instance(
+def test_a_controller_error_fails_the_request_and_not_the_instance(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     done, span_done, drop = LiveSpanRuns.done, ClusterController.span_done, ClusterController.drop
@@ -57,7 +57,7 @@ def test_an_error_of_its_own_ends_the_request_and_not_the_instance(
     assert "the router has failed at what was said of bad#1" in caplog.text
 
 
-def test_a_policy_that_cannot_say_when_to_wake_it_is_asked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_whose_next_wakeup_raises_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(policy: FifoPlacement, now: float) -> float | None:
         raise RuntimeError("a bug")
 

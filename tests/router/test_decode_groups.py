@@ -86,7 +86,7 @@ def _by_heads(*rooms: int, in_place: bool = True) -> DecodeWorld:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_group_decodes_over_kv_by_heads_as_it_was_left(in_place: bool) -> None:
+def test_a_group_decodes_in_place_over_kv_cut_by_heads(in_place: bool) -> None:
     world = _by_heads(140, 500, 110, in_place=in_place)
     for _ in range(3):
         assert world.token()[0].run.group == (2, 0), "whose heads are whose is said by the order"
@@ -115,7 +115,7 @@ def test_kv_by_heads_is_laid_out_by_tokens_when_a_group_grows_and_there_is_room(
     assert (world.steps.grown, world.steps.shrunk) == (1, 0)
 
 
-def test_kv_by_heads_of_a_group_that_shrinks_goes_to_those_that_stay() -> None:
+def test_kv_by_heads_of_a_shrinking_group_moves_to_the_remaining_instances() -> None:
     world = _by_heads(500, 500, 500)
     attempt = world.attempt
     world.wants(1, 2)
@@ -150,7 +150,7 @@ def test_a_group_of_one_gathers_where_all_kv_fits() -> None:
     ]
 
 
-def test_a_scheduler_lets_go_of_a_decode_that_a_group_goes_on_with() -> None:
+def test_a_decode_leaves_its_scheduler_to_continue_on_a_group() -> None:
     world = DecodeWorld(500, 500)
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
@@ -239,7 +239,7 @@ def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
     asyncio.run(run())
 
 
-def test_groups_grow_while_they_decode_and_answers_stay() -> None:
+def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.001, send_s=0.0005)
         async with running(fake, ("mixed",) * 3, "loongserve", {"decode_batch": 1}, True) as client:

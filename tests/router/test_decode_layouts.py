@@ -109,7 +109,9 @@ EVENTS = st.one_of(
 
 @settings(max_examples=150)
 @given(prompts(), GROUPS, st.lists(EVENTS, max_size=14))
-def test_all_of_a_group_know_where_kv_lies(runs: list[SpanTask], group: tuple[int, ...], events: list[Any]) -> None:
+def test_all_instances_of_a_group_agree_on_the_kv_layout(
+    runs: list[SpanTask], group: tuple[int, ...], events: list[Any]
+) -> None:
     world = DecodeWorld(*[500] * INSTANCES, prompt=PROMPT)
     attempt, instances = world.attempt, _Instances(world)
     attempt.runs, attempt.admitted = list(runs), {number for run in runs for number in run.group}

@@ -15,7 +15,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import SubmitRequest
 
 
-def test_one_that_dies_while_it_is_drained_has_left() -> None:
+def test_an_instance_that_dies_while_draining_counts_as_left() -> None:
     async def run() -> None:
         fake = FakeCluster(token_s=0.002)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
@@ -37,7 +37,7 @@ def test_one_that_dies_while_it_is_drained_has_left() -> None:
     asyncio.run(run())
 
 
-def test_a_cluster_that_all_have_left_has_figures_and_can_be_joined() -> None:
+def test_a_cluster_without_instances_keeps_its_counters_and_can_be_joined() -> None:
     async def run() -> None:
         fake = FakeCluster(refuse=lambda number, serial: "no memory" if serial else None)
         client = router(fake, ("mixed",), "jsq")
@@ -56,7 +56,7 @@ def test_a_cluster_that_all_have_left_has_figures_and_can_be_joined() -> None:
     asyncio.run(run())
 
 
-def test_one_that_is_still_starting_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
     receive, end = FakeProcess.receive, FakeProcess.end
     waiting: dict[FakeProcess, asyncio.Task[object]] = {}
 

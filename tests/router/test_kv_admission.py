@@ -43,7 +43,7 @@ class World:
             self.stats[number].kv_tokens_used = tokens
 
 
-def test_what_has_begun_counts_until_its_end() -> None:
+def test_a_begun_span_keeps_its_reservation_until_its_end() -> None:
     world = World()
     (one,) = world.spans("one", 1200, (0, 1))
     (two,) = world.spans("two", 800, (0, 1))
@@ -59,7 +59,7 @@ def test_what_has_begun_counts_until_its_end() -> None:
     assert not world.rooms.waiting
 
 
-def test_a_prompt_that_has_begun_does_not_ask_again_and_its_first_span_asks_for_all() -> None:
+def test_the_first_span_reserves_for_the_whole_prompt_and_later_spans_need_no_check() -> None:
     world = World()
     first, second = world.spans("grows", 1600, (0,), (0, 1))
     assert world.rooms.fits(first)
@@ -76,7 +76,7 @@ def test_a_prompt_that_has_begun_does_not_ask_again_and_its_first_span_asks_for_
     assert world.rooms.fits(other)
 
 
-def test_an_empty_pool_has_to_do_and_patience_ends() -> None:
+def test_a_span_begins_on_an_empty_pool_or_after_the_longest_wait() -> None:
     world = World()
     (large,) = world.spans("large", POOL, (0,))
     assert world.rooms.fits(large), "with the slack it would never fit"
@@ -86,7 +86,7 @@ def test_an_empty_pool_has_to_do_and_patience_ends() -> None:
     assert world.rooms.fits(large)
 
 
-def test_requests_that_end_promise_nothing() -> None:
+def test_ended_requests_hold_no_reservation() -> None:
     world = World()
     (one,) = world.spans("one", 900, (0,))
     (two,) = world.spans("two", 900, (0,))
@@ -136,7 +136,7 @@ def test_a_span_that_begins_always_has_room(data: st.DataObject) -> None:
         assert max(used()) <= POOL
 
 
-def test_a_batch_whose_first_has_left_waits_and_begins_for_the_rest_alone() -> None:
+def test_a_batch_without_its_first_member_is_admitted_for_the_rest() -> None:
     world = World()
     (lead,), (member,), (other,) = (
         world.spans(name, tokens, (0, 1)) for name, tokens in [("a", 900), ("b", 900), ("c", 900)]

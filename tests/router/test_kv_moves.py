@@ -55,7 +55,7 @@ def _attempt() -> RequestAttempt:
 
 
 @pytest.mark.parametrize("since", [0, 1, 3])
-def test_a_decode_that_says_more_before_its_piece_goes_fits_the_room_that_was_asked(since: int) -> None:
+def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) -> None:
     fleet, moves = _moves()
     attempt = _attempt()
     attempt.asked.told += [1] * 5
@@ -116,7 +116,7 @@ def test_room_of_an_earlier_attempt_is_not_counted_for_a_later_one() -> None:
     assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [1]
 
 
-def test_a_decode_waits_for_no_room_elsewhere() -> None:
+def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     fleet, moves = _moves()
     attempt = _attempt()

@@ -12,7 +12,7 @@ from headway.runtime.cluster.messages import ReserveKv, SpanTask
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99))))
-def test_what_is_promised_is_the_last_of_each(made: list[tuple[int, str, str, int]]) -> None:
+def test_a_new_reservation_replaces_the_one_of_the_same_purpose(made: list[tuple[int, str, str, int]]) -> None:
     promises, last = KvReservations(), dict[tuple[int, str, str], int]()
     for number, request, what, tokens in made:
         if tokens % 5:

@@ -25,7 +25,7 @@ class _Slower(PerToken):
         return self._times * super().prefill_s(past, tokens, group)
 
 
-def test_each_instance_is_predicted_by_its_own_table_as_it_is_now() -> None:
+def test_each_instance_is_predicted_by_its_own_current_table() -> None:
     infos = [msgspec.structs.replace(INFO, latency={"times": times}) for times in (2.0, 3.0, 4.0)]
     fleet: dict[int, Any] = {number: SimpleNamespace(info=infos[number]) for number in (0, 1)}
     asked: list[EngineInfo | None] = []

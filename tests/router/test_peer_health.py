@@ -22,7 +22,7 @@ def lose(suspects: PeerHealth, here: int, by: int, times: int = LOSSES, at_s: fl
     return [verdict for verdict in said if verdict is not None]
 
 
-def test_one_end_begins_again_then_the_other_then_one_is_given_up() -> None:
+def test_one_end_of_a_bad_link_restarts_then_the_other_then_one_is_given_up() -> None:
     suspects = PeerHealth()
     assert lose(suspects, 0, 1, LOSSES - 1) == []
     assert lose(suspects, 1, 0, 1, 10.0) == [PeerVerdict(1, False)], "whoever says it, it is one connection"
@@ -34,7 +34,7 @@ def test_one_end_begins_again_then_the_other_then_one_is_given_up() -> None:
     assert lose(suspects, 0, 1, LOSSES, 40.0) == [PeerVerdict(1, True)]
 
 
-def test_what_goes_well_between_clears_both() -> None:
+def test_a_success_on_a_link_clears_its_losses() -> None:
     suspects = PeerHealth()
     lose(suspects, 0, 1, LOSSES - 1)
     suspects.worked((2, 1, 0))
@@ -44,14 +44,14 @@ def test_what_goes_well_between_clears_both() -> None:
     assert lose(suspects, 0, 1, LOSSES, 20.0) == [PeerVerdict(1, False)], "it had worked since"
 
 
-def test_the_end_that_others_lose_as_well_is_the_one() -> None:
+def test_the_end_with_losses_on_other_links_is_restarted_first() -> None:
     suspects = PeerHealth()
     lose(suspects, 0, 2, 2)
     lose(suspects, 0, 3, 2)
     assert lose(suspects, 0, 1) == [PeerVerdict(0, False)]
 
 
-def test_losses_of_one_moment_are_one_and_of_one_request_are_its_own_affair() -> None:
+def test_simultaneous_losses_count_once_and_losses_of_one_request_are_not_the_instances() -> None:
     suspects = PeerHealth()
     assert [suspects.lost(0, 1, f"r{k}", 0.01 * k) for k in range(20)] == [None] * 20
     assert [suspects.lost(2, 2, "poison", SECOND * k) for k in range(20)] == [None] * 20
@@ -101,7 +101,7 @@ def test_restarts_follow_losses_and_are_final_after_both_were_tried(
         ("tetris", {"sizes": [2]}, ("prefill",) * 4 + ("decode",)),
     ],
 )
-def test_two_that_cannot_reach_each_other_cost_no_request(
+def test_two_instances_that_cannot_reach_each_other_cost_no_request(
     placement: str, options: dict[str, object], roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
@@ -130,7 +130,7 @@ def test_two_that_cannot_reach_each_other_cost_no_request(
     asyncio.run(run())
 
 
-def test_one_whose_runs_fail_begins_again_and_then_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
     monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
     whole = FakeProcess._compute

@@ -70,7 +70,7 @@ def test_every_policy_answers_long_and_short_requests(
     kills=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 25)), min_size=1, max_size=5),
     leaves=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 25)), max_size=3),
 )
-def test_no_answer_is_lost_or_changed_whoever_is_killed_and_whoever_leaves(
+def test_no_answer_is_lost_or_changed_when_instances_die_or_leave(
     placement: str,
     roles: tuple[Role, ...],
     options: dict[str, object],

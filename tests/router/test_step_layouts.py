@@ -58,7 +58,7 @@ def prefilled(chance: random.Random) -> list[SpanTask]:
 
 @settings(max_examples=30)
 @given(st.integers(0, 1 << 30))
-def test_runs_of_a_decode_that_are_told_as_few_lie_as_all_of_them(seed: int) -> None:
+def test_merged_decode_steps_describe_the_same_kv_layout(seed: int) -> None:
     chance = random.Random(seed)
     world = DecodeWorld(*[500] * INSTANCES)
     attempt, computed = world.attempt, prefilled(chance)

@@ -15,7 +15,7 @@ Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
 
-def test_rooms_reserved_crosswise_end_in_no_deadlock(checkpoint: Path, expected: Expected) -> None:
+def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Expected) -> None:
     world = World(checkpoint, 2, kv_cache_bytes=128 * TOKEN_BYTES, max_model_len=128)
     try:
         prompts, firsts = {name: prompt_of(90, seed) for seed, name in enumerate("ab")}, {}

@@ -130,7 +130,7 @@ def test_a_piece_is_not_there_before_the_last_rank_has_sent(make: Make) -> None:
 
 
 @pytest.mark.parametrize("first", ["looked", "forgotten"])
-def test_of_a_request_that_was_forgotten_no_part_is_kept(make: Make, first: str) -> None:
+def test_no_part_of_a_forgotten_request_is_kept(make: Make, first: str) -> None:
     """Whether its first part was taken before or not."""
     source, target = make(2, 1)
     target.open("r", 10, ((0, 10),))

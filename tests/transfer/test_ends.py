@@ -43,7 +43,7 @@ def test_a_ranks_heads_are_those_of_its_shard(cut: tuple[DecoderConfig, int, int
 
 
 @given(CONFIGS.flatmap(cut_in_two_ways))
-def test_each_rank_gets_each_of_its_heads_once_from_one_that_has_it(cut: tuple[DecoderConfig, int, int]) -> None:
+def test_each_rank_gets_each_of_its_heads_once_from_a_rank_that_holds_it(cut: tuple[DecoderConfig, int, int]) -> None:
     config, sources, targets = cut
     kv = config.kv_heads
     found = routes(kv, sources, targets)

@@ -42,7 +42,7 @@ def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, ex
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1)])
-def test_draws_are_those_of_one_engine(trio: World, group: tuple[int, ...]) -> None:
+def test_sampled_tokens_equal_those_of_one_engine(trio: World, group: tuple[int, ...]) -> None:
     """Seeded, with penalties that look at all that was said."""
     prompt, how = prompt_of(90, 2), {
         "temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 11, "repetition_penalty": 1.2,
@@ -112,7 +112,7 @@ def test_spans_of_groups_are_gathered_where_they_are_decoded(
 
 
 @pytest.mark.parametrize("attn", ["ring", "striped", "ulysses"])
-def test_a_group_gathers_on_one_of_its_own(trio: World, expected: Expected, attn: str) -> None:
+def test_kv_of_a_group_is_gathered_on_one_of_its_instances(trio: World, expected: Expected, attn: str) -> None:
     prompt, name = prompt_of(120, 5), f"home {attn}"
     part = Part(120, (0, 1), attn)
     first = trio.prefill(name, prompt, [part], max_tokens=8, logprobs=0)
@@ -123,7 +123,7 @@ def test_a_group_gathers_on_one_of_its_own(trio: World, expected: Expected, attn
     end(trio, name)
 
 
-def test_kv_that_came_can_go_on_to_another(trio: World, expected: Expected) -> None:
+def test_received_kv_can_be_sent_on_to_another_instance(trio: World, expected: Expected) -> None:
     prompt = prompt_of(80, 6)
     first = first_token(trio, 0, "on", prompt, max_tokens=7)
     for piece, (source, to) in enumerate(((0, 1), (1, 2))):
@@ -134,7 +134,7 @@ def test_kv_that_came_can_go_on_to_another(trio: World, expected: Expected) -> N
     end(trio, "on")
 
 
-def test_the_first_to_ask_gets_room_first_and_completely(trio: World, expected: Expected) -> None:
+def test_the_first_reservation_is_granted_first_and_completely(trio: World, expected: Expected) -> None:
     """Room for 800: 600, then 300 that wait, then 100 that would fit and do not overtake."""
     prompt = prompt_of(300, 7)
     first = first_token(trio, 0, "second", prompt, max_tokens=5)
@@ -176,7 +176,7 @@ def test_a_first_token_that_ends_the_request_ends_it(trio: World) -> None:
     assert not [word for word in trio[0].said if isinstance(word, KvStaged)]
 
 
-def test_what_is_forgotten_on_its_way_leaves_nothing(trio: World, expected: Expected) -> None:
+def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, expected: Expected) -> None:
     """At every moment: before there is room, with room, while it is computed and sent, when it is there."""
     prompt = prompt_of(200, 4)
     for moment in range(5):
@@ -204,7 +204,7 @@ def test_what_is_forgotten_on_its_way_leaves_nothing(trio: World, expected: Expe
     end(trio, "after")
 
 
-def test_many_hand_overs_at_once(trio: World, expected: Expected) -> None:
+def test_many_migrations_run_at_once(trio: World, expected: Expected) -> None:
     """From both prefill instances, more than the decode instance has room for at a time."""
     names = {f"m{i}": prompt_of(90 + 13 * i, 20 + i) for i in range(10)}
     firsts: dict[str, OutputDelta] = {}

@@ -86,9 +86,7 @@ def compare(now: list[list[Held]], before: list[list[Held]]) -> None:
 
 
 @pytest.mark.parametrize(("instances", "ranks"), [(3, 1), (2, 2)], ids=["one process each", "two processes each"])
-def test_after_many_hand_overs_and_restarts_what_is_held_is_as_before(
-    checkpoint: Path, instances: int, ranks: int
-) -> None:
+def test_many_migrations_and_restarts_leak_nothing(checkpoint: Path, instances: int, ranks: int) -> None:
     world = World(checkpoint, instances, kv_cache_bytes=4 << 20, tensor_parallel_size=ranks)
     last = instances - 1
     try:

@@ -66,7 +66,7 @@ def hands_over(world: World, expected: Expected, name: str, source: int, to: int
         end(world, name)
 
 
-def test_what_was_computed_before_a_pause_has_gone_and_the_rest_follows(trio: World, expected: Expected) -> None:
+def test_kv_computed_before_a_pause_is_sent_and_the_rest_follows(trio: World, expected: Expected) -> None:
     half_way(trio, "p", 0, 2)
     time.sleep(0.1)
     paused_s = time.monotonic()
@@ -82,7 +82,7 @@ def test_what_was_computed_before_a_pause_has_gone_and_the_rest_follows(trio: Wo
     end(trio, "p")
 
 
-def test_a_sender_that_is_killed_half_way(trio: World, expected: Expected) -> None:
+def test_a_sender_killed_half_way_is_reported_and_other_transfers_work(trio: World, expected: Expected) -> None:
     half_way(trio, "ks", 0, 2)
     time.sleep(0.1)
     trio[0].kill()

@@ -15,7 +15,7 @@ tokens = st.lists(st.integers(0, 80), max_size=60).map(lambda found: np.array(fo
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(tokens, st.booleans(), st.integers(1, 20))
-def test_numbers_come_back(numbers: np.ndarray, ordered: bool, most: int) -> None:
+def test_progressions_expand_to_the_same_numbers(numbers: np.ndarray, ordered: bool, most: int) -> None:
     if ordered:
         numbers = np.unique(numbers)
     assert np.array_equal(lengthen(shorten(numbers)), numbers)

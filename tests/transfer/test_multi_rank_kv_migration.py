@@ -64,7 +64,7 @@ def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expec
     end(world, name)
 
 
-def test_what_was_staged_is_decoded_where_it_lies(world: World, expected: Expected) -> None:
+def test_staged_kv_is_decoded_in_place(world: World, expected: Expected) -> None:
     """Others are computed between."""
     prompt = prompt_of(90, 3)
     first = first_token(world, TWO, "home", prompt, max_tokens=8)
@@ -91,7 +91,7 @@ def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -
     end(world, name)
 
 
-def test_room_is_given_in_order_of_asking_and_forgotten_with_the_request(world: World, expected: Expected) -> None:
+def test_reservations_are_granted_in_order_and_dropped_with_the_request(world: World, expected: Expected) -> None:
     """Both at once do not fit: the second comes when the first is gone, and its KV lies where that one's was."""
     prompt = prompt_of(500, 5)
     reserve(world, TWO, "large", 500)
@@ -121,7 +121,7 @@ def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expect
         world[target].said.clear()
 
 
-def test_a_decode_before_its_kv_has_come_is_refused(world: World) -> None:
+def test_a_decode_without_all_of_its_kv_is_refused(world: World) -> None:
     reserve(world, TWO, "early", 40)
     message = SubmitRequest(
         id="early", prompt_tokens=40, params=params(), received_s=time.monotonic(), phase="decode", output=(5,)

@@ -77,7 +77,7 @@ def test_much_more_than_a_buffer_holds_arrives_completely_both_ways(make: Make) 
     assert one.connector._lanes[1][0]._ring.bytes <= 2 << 20  # type: ignore[attr-defined]
 
 
-def test_slots_may_change_and_what_was_forgotten_is_not_written(make: Make) -> None:
+def test_sent_slots_may_change_and_forgotten_kv_is_not_written(make: Make) -> None:
     sender, receiver = make(2)
     positions, before = np.arange(SLOTS), sender.cache.copy()
     receiver.open("a", SLOTS, ((0, SLOTS),))
@@ -127,7 +127,7 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
     end.close()
 
 
-def test_waiters_of_an_end_that_never_answers_are_told(tmp_path: Path) -> None:
+def test_waits_on_an_end_that_never_answers_fail(tmp_path: Path) -> None:
     end = End(1, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
     (tmp_path / "0").touch()
@@ -139,7 +139,7 @@ def test_waiters_of_an_end_that_never_answers_are_told(tmp_path: Path) -> None:
     end.close()
 
 
-def test_a_read_that_nothing_ends_is_given_up_with_its_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_read_is_given_up_with_its_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = make(2)
     agent = receiver.connector._agent._agent  # type: ignore[attr-defined]
     looked: list[object] = []

@@ -57,7 +57,7 @@ def test_a_slice_arrives_completely_and_is_reported_once(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_layout_to_any_heads(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_layout_is_sent_to_any_heads(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts as `layout.moves` plans them: re-sharding over heads, heads that several have, tokens in any order."""
     rng = random.Random(seed)
     monkeypatch.setattr(outlet, "PACKET_BYTES", rng.choice((64, 700, 1 << 20)))

@@ -13,7 +13,7 @@ SIZES = st.sampled_from([256, 320, 1024, 4096 + 64, 8 << 10])
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(SIZES, st.lists(st.tuples(st.sampled_from("tttldr"), st.integers(0, 2000)), max_size=120))
-def test_places_do_not_meet_and_all_come_back(size: int, steps: list[tuple[str, int]]) -> None:
+def test_ranges_never_overlap_and_all_are_freed(size: int, steps: list[tuple[str, int]]) -> None:
     ring = RingBuffer(size)
     held: list[BufferRange] = []
     away: list[BufferRange] = []
@@ -52,7 +52,7 @@ def test_places_do_not_meet_and_all_come_back(size: int, steps: list[tuple[str, 
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(SIZES, st.data())
-def test_a_waiting_request_is_told_when_it_has_room(size: int, data: st.DataObject) -> None:
+def test_a_waiting_request_is_called_when_there_is_space(size: int, data: st.DataObject) -> None:
     """A reader that tells when it is due only, and reads as late as it may: nobody waits for what was read."""
     ring, reader = RingBuffer(size), RingReader(size)
     under_way: list[int] = []
@@ -69,7 +69,7 @@ def test_a_waiting_request_is_told_when_it_has_room(size: int, data: st.DataObje
 
 
 @pytest.mark.parametrize("messages", [-1, 0, 3])
-def test_a_count_that_cannot_be_is_refused(messages: int) -> None:
+def test_an_impossible_read_count_is_refused(messages: int) -> None:
     ring = RingBuffer(1024)
     for _ in range(2):
         taken = ring.take(64)

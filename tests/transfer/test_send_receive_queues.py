@@ -74,7 +74,7 @@ class Last(Way):
     st.lists(st.tuples(st.sampled_from(["copy", "forget"]), st.sampled_from("abc")), max_size=4),
     st.booleans(),
 )
-def test_packets_leave_in_order_with_what_was_there_and_none_of_what_was_forgotten(
+def test_packets_leave_in_order_and_forgotten_ones_never_leave(
     moves: list[tuple[str, int, int]], acts: list[tuple[str, str]], again: bool
 ) -> None:
     """What is done to some requests is done before anything can leave; copied ones are then overwritten."""
@@ -108,7 +108,7 @@ def test_packets_leave_in_order_with_what_was_there_and_none_of_what_was_forgott
     assert way.taken == 0
 
 
-def test_a_way_that_is_dead_takes_nothing_more_and_others_go_on() -> None:
+def test_a_dead_route_takes_no_more_packets_and_other_routes_continue() -> None:
     dead, way, left = Way(), Way(), threading.Event()
     dead.dead = True
     outlet = SendQueue("test", lambda request, why, end: None)
@@ -137,7 +137,7 @@ def come(inbox: ReceiveQueue, source: int, request: str, note: BodyNote, body: B
 
 @settings(max_examples=100)
 @given(st.integers(1, SLOTS), st.integers(1, 4), st.integers(1, 20), st.randoms(use_true_random=False), st.booleans())
-def test_what_comes_is_counted_and_whole_at_its_end(
+def test_received_messages_are_counted_and_the_slice_is_complete_at_its_end(
     tokens: int, sources: int, most: int, chance: Any, hole: bool
 ) -> None:
     """Each source has some of the tokens; its messages come in order, those of several mixed. hole: one is missing."""

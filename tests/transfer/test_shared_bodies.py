@@ -172,7 +172,7 @@ def test_forget_waits_for_the_copy_under_way_and_nothing_is_written_after(make: 
 
 
 @pytest.mark.parametrize("arena_bytes", [0, ARENA])
-def test_a_place_that_ceases_before_it_is_read_to_is_asked_for_again(make: Make, arena_bytes: int) -> None:
+def test_a_place_suspended_before_its_body_is_read_is_requested_again(make: Make, arena_bytes: int) -> None:
     """A handler has just said where a body goes, when that is given to others."""
     sender, receiver = make(2, arena_bytes)
     wrote: list[str] = []
@@ -196,7 +196,7 @@ def test_a_place_that_ceases_before_it_is_read_to_is_asked_for_again(make: Make,
     assert wrote == ["s"]
 
 
-def test_what_has_ceased_is_not_complete_and_may_come_again(make: Make) -> None:
+def test_a_suspended_scope_does_not_complete_and_may_return(make: Make) -> None:
     """The place of a body that is being written may be given to others: it is not, before that has ended."""
     sender, receiver = make(2)
     begun, go_on = threading.Event(), threading.Event()
@@ -258,7 +258,7 @@ def test_a_message_in_a_missing_shared_buffer_ends_the_connection(make: Make) ->
     assert "are in no arena" in str(there.ended)
 
 
-def test_a_connection_that_is_cut_gets_another_arena(make: Make) -> None:
+def test_a_reconnection_gets_another_shared_buffer(make: Make) -> None:
     sender, receiver = make(2)
     here, positions = up(sender, 1), np.arange(SLOTS)
     room = here.room(connection.SMALL, lambda: None)

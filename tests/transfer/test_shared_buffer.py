@@ -65,11 +65,11 @@ def test_each_end_reads_what_the_other_writes() -> None:
         theirs[0] = 1
 
 
-def test_one_that_wants_none_sends_and_gets_all_through_the_socket() -> None:
+def test_an_end_without_shared_memory_uses_the_socket_both_ways() -> None:
     assert both(*socket.socketpair(), (SIZE, 0)) == ((None, None), (None, None))
 
 
-def test_a_connection_from_an_address_to_itself_stays_at_home() -> None:
+def test_a_connection_from_an_address_to_itself_counts_as_local() -> None:
     with tcp("127.0.0.1", "127.0.0.1") as (near, far):
         assert at_home(near)
         (own, theirs), _ = both(near, far)
@@ -102,13 +102,13 @@ def test_where_the_system_refuses_bodies_go_through_the_socket(call: str, monkey
     assert files() == before
 
 
-def test_what_is_between_two_ends_is_not_gone_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offer_from_another_process_than_the_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process is at the other end of the socket than offers memory."""
     monkeypatch.setattr(arena.os, "getpid", lambda: 1)
     assert both(*socket.socketpair()) == ((None, None), (None, None))
 
 
-def test_an_end_that_goes_or_hangs_during_it_is_given_up() -> None:
+def test_an_end_that_leaves_or_hangs_during_the_handshake_is_given_up() -> None:
     near, far = socket.socketpair()
     near.settimeout(0.1)
     with pytest.raises(TimeoutError):
@@ -130,7 +130,7 @@ def memory(name: str = "headway-kv", seals: int = fcntl.F_SEAL_SHRINK, size: int
     return file
 
 
-def test_only_what_was_offered_is_taken() -> None:
+def test_only_offered_memory_is_mapped() -> None:
     good = memory()
     assert offered(good) is not None
     others = [memory("other"), memory(seals=0), memory(size=SIZE)]

@@ -62,7 +62,7 @@ def test_a_request_is_decoded_where_it_was_staged(make: Make, expected: Expected
     pair.empty()
 
 
-def test_what_has_arrived_can_go_on_to_a_third(
+def test_received_kv_can_be_sent_on_to_a_third_instance(
     make: Make, expected: Expected, checkpoint: Path, tmp_path: Path
 ) -> None:
     pair = make(1, 4)
