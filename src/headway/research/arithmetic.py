@@ -26,6 +26,7 @@ from headway.perf.latency.layout import ParallelLayout, RankShape, cut
 from headway.perf.latency.tables import TableLatency
 from headway.research.base import MODES, Mode
 
+# chunks of a static prefill that are computed; the others are interpolated
 SAMPLES = 400
 LEAST_CHUNK = 16
 
@@ -73,6 +74,7 @@ class InstanceModel:
         """
         rows = tokens + decodes
         seconds = self.latency.rows_s(rows)
+        # attention of the chunk over its history; linear layers are in `rows_s`
         if tokens:
             seconds += one_chunk_s(self.latency, round(past / groups), tokens)
         if decodes:
@@ -134,6 +136,7 @@ def static_prefill(m: InstanceModel, prompt: int, chunk: int, groups: int = 1) -
     seconds = np.array([chunk_s(past, chunk) for past in at.tolist()])
     if at.size < starts.size:
         seconds = np.interp(starts, at, seconds)
+    # the last chunk may be shorter, and is never interpolated
     last = prompt - int(starts[-1])
     if last < chunk:
         seconds[-1] = chunk_s(float(starts[-1]), last)

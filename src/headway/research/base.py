@@ -91,6 +91,7 @@ class ExperimentReport:
 
 def plain(value: Any) -> Any:
     """Return plain data: numbers with four significant digits, containers as JSON has them."""
+    # bool before int: True is an int
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, int):

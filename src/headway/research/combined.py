@@ -66,6 +66,7 @@ def _report(runs: CombinedStudy, source: dict[str, object]) -> ExperimentReport:
             ("in_time", "First tokens in time"),
         )
     ]
+    # runs of a number of requests have no window
     seconds = None if runs.setting == "tetris" else runs.size
     return ExperimentReport(
         source={**source, "seeds": list(runs.seeds), "window_s": seconds}, rows=tuple(rows), panels=tuple(panels)

@@ -43,14 +43,19 @@ from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 
 Setting = Literal["tetris", "azure"]
+# requests a second by workload: an easy load, and one at Fixed-SP8's knee or above
 LOADS: Mapping[str, tuple[float, float]] = {"short": (2.0, 5.5), "medium": (1.5, 3.5), "long": (0.75, 2.0)}
 REGIMES: tuple[pecsched_setting.Regime, ...] = ("unsaturated", "busy")
+# (requests a second, improvement rate), shared by Tetris and Weave
 RATES = ((0.5, 0.1), (1.5, 0.2), (2.5, 0.4), (3.5, 0.6))
 AZURE_RATE = 0.5
 MODEL = "Yi 34B"
+# iteration targets of instances that never decode, and of those that do
 ALONE_S, BESIDE_DECODES_S = 0.25, 0.05
+# size of a run: requests in setting `tetris`, seconds in setting `azure`
 REQUESTS, WINDOW_S = 1500, 600.0
 SEEDS = (0,)
+# classes of setting `tetris` by prompt tokens: up to SHORT, and from LONG on
 SHORT, LONG = 16_384, 65_536
 SYSTEMS = ("FIFO", "JSQ-Medha", "PecSched", "Tetris", "Weave")
 PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Weave": "weave"}
@@ -180,7 +185,7 @@ def _azure(point: CombinedPoint) -> CombinedResult:
     return _measured(records, shorts, longs, result, _TtftDeadlines(spans, 7, 2), end_s)
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- figures of a run --------------------------------------------------------------------------------------------------
 
 
 class _TtftDeadlines:

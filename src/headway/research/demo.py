@@ -25,6 +25,7 @@ from headway.sim.report.units import duration
 from headway.sim.report.units import tokens as spell
 
 ANSWER_TOKENS = 12
+# context beyond the document's tokens, for the answer
 ROOM_TOKENS = 256
 
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     results, right = [], True
     answers: list[str] = []
     for spec in parse_policies(args.policies):
+        # every policy gets the same chats, in the same order
         texts.restart()
         run_ = serve_and_measure(served, spec, plan, texts.prompts())
         results.append((spec, run_))
@@ -150,6 +152,7 @@ def _answers(policy: str, run: ConvoyRun, texts: DemoTexts) -> tuple[str, bool]:
     """Return a sentence on the answers under one policy, and whether all were right."""
     found = [digits(convoy.long.text) for convoy in run.convoys]
     shorts = run.shorts
+    # chats sent before the document have used the first passkeys
     first = len(run.shorts_alone)
     good = sum(digits(short.text) == texts.chat_passkey(first + i) for i, short in enumerate(shorts))
     document_good = all(answer == texts.passkey for answer in found)

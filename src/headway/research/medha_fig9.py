@@ -29,6 +29,7 @@ class RateSweep:
         systems = [(system, mode) for system in SYSTEMS for mode in MODES]
         self.study.ensure(systems, self.study.qps, [LONG_SHARE])
         self.study.ensure(systems, self.rates(0.0), [0.0])
+        # LoongServe's small decode batches are slow to simulate: first seed only
         self.first_seed = MedhaStudy(replace(options, seeds=self.study.seeds[:1]))
         self.first_seed.ensure([("LoongServe", "default")], self.rates(0.0), [0.0])
         self.first_seed.ensure([("LoongServe", mode) for mode in MODES], self.convoy_rates, [LONG_SHARE])

@@ -36,7 +36,9 @@ WINDOW_S = 1800.0
 QUICK_WINDOW_S = 15.0
 SEEDS = (0, 1, 2)
 QPS = (0.25, 0.75, 1.25, 1.75)
+# TP8 × two stages; `stage_target_s` divides by it
 STAGES = 2
+# the gap between tokens that stages are sized for
 TBT_S = 0.040
 LONG_SHARE = 0.05
 

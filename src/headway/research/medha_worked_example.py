@@ -19,6 +19,7 @@ from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.workload import TraceRequest
 
+# an iteration of the example; and the time of a row, so that an iteration takes 100 tokens
 QUANTUM_S = 0.01
 TOKEN_S = 0.0001
 ARRIVAL_S = 4.9999
@@ -54,6 +55,7 @@ def latency() -> TableLatency:
 
 def finish_times(policy: str, mode: Mode) -> dict[str, float]:
     """When each request's prefill is done."""
+    # paper mode orders only: space sharing comes after the example (§4.2)
     order_only: dict[str, Any] = {"space_sharing": False} if mode == "paper" else {}
     config = SchedulerConfig.named(
         mode,

@@ -37,6 +37,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
 
+# kinds of events; at one instant the lower kind comes first, so ends precede arrivals
 _DONE, _SHORT, _NEWS, _TIMER, _ARRIVE = range(5)
 
 
@@ -190,6 +191,7 @@ class PlacementDrill:
             long.wants = True
             self._wanting[action.request] = long
         elif isinstance(action, TransferKv):
+            # a transfer takes a fixed millisecond
             self._push(self.now + 0.001, _NEWS, KvReady(action.request, action.to))
 
     # -- short requests -----------------------------------------------------------------------------------------------
@@ -233,6 +235,7 @@ class PlacementDrill:
     def _preempt(self, long: LongRequest) -> None:
         name = long.request.id
         layer_s = long.seconds / self._layers
+        # preempted before it started, or twice
         if long.began_s < 0:
             self._push(self.now, _NEWS, ActionRefused(name, "preempt", "it does not run"))
             return
@@ -240,6 +243,7 @@ class PlacementDrill:
         # the layer in progress is completed; on an edge exactly (up to rounding) the prefill stops there
         whole = int((long.seconds - long.left_s + ran_s) / layer_s - 1e-9) + 1
         at_s = long.began_s + whole * layer_s - (long.seconds - long.left_s)
+        # no edge is left before the end
         if whole >= self._layers:
             self._push(self.now, _NEWS, ActionRefused(name, "preempt", "it is in its last layer"))
             return
@@ -256,6 +260,7 @@ class PlacementDrill:
 
     def _complete(self, long: LongRequest) -> None:
         self._let_go(long)
+        # pauses and resumptions must add up to the whole prefill
         if abs(long.left_s) > 1e-6:
             raise InvariantError(f"{long.request.id} ended with {long.left_s} s of its prefill left")
         self._token(long.request)

@@ -32,9 +32,12 @@ from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 
 SIZES = (32, 128, 512, 2048, 8192)
+# load of short requests, and share of the replicas taken by long ones at the start
 SHORT_LOAD, HELD_AT_FIRST = 0.6, 0.6
 SHORTS = 20_000
+# the scan is slow at 8,192 GPUs: fewer short requests give its percentiles
 LITERAL_SHORTS = 1_500
+# seconds of every decode: only its end matters to placement
 DECODE_S = 2.0
 
 
@@ -157,6 +160,7 @@ def _size_rows(found: DecisionCosts, sizes: tuple[int, ...]) -> tuple[ClaimRow, 
     top = sizes[-1]
 
     def growth(literal: bool) -> dict[str, float]:
+        # growth over the last factor of 16 of the grid
         first = sizes[-3] if len(sizes) > 3 else 32
         small, large = (_by_model(found, size, literal, "short_s") for size in (first, top))
         return {name: large[name] / small[name] for name in large if name in small}

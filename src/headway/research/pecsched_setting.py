@@ -49,7 +49,9 @@ LOADS: dict[Regime, tuple[float, float]] = {
     **{regime: (load, 0.3) for load, regime in SWEEP.items()},
     "busy": (0.9, 0.1),
 }
+# Azure 2023: requests a second, and the share that the paper makes long
 TRACE_RPS, TRACE_LONG = 8.05, 0.05
+# percentiles of the queueing delay that are kept
 CUTS = (1, 25, 50, 75, 99)
 SEEDS = (0,)
 QUICK_S = 20.0
@@ -83,6 +85,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Reservation": ("reservation", {}),
     "Priority": ("priority", {}),
     "PecSched": ("pecsched", {}),
+    # ablations (§6.4): without preemption, disaggregation, colocation, fast SP
     "/PE": ("pecsched", {"preempt": False}),
     "/Dis": ("pecsched", {"disaggregate": False}),
     "/CoL": ("pecsched", {"colocate": False}),
@@ -197,6 +200,7 @@ def work_s(name: str) -> tuple[float, float]:
     spans = cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).spans
     rng = np.random.default_rng(0)
     shorts = preset("pecsched-short").draw(rng, ConstantArrivals(1.0), 2000)
+    # an even grid instead of draws: the mean over 100K to 500K uniform
     lengths = np.linspace(100_000, 500_000, 33).astype(int).tolist()
     ring = GroupShape(at.long_sp, -(-at.long_sp * at.tp // 8))
     return (

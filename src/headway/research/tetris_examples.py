@@ -12,6 +12,7 @@ from headway.research.verdicts import at_most, band, exact, judge_same, order
 K = 1024
 NODES = [i // 8 for i in range(16)]
 SIZES = (1, 2, 4, 8, 16)
+# improvement rates: of the largest SP in any case, and within the range 3.2% to 5.7%
 GREEDY, CAREFUL = 0.0, 0.04
 NOT_A_FIT = "From cells: with the fit of Eq. (1) in place of the cells it is (1.571, 1.328) and (1.563, 1.892)."
 CELLS = eq1.TableCells(eq1.table1_samples())
@@ -23,6 +24,7 @@ def place(planner: LiteralPlanner, lengths: tuple[int, ...], queue_s: float) -> 
     for length in lengths:
         group, ttft_s = single(planner, length, pool)
         found.append(ttft_s)
+        # the group is free again when its request has its first token
         pool.update(dict.fromkeys(group, ttft_s))
     return found
 
@@ -102,7 +104,7 @@ def _gap(chunked: ChunkAllocation, gap_s: float) -> dict[str, float]:
 
 
 def table1(options: RunOptions) -> ExperimentReport:
-    """The fit, relative weights against none, and what c = 2d means."""
+    """Check the fit of Eq. (1): relative weights against none, and the consequence of c = 2d."""
     model, samples = eq1.tetris_table1(), eq1.table1_samples()
     found = eq1.errors(model, samples)
     plain = eq1.Eq1Latency({sp: eq1.fit_unweighted([s for s in samples if s.sp == sp]) for sp in model.sizes})

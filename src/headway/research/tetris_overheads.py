@@ -109,6 +109,7 @@ def fig14(options: RunOptions) -> ExperimentReport:
 def transfer_share(tokens: int, backends: int) -> float:
     """Return the time from the end of a lone prefill on all instances to the arrival of its KV, over the prefill's."""
     base = prefill_cluster("8b")
+    # on a node of its own: all KV crosses the network
     decode = ClusterInstance(id=16, node=9, role="decode", tp=8, capacity=1 << 20)
     spec = replace(base, instances=(*base.instances, decode), backends=backends)
     heard: list[float] = []
@@ -134,6 +135,7 @@ def transfer_share(tokens: int, backends: int) -> float:
 def table2(options: RunOptions) -> ExperimentReport:
     """Reproduce Table 2: planning time by the largest SP size, over 1,000 random states as in the paper."""
     rows = []
+    # without a clock the row has no value, and the report stays deterministic
     watch = options.stopwatch
     for most, paper in TABLE2.items():
         limit = 25.0 if most == 8 else 30.0

@@ -19,8 +19,10 @@ from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import with_field
 
 CANDIDATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75)
+# apart from the seeds of evaluations: rates must not be fitted to their arrivals
 SEEDS = (1000, 1001)
 REQUESTS = 1000
+# profiling is as expensive as a figure: computed once for all figures of a process
 _KNOWN: dict[tuple[str, str, bool, float], tuple[tuple[float, float], ...]] = {}
 
 

@@ -44,7 +44,9 @@ from headway.sim.workload.presets import preset
 WORKLOADS = ("short", "medium", "long")
 REQUESTS = 3000
 SEEDS = (0, 1, 2)
+# the load that latencies are normalised to
 LIGHT_RPS = 0.1
+# the grid of rates of each cluster and workload, requests a second
 LOADS: dict[tuple[str, str], tuple[float, ...]] = {
     ("8b", "short"): tuple(1.0 + 0.5 * k for k in range(14)),
     ("8b", "medium"): tuple(0.5 + 0.5 * k for k in range(10)),
@@ -233,6 +235,7 @@ class TetrisStudy:
         loads = (LIGHT_RPS, *self.loads(workload))
         curve = [(rps, self.value(system, workload, rps, what)) for rps in loads]
         for (low, below), (high, above) in pairwise(curve):
+            # the first crossing from below; noise may cross again
             if above > limit >= below:
                 return low + (high - low) * (math.log(limit / below) / math.log(above / below))
         return None

@@ -31,6 +31,7 @@ def mfu(name: str, stages: int, context: int, mode: Mode) -> float:
 def mbu(name: str, context: int, groups: int, mode: Mode) -> float:
     """Return the bytes of weights (once a group) and KV that a decode reads in one TBT, over peak; one stage."""
     m = machine("h100", name, 8, 1, mode)
+    # every KV group has its own copy of the weights
     read = groups * m.shape.parameters * m.shape.dtype_bytes + context * m.shape.kv_bytes_per_token
     return read / (m.tbt_s(context, groups=groups) * m.device.bandwidth * m.layout.accelerators * groups)
 

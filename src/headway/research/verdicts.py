@@ -134,6 +134,7 @@ def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
 
 def _sorted(values: list[float]) -> bool:
     """Return whether two or more values rise; a single value shows no order."""
+    # equal up to rounding counts as in order
     return len(values) > 1 and all(a <= b + 1e-9 * abs(b) for a, b in pairwise(values))
 
 

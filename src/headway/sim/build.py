@@ -96,6 +96,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
     layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
     kv_tokens = scenario.memory.kv_tokens
     if kv_tokens is None:
+        # (longest prompt, longest request): the first bounds activations, the second KV
         longest = (max(r.prompt_tokens for r in requests), max(r.prompt_tokens + r.output_tokens for r in requests))
         kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)

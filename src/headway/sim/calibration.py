@@ -73,6 +73,7 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
     host_s = float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
     # aborted requests would run to their end in the simulation
     live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
+    # the simulation's zero is the first arrival
     zero_s = live[0].arrival_s if live else 0.0
     workload = [TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, klass=r.klass) for r in live]
     spec = InstanceSpec(

@@ -45,7 +45,7 @@ class DecodeTrack:
         cohort = self.cohort
         if cohort is not None:
             mine = cohort.times[self.since :]
-            # `since + left` is unchanged by this, so the cohort's heap entry stays valid
+            # `since + left` is unchanged by this, so the cohort's heap entry remains valid
             self.times += mine
             self.left -= len(mine)
             self.since = len(cohort.times)

@@ -119,7 +119,7 @@ class EventLoop(ABC):
     def ended(self) -> int:
         """Number of requests that have ended, rejected ones included."""
 
-    # -- what arrivals have in common -----------------------------------------------------------------------------
+    # -- shared by subclasses -------------------------------------------------------------------------------------
 
     def request_of(self, source: TraceRequest, number: int) -> Request:
         """Return the scheduler's request for the `number`-th arrival."""
@@ -138,13 +138,14 @@ class EventLoop(ABC):
     def schedule_departure(self, who: Any) -> None:
         """Schedule a CLIENT_LEAVES event for a request that has just arrived, if its client ever leaves.
 
-        Its payload is (`who`, reason): `who` identifies the request, the reason is "timeout" or "aborted".
+        Its payload is (the argument, reason); the reason is "timeout" or "aborted".
         """
         run = self.run_spec
         waits = [] if run.timeout_s is None else [(run.timeout_s, "timeout")]
         if run.patience_s is not None:
             waits.append((self._patience.expovariate(1.0 / run.patience_s), "aborted"))
         if waits:
+            # whichever comes first: a client leaves once
             wait_s, why = min(waits)
             heapq.heappush(self._departures, self.now + wait_s)
             self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (who, why))

@@ -101,7 +101,7 @@ class _RequestAudit:
 
 
 class _AuditedReplica(SimulatedEngine):
-    """A replica whose batches are checked before they are carried out."""
+    """A replica whose batches are checked against the audit before they run."""
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> RunningBatch:
         self.scheduler.check()

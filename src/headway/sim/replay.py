@@ -97,7 +97,7 @@ def replay(events: Events) -> ReplayedRun:
             getattr(run, f"on_{event['event']}")(event)
         except (KeyError, AttributeError) as error:
             raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
-        # after the first difference the two schedulers diverge: more of them say nothing new
+        # after the first difference the two schedulers diverge: more of them carry no information
         if len(replayed.differences) >= 10:
             break
     run.finish()

@@ -114,6 +114,7 @@ class SimResult:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation over the whole run, all devices; None without a utilisation_base."""
+        # model FLOPs: recomputed tokens count as well, since they were computed
         if self.utilisation_base is None or not self.duration_s:
             return None
         shape = self.utilisation_base.shape

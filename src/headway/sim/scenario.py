@@ -314,11 +314,13 @@ def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
     try:
         return root.model_validate(data)
     except ValidationError as error:
+        # pydantic reports a union's alternatives one by one: `dict.fromkeys` below drops equal messages
         faults = [_fault(dict(item), root) for item in error.errors()]
         raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
 
 
 def _fault(item: dict[str, Any], root: type[ScenarioSection]) -> str:
+    # names of a union's alternatives are no fields of the file
     path = [str(part) for part in item["loc"] if str(part) not in (ModelSection.__name__, "str")]
     name = ".".join(path) or "the file"
     if item["type"] == "extra_forbidden":

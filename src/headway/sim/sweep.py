@@ -62,6 +62,7 @@ def with_field(data: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]
     at: Any = changed
     *sections, name = path.split(".")
     for section in sections:
+        # a number addresses an element of a list, such as a pool
         at = at[int(section)] if isinstance(at, list) else at.setdefault(section, {})
         if not isinstance(at, dict | list):
             raise ConfigError(f"--sweep {path}: {section!r} is not a section")
@@ -123,6 +124,7 @@ def run_points(
     each simulation.
     """
     tasks = [Task(point.scenario, seed, stopwatch) for point in points for seed in point.scenario.run.seeds]
+    # a reason (str) where the first point does not fit in memory
     kept: ScenarioRun | str | None = None
     outcomes: list[RunOutcome] = []
     # traces and pictures need the run's objects, which are not sent between processes

@@ -19,6 +19,7 @@ MOST_BARS = 20_000
 def shown(bars: Sequence[GanttBar], until_s: float | None) -> tuple[list[GanttBar], float]:
     """Return the bars that a picture shows, and the end of its time axis in seconds."""
     chosen = sorted((b for b in bars if until_s is None or b.start_s < until_s), key=lambda b: (b.start_s, b.instance))
+    # sorted by start, so the latest bars are dropped
     chosen = chosen[:MOST_BARS]
     end_s = max((bar.end_s for bar in chosen), default=1.0)
     return chosen, min(end_s, until_s) if until_s is not None else end_s

@@ -48,6 +48,7 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
 def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
     """Mark the knee: the load at which the curve exceeds `TIMES` its value at the lowest load."""
     at = knee(line)
+    # the curve stays below the limit within the sweep
     if at is None:
         return
     colour = COLOURS[index % len(COLOURS)]

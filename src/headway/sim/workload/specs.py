@@ -75,6 +75,7 @@ def _lognormal(rest: str, text: str) -> LogNormalLengths:
         law = LogNormalLengths(given["mu"], given["sigma"], low, high)
     else:
         raise ConfigError(f"{text!r}: a lognormal needs median= and p90= (not below it), or mu= and sigma=")
+    # the inverse of the law has no resolution left in so small an interval
     if law.mass() < 1e-9:
         raise ConfigError(f"{text!r}: practically nothing of this law lies between min and max")
     return law

@@ -41,6 +41,7 @@ def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
     try:
         if not colon:
             raise ValueError
+        # either side in seconds makes it a slice by time
         if left.endswith("s") or right.endswith("s"):
             stop_s = float(right.removesuffix("s")) if right else float("inf")
             return slice_time(requests, float(left.removesuffix("s") or 0), stop_s)
@@ -109,6 +110,7 @@ def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -
     stamps = sorted({request.arrival_s for request in requests})
     if len(stamps) < 2:
         return list(requests)
+    # width of a stamp: the distance to the next one
     widths = dict(zip(stamps, [*np.diff(stamps), float(np.median(np.diff(stamps)))], strict=True))
     counts: dict[float, int] = {}
     for request in requests:
