@@ -81,7 +81,7 @@ def test_a_scheduler_always_packs() -> None:
         AcceleratorLatency(study(), "serial")
 
 
-def test_capacity_holds_where_it_says_and_prefetch_gains() -> None:
+def test_limits_hold_at_the_capacity_found_and_prefetch_raises_it() -> None:
     setting, drawn = study("paper"), requests("arxiv", 60, 0)
     limits, found = ServiceLimits(tbt_s=0.0167), {}
     for mode in ("packing", "prefetch"):

@@ -57,7 +57,7 @@ def test_a_buffer_that_holds_no_tiles_is_refused_with_the_numbers() -> None:
         search([GemmShape("up", 128, 4096, 4096, 4096, 2.0, 2.0)], tiny)
 
 
-def test_techniques_save_what_they_should() -> None:
+def test_each_technique_reduces_its_own_cost() -> None:
     base, work = study(), IterationWork(prefill_tokens=2048, prefill_past=30_000, decodes=32, kv_tokens=65536)
     fused = layers_of(base, [work])[0]
     spilled = layers_of(base._replace(techniques=TechniqueSet(fusion="off")), [work])[0]

@@ -103,7 +103,7 @@ def test_invalid_measurements_are_ignored(seconds: float) -> None:
     assert model.scales.tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_machine_that_slows_down_is_noticed() -> None:
+def test_scales_follow_a_host_that_slows_down() -> None:
     model = CorrectedLatency(gpu_roofline())
     teach(model, (1.0, 1.0, 1.0), 1000, seed=3)
     teach(model, (1.8, 1.8, 1.8), 600, seed=4)

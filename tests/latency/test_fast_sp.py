@@ -74,13 +74,13 @@ BARE = SpRates(
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("yi-34b", 7680), ("llama-3-70b", 10752)])
-def test_mlp_weights_travel_from_three_eighths_of_the_width_on(name: str, tokens: int) -> None:
+def test_ulysses_mlp_moves_less_from_three_eighths_of_the_width_on(name: str, tokens: int) -> None:
     """2 s d (T - 1) = 3 d ff (T - 1) / T: s = 3 ff / 2 T. (Printed: 8 d² instead of 3 d ff, so s = 4 d / T.)"""
     assert mlp_crossover(model(name)) == pytest.approx(tokens, abs=1)
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("yi-34b", 3072), ("llama-3-70b", 3429)])
-def test_attention_heads_travel_from_a_few_thousand_tokens_on(name: str, tokens: int) -> None:
+def test_ulysses_attention_moves_less_from_a_few_thousand_tokens_on(name: str, tokens: int) -> None:
     shape, g = model(name), AcceleratorGroup(2, 1, 4)
 
     def ulysses_moves_less(s: int) -> bool:

@@ -57,7 +57,7 @@ def test_a_prompt_of_one_chunk_is_exact() -> None:
     assert PrefillCache(model, 0.05).total_s(700) == pytest.approx(alone_s)
 
 
-def test_where_no_chunk_fits_the_minimum_chunk_counts_instead_of_the_papers_break() -> None:
+def test_minimum_chunk_is_used_where_no_chunk_fits_the_budget() -> None:
     """The paper's loop ends there and calls the rest free; a 10 ms floor under a 5 ms target is the plainest case."""
     model = Linear(row_s=1e-4, fixed_s=0.01)
     cache = PrefillCache(model, 0.005, min_chunk=16)

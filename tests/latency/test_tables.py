@@ -96,7 +96,7 @@ def test_the_roofline_is_the_larger_of_traffic_and_arithmetic() -> None:
     assert one_chunk_s(model, 10**6, 2048) == pytest.approx(compute_s)
 
 
-def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+def test_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "er" / "profile.json"
     store.save(SOURCE, path)
     assert store.load(path, "model|cpu") == SOURCE
@@ -133,7 +133,7 @@ def test_a_missing_profile_and_a_folder_are_refused(tmp_path: Path) -> None:
             store.load(path, None)
 
 
-def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_path_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     one, two = (store.default_path(store.fingerprint("m", "bf16", "cpu", n)) for n in (1, 2))
     assert one.parent == tmp_path / "headway" / "latency"

@@ -37,7 +37,7 @@ def test_two_accelerators_are_refused(tmp_path: Path) -> None:
         command(str(tmp_path), "--out", str(tmp_path / "fit.json"))
 
 
-def test_nothing_to_read(tmp_path: Path) -> None:
+def test_folder_without_profiles_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no"):
         command(str(tmp_path), "--out", str(tmp_path / "fit.json"))
     with pytest.raises(ConfigError, match="there is no file"):

@@ -76,7 +76,7 @@ def test_more_ranks_are_faster() -> None:
     assert rows[0] / rows[3] < 8
 
 
-def test_better_memory_makes_decodes_faster() -> None:
+def test_more_bandwidth_makes_decodes_faster() -> None:
     h100, h200 = fitted("h100", "llama-3-8b"), fitted("h200", "llama-3-8b")
     assert h200.decode_s(32, 32 * 8192) == pytest.approx(h100.decode_s(32, 32 * 8192) * 3.35 / 4.8, rel=1e-6)
     assert float(h200.token_s(1, 1)[0]) < float(h100.token_s(1, 1)[0])

@@ -51,6 +51,7 @@ class KvpServedResult:
 def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: int, output: int = 1) -> dict[str, Any]:
     """Return the set-up as scenario data for `headway simulate` (default mode's latencies)."""
     layout: dict[str, Any] = {"tp": tp, "stages": stages, "kvp": groups}
+    # Equal shards: the last group joins when the others are full.
     if groups > 1:
         layout["shard_tokens"] = -(-prompt // groups)
     return {
@@ -81,6 +82,7 @@ def served(
     spec = replace(instance_of(setting, work), latency=machine("h100", name, tp, stages, mode).latency)
     result = simulate(spec, work, run_of(setting, 0, keep_iterations=True))
     (record,) = result.records
+    # Iterations of the prefill; the others are decodes only.
     rows = [row for row in result.iterations if row.chunks]
     first_s = definitions.ttft_s(record)
     assert first_s is not None

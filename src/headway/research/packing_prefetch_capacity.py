@@ -31,28 +31,34 @@ from headway.sim.workload import TraceRequest
 
 STEP = 1.2
 Draw = Callable[[float], list[TraceRequest]]
-"""Requests at a rate: the same ones, their arrivals stretched."""
+"""Function from a rate to requests: always the same ones, with scaled arrival times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits:
-    """What must hold. tbt_s None: gaps are not judged (the throughput at which delays saturate)."""
+    """Latency limits of a capacity search."""
 
     tbt_s: float | None
+    """Limit of gaps between tokens; None: no limit (the throughput at which delays saturate)."""
     delay_s: float = 1.0
+    """Limit of seconds from arrival to first scheduling."""
     percentile: float = 99.0
+    """Percentile that the limits apply to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateResult:
-    """One rate, simulated. Seconds at the limits' percentile; `ok`: all limits hold and every request finished."""
+    """Result of one simulated rate."""
 
     qps: float
     tbt_s: float
+    """Gap between tokens at the limits' percentile."""
     delay_s: float
+    """Delay at the limits' percentile."""
     finished: int
     requests: int
     ok: bool
+    """All limits hold and every request finished."""
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("qps", "tbt_s", "delay_s", "finished", "requests", "ok")}
@@ -60,15 +66,19 @@ class RateResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityResult:
-    """qps: the highest rate found within the limits (0.0: none down to the lowest tried). tried: by rate."""
+    """Result of a capacity search."""
 
     qps: float
+    """Highest rate found within the limits; 0.0: none down to the lowest tried."""
     tried: tuple[RateResult, ...] = field(default=())
+    """Every simulated rate, ascending."""
 
 
 def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
-    """The paper's serving policy, Sarathi-Serve's: decodes first, the oldest prompts fill a budget of `chunk` tokens
-    (decodes count), at most `most` requests at once; no prompt is special for its length."""
+    """Return the paper's serving policy, Sarathi-Serve's.
+
+    Decodes first, then the oldest prompts fill a budget of `chunk` tokens (decodes count), at most `most` requests at
+    once; prompt length has no influence."""
     return SchedulerConfig(
         policy="fcfs",
         chunking=f"static:{chunk}",
@@ -96,7 +106,7 @@ def kv_capacity(setting: OperatorSetting) -> int:
 
 
 def instance(setting: OperatorSetting, mode: Mode, config: SchedulerConfig, kv_tokens: int) -> InstanceSpec:
-    """One instance with the accelerator's timeline as its latency model."""
+    """Return a simulated instance with the accelerator's timeline as its latency model."""
     shape, machine = setting.model, setting.machine
     return InstanceSpec(
         config=config,
@@ -113,7 +123,7 @@ def gaps_s(records: Sequence[RequestRecord]) -> np.ndarray[Any, np.dtype[np.floa
 
 
 def judged(result: SimResult, qps: float, limits: ServiceLimits) -> RateResult:
-    """A run against the limits."""
+    """Compare a simulation at rate `qps` with the limits."""
     gaps = gaps_s(result.records)
     delays = np.array([r.scheduled_s - r.arrival_s for r in result.records if r.scheduled_s is not None])
     tbt_s = float(np.percentile(gaps, limits.percentile)) if gaps.size else 0.0
@@ -164,9 +174,11 @@ def capacity(
     ratio: float = 1.02,
     lowest: float = 1 / 64,
 ) -> CapacityResult:
-    """The highest rate within the limits, to `ratio`: from `start` (three quarters of the expected saturation) in
-    growing steps up or down, then between, where the limits would be met were they met at a constant power of the rate.
-    """
+    """Return the highest rate within the limits, to a factor of `ratio`.
+
+    Brackets it from `start` (default: three quarters of the expected saturation) in growing steps up or down, then
+    interpolates, assuming that times grow with a constant power of the rate. Raises ConfigError when no rate exceeds
+    the limits."""
     tried: dict[float, RateResult] = {}
     start = start or max(0.75 * expected_qps(spec, draw(1.0)), 2 * lowest)
 
@@ -189,6 +201,8 @@ def capacity(
             high, step = low, step**2
             if low < lowest:
                 return found(0.0)
+    # Invariant: `low` is within the limits, `high` is not. Probes go just below, then just above the interpolated rate;
+    # every third bisects, which bounds the number of steps where the assumption fails.
     turn = 0
     while high / low > ratio:
         share = (_share(tried[low], tried[high], limits), 0.5)[turn % 3 == 2]

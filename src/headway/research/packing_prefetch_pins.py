@@ -35,17 +35,22 @@ COLUMNS = ("prefill", "decode", "packing", "prefetch")
 
 
 class PinnedFigure(NamedTuple):
-    """kind: `paper` (a printed figure) or `own` (a regression). ours: preset `paper`. real: preset `default`."""
+    """A pinned number and its present value."""
 
     kind: str
+    """`paper` (a printed figure) or `own` (a regression)."""
     name: str
     pinned: float
     ours: float
+    """Present value with preset `paper`."""
     tolerance: float
+    """Largest relative error."""
     real: float
+    """Present value with preset `default`, for information."""
 
     @property
     def error(self) -> float:
+        """Relative error of `ours`."""
         return self.ours / self.pinned - 1.0
 
     @property

@@ -82,6 +82,7 @@ RESULTS: SimulationCache[tuple[CapacityTask, int, int], Capacity] = SimulationCa
 def solve(point: tuple[CapacityTask, int, int]) -> Capacity:
     """Run the search of a (task, number of requests, seed)."""
     task, count, seed = point
+    # The TBT limit is the mode's own: the paper defines it as an iteration on the same machine (`slo_s`).
     at = setting(task.mode, task.model)
     limit_s = {"slo": slo_s(task.mode, task.model), "tight": TIGHT_S, "none": None}[task.limit]
     limits = ServiceLimits(tbt_s=limit_s)

@@ -39,9 +39,10 @@ KNOTS = (
 
 
 class AcceleratorLatency(CoupledLatency):
-    """`CoupledLatency` of one instance without pipeline stages. mode: packing or prefetch."""
+    """`CoupledLatency` of one instance without pipeline stages."""
 
     def __init__(self, setting: OperatorSetting, mode: Mode) -> None:
+        """Tabulate the model. mode: packing or prefetch. Raises ConfigError for serial."""
         if mode == "serial":
             raise ConfigError("mode must be packing or prefetch: a scheduler always packs")
         shape, machine, _, assumed, _ = setting
@@ -61,28 +62,30 @@ class AcceleratorLatency(CoupledLatency):
     # -- LatencyModel -----------------------------------------------------------------------------------------------
 
     def token_s(self, first: int, last: int) -> Seconds:
-        """All layers' products and the LM head for one row."""
+        """Return the seconds of all layers' products, and of the LM head for one row."""
         if last < self._rows_s.size:
             return self._rows_s[first : last + 1]
         rows = np.arange(first, last + 1, dtype=np.float64)
+        # Beyond the table: the mean slope of its last 1,024 rows.
         slope = float(self._rows_s[-1] - self._rows_s[-1025]) / 1024.0
         inside = np.minimum(rows, self._rows_s.size - 1).astype(np.int64)
         return np.asarray(self._rows_s[inside] + slope * (rows - inside), dtype=np.float64)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        """Attention of a chunk over all layers."""
+        """Return the seconds of a chunk's attention over all layers."""
         if first == last < len(self._one):
             return np.array([self._one_s(past, first)])
         if last < self._own.size:
             tokens, own, fused = (table[first : last + 1] for table in (self._tokens, self._own, self._chunk_fused))
         else:
             tokens = np.arange(first, last + 1, dtype=np.float64)
+            # Beyond MAX_CHUNK a chunk's attention within itself grows with the square; its queries are not on chip.
             own, fused = self._own[-1] * (tokens / (self._own.size - 1)) ** 2, np.zeros(tokens.size, dtype=bool)
         found = self._numbers(tokens, past, own, fused)
         return np.asarray(np.where(tokens > 0, found.seconds(self._bandwidth) * self._layers, 0.0), dtype=np.float64)
 
     def _one_s(self, past: int, tokens: int) -> float:
-        """The same for one size, which a scheduler asks for most: a microsecond."""
+        """Return `chunk_s` of one size from the lines of `_lines`, in about a microsecond."""
         own_s, by_unit_s, softmax_s, softmax_by_past, moved, by_past, most_fill = self._one[tokens]
         units = tiles(self._model, self.setting.machine, past) if self.setting.assumed.mapper else past
         moved += by_past * past
@@ -91,16 +94,16 @@ class AcceleratorLatency(CoupledLatency):
         return self._layers * (fill / self._bandwidth + max(busy_s, (moved - fill) / self._bandwidth))
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        """Attention of decodes that fetch all of their KV then."""
+        """Return the seconds of decode attention without any KV prefetched: an upper bound."""
         return self._layers * max(kv_sum * self._kv_s, kv_sum * self._kv_bytes / self._bandwidth)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Computed, not measured: it does not learn."""
+        """Ignore the measurement: this model does not learn."""
 
     # -- CoupledLatency ---------------------------------------------------------------------------------------------
 
     def whole_s(self, load: BatchLoad) -> float:
-        """Seconds of an iteration."""
+        """Return the seconds of a whole iteration, with KV prefetched as in `timeline.run`."""
         chunk = load.tokens - load.decodes
         decodes = load.decodes
         rows = chunk + (0 if not decodes else decodes if self._decode_rows is None else self._decode_rows)
@@ -115,9 +118,11 @@ class AcceleratorLatency(CoupledLatency):
             return seconds
         moved = load.decode_kv * self._kv_bytes
         compute_s = load.decode_kv * self._kv_s
+        # KV bytes that may be on chip before decode attention: the buffer's, at most one layer's.
         most = min(self._most_ahead, moved)
         hidden = first = 0.0
         if most:
+            # New KV of decodes is written during the products and shortens HBM's idle time.
             written = decodes * self._written
             gap = self._chunk_idle(chunk, load) if chunk and self._in_attention else 0.0
             hidden = min(most, max(0.0, idle - written) + gap)
@@ -129,7 +134,7 @@ class AcceleratorLatency(CoupledLatency):
         )
 
     def _chunk_idle(self, chunk: int, load: BatchLoad) -> float:
-        """Bytes that HBM could move besides during one layer's prefill attention."""
+        """Return the bytes that HBM could move besides during one layer's prefill attention."""
         at = min(chunk, self._own.size - 1)
         moved = self._chunk_moved[at] + self._chunk_by_past[at] * load.chunk_past
         return max(0.0, load.chunk_s / self._layers * self._bandwidth - moved)
@@ -157,6 +162,7 @@ class AcceleratorLatency(CoupledLatency):
         self._most = len(self._products_s)
         self._tokens = np.arange(MAX_CHUNK + 1, dtype=np.float64)
         self._own = _own_table(shape, machine, assumed.causal) if assumed.mapper else np.zeros(MAX_CHUNK + 1)
+        # Chunks whose queries stay on chip: all up to the largest knot at which they fit.
         kept = [f.attention for f in fused]
         upto = max((rows for rows, keeps in zip(KNOTS, kept, strict=True) if keeps), default=0)
         self._chunk_fused = self._tokens <= upto
@@ -166,8 +172,9 @@ class AcceleratorLatency(CoupledLatency):
         self._one = self._lines(found)
 
     def _lines(self, alone: ChunkNumbers) -> list[tuple[float, ...]]:
-        """For each size what its attention costs alone, and a cached token (or tile of them) more. Empty where scores
-        spill to HBM, which is not linear in the past."""
+        """Return, by chunk size, attention's cost alone and per cached token (or tile of them).
+
+        Empty without flash attention: scores that spill to HBM are not linear in the past."""
         setting = self.setting
         if not setting.techniques.flash_attention:
             return []
@@ -193,7 +200,8 @@ class AcceleratorLatency(CoupledLatency):
 
 
 def _decode_s_per_token(setting: OperatorSetting) -> float:
-    """Seconds of the unit that attends for decodes, a KV token and layer (tiles of a long context are full)."""
+    """Return the seconds of decode attention per KV token and layer, on the assumed unit."""
+    # From a long context, where all tiles but the last are full.
     shape, machine, _, assumed, _ = setting
     many = 1 << 20
     vector_s, array_s = (f(shape, machine, assumed, many) / many for f in (vector_seconds, array_seconds))
@@ -202,5 +210,5 @@ def _decode_s_per_token(setting: OperatorSetting) -> float:
 
 @cache
 def _own_table(shape: ModelShape, machine: MachineModel, causal: bool) -> Seconds:
-    """`own_cycles` of every chunk up to MAX_CHUNK."""
+    """Return `own_cycles` of every chunk up to MAX_CHUNK."""
     return np.array([0.0] + [own_cycles(shape, machine, tokens, causal) for tokens in range(1, MAX_CHUNK + 1)])
