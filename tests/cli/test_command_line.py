@@ -1,4 +1,4 @@
-"""The command itself, in a process of its own: what it prints, how it fails, and what it does without torch."""
+"""The command in a process of its own: output, errors, and operation without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headway serve` for several hosts: what the flags must agree on before anything starts."""
+"""`headway serve` for several hosts: checks of the flags before anything starts."""
 
 from __future__ import annotations
 

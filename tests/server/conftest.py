@@ -44,6 +44,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
+        # 2 special tokens, 256 bytes, up to 62 merges.
         vocab_size=320,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -55,6 +56,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     folder = tmp_path_factory.mktemp("tokenizer")
     backend.save(str(folder / "tokenizer.json"))
+    # The separate template file wins over this one.
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "not this one"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -92,7 +94,7 @@ def application(engine: FakeEngine, tokenizer: ModelTokenizer) -> Callable[..., 
 
 @pytest.fixture
 def connect(application: Callable[..., Any]) -> Connect:
-    """A client that talks to the application without a socket; keywords are settings."""
+    """A client of the application without a socket; keywords are settings."""
 
     @asynccontextmanager
     async def made(tokens: ModelTokenizer | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:

@@ -1,4 +1,4 @@
-"""Requests that a server leaves unfinished, and what the next server with the same journal does with them."""
+"""Recovery of unfinished requests by the next server with the same journal."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: in
         await eventually(lambda: engine.sent >= tokens and engine.submits)
         await asyncio.sleep(0.02)
         server = client._transport.app.state.headway
+        # Closed before the cancellation, as after a crash nothing more is recorded.
         server.close_journal()
         sent.cancel()
         await asyncio.gather(sent, return_exceptions=True)
+    # Reset the fake engine for the next server.
     engine.sent, engine.gate, engine.hold, engine.submits = 0, None, None, []
     engine.state = "starting"
 

@@ -35,7 +35,7 @@ def client(address: str) -> openai.OpenAI:
 
 @pytest.fixture
 def speaks(engine: FakeEngine, tokenizer: ModelTokenizer) -> list[int]:
-    """The engine answers `TEXT`, a byte at a time where it can."""
+    """Make the engine answer `TEXT`, tokenised character by character; return its token ids."""
     tokens = [token for char in TEXT for token in tokenizer.encode(char, add_special_tokens=False)]
     engine.script = say(tokens)
     return tokens

@@ -1,4 +1,4 @@
-"""The server as a process: signals, draining, and what it imports."""
+"""The server as a process: signals, draining, imports."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Process:
         self.port = int(found[1]) if found is not None and found.groups() else 0
 
     def read_until(self, words: str) -> re.Match[str] | None:
-        """Read its log up to a line that matches; None at its end."""
+        """Read the log up to a line that matches `words`; return None at its end."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)

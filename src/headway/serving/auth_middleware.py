@@ -42,6 +42,7 @@ class AuthMiddleware:
         scope["headway.id"], scope["headway.log"] = ident, notes
         began, status = time.monotonic(), 0
 
+        # Adds the request id to the response's headers, and notes the status for the log line.
         async def stamped(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":

@@ -45,6 +45,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         raise ConfigError(f"cannot listen on {host!r}: it is no address, nor a name that can be resolved") from error
     taken: list[socket.socket] = []
     refused: OSError | None = None
+    # dict.fromkeys: resolvers may return an address twice.
     for family, kind, protocol, _, address in dict.fromkeys(found):
         try:
             taken.append(_bound(socket.socket(family, kind, protocol), address))
@@ -85,7 +86,7 @@ def _bound(made: socket.socket, address: object) -> socket.socket:
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if made.family == socket.AF_INET6:
-            # Otherwise the IPv6 wildcard takes the port on IPv4 too, and the second bind fails.
+            # Otherwise the IPv6 wildcard takes the port on IPv4 too, in conflict with the socket bound there.
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)  # type: ignore[arg-type]
     except BaseException:

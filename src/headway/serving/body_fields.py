@@ -41,6 +41,7 @@ class BodyFields:
     def raw(self, name: str) -> msgspec.Raw | None:
         """Return the undecoded bytes of a field; None when it is absent or null."""
         value = self._raw.get(name)
+        # Raw JSON values have no leading white space, and only null starts with "null".
         return None if value is None or bytes(memoryview(value)[:4]) == b"null" else value
 
     def get(self, name: str) -> Any:

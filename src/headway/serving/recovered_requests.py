@@ -84,6 +84,7 @@ class RecoveredRequest:
             while at < len(self.events):
                 at += 1
                 yield self.events[at - 1]
+            # After all events have been yielded: an error comes after the text that precedes it.
             if self.finished:
                 if self.error is not None:
                     raise self.error

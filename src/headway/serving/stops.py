@@ -71,6 +71,7 @@ class StopMatcher:
         """Advance all automata by one character; return the stop string that it completes, if any."""
         for which, stop in enumerate(self._stops):
             state, table = self._states[which], self._tables[which]
+            # Fall back along borders until the character extends one.
             while state and stop[state] != char:
                 state = table[state - 1]
             if stop[state] == char:

@@ -117,6 +117,7 @@ def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     """Return the bytes of each token id of a byte-level BPE tokenizer (its only decoder is ByteLevel); else None."""
     decoder = json.loads(backend.to_str()).get("decoder") or {}
     stages = decoder.get("decoders", [decoder])
+    # Any further decoder stage (metaspace, strip) would change text beyond the bytes of single tokens.
     if [stage.get("type") for stage in stages] != ["ByteLevel"]:
         return None
     return {ident: byte_level_bytes(piece) for piece, ident in backend.get_vocab(with_added_tokens=True).items()}

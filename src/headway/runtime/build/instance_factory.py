@@ -55,6 +55,7 @@ class InstanceFactory:
         others = (each for i, each in self._started.items() if i != number and each.pool == pool)
         if sum(each.state != "left" for each in others) >= LARGEST_POOL:
             raise RequestError(f"pool {pool} has {LARGEST_POOL} instances, which is as many as a pool may have", "pool")
+        # A joining instance is a copy of its pool's first one: same settings, host and node.
         first = self._first[pool]
         config = joining_config(self._configs[first], first, number, incarnation)
         if config.kv_cache_bytes is None:  # as large a pool as the others', whatever is free now
