@@ -66,6 +66,7 @@ def run_scenario(
 ) -> ScenarioRun:
     """Simulate one seed of a scenario."""
     if scenario.cluster.placement is not None:
+        # imported late: `cluster.build` imports this module
         from headway.sim.cluster.build import run_cluster
 
         cluster = run_cluster(scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch)
@@ -78,6 +79,7 @@ def run_scenario(
 
 def config_of(scenario: Scenario) -> SchedulerConfig:
     """Return the scheduler's settings. Raises ConfigError on an impossible value."""
+    # fields that are not given keep the defaults of the mode
     given: dict[str, Any] = scenario.policy.model_dump(exclude_none=True)
     mode = given.pop("mode", "default")
     try:

@@ -18,6 +18,7 @@ def run_in_processes(run: Callable[[Task], Result], tasks: Sequence[Task], jobs:
     Results do not depend on `jobs`. `run`, tasks and results must be picklable when `jobs` is above 1.
     """
     if min(jobs, len(tasks)) <= 1:
+        # lazy and in this process: no start-up cost, and errors keep their traceback
         yield from map(run, tasks)
         return
     # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened

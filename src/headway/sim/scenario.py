@@ -274,6 +274,7 @@ def _policy_section() -> type[ScenarioSection]:
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
         for f in fields(SchedulerConfig)
+        # these follow from the scenario's layout
         if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
     }
     return create_model(
@@ -283,7 +284,8 @@ def _policy_section() -> type[ScenarioSection]:
 
 
 PolicySection: Any = _policy_section()
-PolicySection.__module__ = __name__  # where pickle finds it, so that scenarios can be sent to other processes
+# where pickle finds the class, so that scenarios can be sent to other processes
+PolicySection.__module__ = __name__
 
 
 class Scenario(ScenarioSection):
@@ -323,11 +325,13 @@ def _fault(item: dict[str, Any], root: type[ScenarioSection]) -> str:
     # names of a union's alternatives are no fields of the file
     path = [str(part) for part in item["loc"] if str(part) not in (ModelSection.__name__, "str")]
     name = ".".join(path) or "the file"
+    # an unknown field: list the fields of its section
     if item["type"] == "extra_forbidden":
         return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1], root))}"
     if item["type"] == "missing":
         return f"{name} is missing"
     value = item.get("input")
+    # sections and lists are too long to show
     shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
     return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
 

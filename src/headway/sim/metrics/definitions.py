@@ -64,8 +64,10 @@ def is_good(record: RequestRecord) -> bool:
     first, whole = ttft_s(record), e2e_s(record)
     if slo.ttft_s is not None and (first is None or first > slo.ttft_s):
         return False
+    # every gap counts, so the worst one decides
     if slo.tbt_s is not None and max(tbt_s(record), default=0.0) > slo.tbt_s:
         return False
+    # one token has no TPOT, and so cannot miss it
     if slo.tpot_s is not None and (tpot_s(record) or 0.0) > slo.tpot_s:
         return False
     return slo.e2e_s is None or (whole is not None and whole <= slo.e2e_s)

@@ -76,6 +76,7 @@ class LogNormalLengths:
 
     def mass(self) -> float:
         """Return the share of the untruncated law that lies between low and high."""
+        # all mass lies at exp(mu)
         if self.sigma == 0:
             return float(self.low <= math.exp(self.mu) <= self.high)
         return self._cdf(self.high) - self._cdf(self.low)

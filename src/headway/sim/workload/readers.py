@@ -185,6 +185,7 @@ def _expected() -> str:
 
 def _tokens(row: Row, column: str) -> int:
     value = row[column]
+    # by way of float: some traces write 512.0
     count = float(value)
     if isinstance(value, bool) or not count.is_integer() or not 0 <= count < 1e12:
         raise ValueError(f"{column} is {value!r}, not a count of tokens")

@@ -27,6 +27,7 @@ def above_p95(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Req
     if not requests:
         return []
     limit = float(np.quantile([request.prompt_tokens for request in requests], 0.95))
+    # drawn for every request, so that a request's length does not depend on the others
     drawn = rng.integers(LOW, HIGH + 1, len(requests)).tolist()
     return [
         _long(request, length) if request.prompt_tokens > limit else replace(request, klass="short")
@@ -40,6 +41,7 @@ def linear(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Reques
     Nothing is drawn, so the order of lengths is kept.
     """
     top = max((request.prompt_tokens for request in requests), default=0)
+    # at least 1: the longest prompt may be LINEAR_FROM itself
     slope = (HIGH - LOW) / max(1, top - LINEAR_FROM)
     return [
         _long(request, LOW + round((request.prompt_tokens - LINEAR_FROM) * slope))
