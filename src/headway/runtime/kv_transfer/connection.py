@@ -162,6 +162,7 @@ class PeerConnection:
             if why is None:
                 if leaving.taken is not None:
                     self._ring.leave(leaving.taken)
+                # Written in the caller's thread if nothing is queued before it: saves a thread switch per frame.
                 if self._socket is not None and not self._queue and self._try(leaving.views):
                     leaving.ticket.finish()
                 else:
@@ -337,6 +338,7 @@ class PeerConnection:
         elif frame.at == INLINE:
             aside = np.empty(frame.length, dtype=np.uint8)
             views = [aside.data]
+        # The handler ran without the lock: a place that it gave before a `cease` may belong to others by now.
         with self._in:
             if self._ceased != ceased:
                 return None

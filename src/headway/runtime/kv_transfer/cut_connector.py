@@ -61,6 +61,7 @@ class CutConnector(KvConnector):
             with self._gate:
                 if self._inner.get_num_new_matched_tokens(one.request) is None:  # forgotten since it came
                     continue
+                # By rank: a slice is complete once every source rank that sends here has reported its part.
                 come = self._come.setdefault(key, {})
                 come[rank_of(one.source)] = one
                 if come.keys() < self._from(instance):

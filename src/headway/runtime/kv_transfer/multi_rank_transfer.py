@@ -52,11 +52,12 @@ class MultiRankKvTransfer:
         executor.on_control = self._hear
 
     def meet(self, peers: Iterable[PeerAddress]) -> None:
-        """See `Peers.meet`."""
+        """See `PeerNetwork.meet`."""
         self._tell(RankMeet(tuple(peers)))
 
     def receive(self, request: str, tokens: int, blocks: Slots) -> None:
-        """See `KvPort.receive`. `opened` tells when there is."""
+        """See `KvPort.receive`. `opened` returns the request once all ranks have reserved."""
+        # First the block operations that no batch has carried: ranks must know the blocks of the reservation.
         self._executor.replay(self._untold())
         number = self._executor.number(request)
         assert number is not None, f"no blocks are held for {request}"
@@ -119,6 +120,7 @@ class MultiRankKvTransfer:
 
     def _hear(self, rank: int, body: bytes) -> None:
         said = from_rank.decode(body)
+        # Late messages of an earlier reservation under the same name must not count for this one.
         if isinstance(said, RankReserved | RankReceived) and said.life != self._lives.get(said.name):
             return
         if isinstance(said, RankReserved):
@@ -157,13 +159,13 @@ class MultiRankPeers:
         self.number, self._ranks = number, ranks
 
     def meet(self, peers: Iterable[PeerAddress]) -> None:
-        """See `Peers.meet`."""
+        """See `PeerNetwork.meet`."""
         self._ranks.meet(peers)
 
     def forget(self, scope: str) -> None:
-        """See `Peers.forget`."""
+        """See `PeerNetwork.forget`."""
         self._ranks.drop(scope, True)
 
     def cease(self, scope: str) -> None:
-        """See `Peers.cease`."""
+        """See `PeerNetwork.cease`."""
         self._ranks.drop(scope, False)

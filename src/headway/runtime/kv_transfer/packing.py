@@ -33,6 +33,7 @@ def gather(heads: Bytes, slots: Indices, into: Bytes) -> None:
             body[:, :, at : at + count] = source[:, :, first : first + count]
             at += count
         return
+    # mode="clip" lets numpy write straight into `out`: the default mode buffers it. All slots are in range.
     for plane, head in np.ndindex(*heads.shape[:2]):
         np.take(source[plane, head], slots, axis=0, out=body[plane, head], mode="clip")
 

@@ -15,7 +15,7 @@ NOBODY = 0
 
 
 class RankMeet(msgspec.Struct, frozen=True, array_like=True, tag="met"):
-    """All instances that are there now (`Peers.meet`)."""
+    """All instances that are there now (`PeerNetwork.meet`)."""
 
     peers: tuple[PeerAddress, ...]
 
@@ -65,7 +65,7 @@ class RankReserved(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class RankReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
-    """This rank's heads of a piece are there (`connector.Received`). whole: so are those of all other pieces."""
+    """This rank's heads of a piece are there (`connector.KvReceived`). whole: so are those of all other pieces."""
 
     name: str
     piece: int
@@ -77,7 +77,7 @@ class RankReceived(msgspec.Struct, frozen=True, array_like=True, tag="came"):
 
 
 class RankLost(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Something of a request will not come or go (`connector.Lost`)."""
+    """Something of a request will not come or go (`connector.KvLost`)."""
 
     name: str
     why: str

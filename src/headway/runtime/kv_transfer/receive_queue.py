@@ -58,7 +58,7 @@ class ReceiveQueue:
             self._boxes[request] = _RequestPlace(place)
 
     def close(self, request: str) -> None:
-        """What still comes is dropped, but for a body that is being read: `Peers.forget` ends that."""
+        """What still comes is dropped, but for a body that is being read: `PeerNetwork.forget` ends that."""
         with self._gate:
             self._boxes.pop(request, None)
 

@@ -86,7 +86,7 @@ def packets_of(save: SaveKv, way: TransferRoute, layer: int, part: KvPart) -> It
 
 
 class SendQueue:
-    """One destination. `failed(request, why, end)` (see `Lost`) is called in its thread."""
+    """One destination. `failed(request, why, end)` (see `KvLost`) is called in its thread."""
 
     def __init__(self, name: str, failed: Callable[[str, str, int | None], None]) -> None:
         self._failed = failed

@@ -61,7 +61,7 @@ class MessageStreams:
         self._lanes: dict[tuple[str, int], _StreamState] = {}
 
     def expect(self, number: int, scope: str, into: memoryview) -> Completion:
-        """See `Connection.expect`."""
+        """See `PeerConnection.expect`."""
         ticket, into = Completion(self._end), into.cast("B")
         lane = self._lanes.setdefault((scope, number), _StreamState())
         one = next((one for one in lane.came if one.ticket is None), None)

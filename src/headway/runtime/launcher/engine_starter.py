@@ -68,10 +68,10 @@ class EngineLauncher:
         self._model, self._node0, self._module = model, node0, module
 
     def warm(self) -> None:
-        """See `runtime.launcher.host_agent.Starter`: there is nothing that they could share."""
+        """See `runtime.launcher.host_agent.ProcessLauncher`: there is nothing that they could share."""
 
     def start(self, one: LaunchProcess) -> EngineProcess:
-        """See `runtime.launcher.host_agent.Starter`."""
+        """See `runtime.launcher.host_agent.ProcessLauncher`."""
         config = msgspec.json.decode(one.settings, type=EngineConfig)
         assert config.instance is not None
         own = msgspec.structs.replace(config.instance, listen=f"tcp:{address_towards(self._node0)}:0")

@@ -184,6 +184,7 @@ class HostAgent:
     def _connect(self) -> None:
         self._disconnect(linger_ms=0)
         self._socket = socket = self._context.socket(zmq.DEALER)
+        # Without a connection a send fails with EAGAIN instead of being queued and arriving late.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
         guard_client(socket, self._token)
@@ -230,6 +231,7 @@ class HostAgent:
     def _hear(self, said: ToHost) -> None:
         if isinstance(said, DesiredState):
             self._heard_s = time.monotonic()
+            # Another engine at the same address: processes of the one before are not its own.
             if said.session != self._session:
                 self._end_all()
                 self._ended.clear()
@@ -245,6 +247,7 @@ class HostAgent:
 
     def _keep(self, launches: tuple[LaunchProcess, ...]) -> None:
         wanted = self._wanted = {one.serial: one for one in launches}
+        # Ends before starts: new processes may need the memory of the old ones.
         self._end([self._processes.pop(serial) for serial in list(self._processes) if serial not in wanted])
         self._ended = {serial: why for serial, why in self._ended.items() if serial in wanted}
         for serial, one in wanted.items():
@@ -276,6 +279,7 @@ class HostAgent:
                 self._ended[serial] = one.why
             elif serial in self._wanted:
                 self._processes[serial] = one.process
+            # No longer desired: it was dropped while it started.
             else:
                 self._end([one.process])
         return bool(done)

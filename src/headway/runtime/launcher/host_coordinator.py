@@ -248,7 +248,8 @@ class HostCoordinator:
             if host.heard_s > since + 2.0 * BEAT_S:
                 why = f"there is another process with --node-rank {hello.node}"
             elif now - host.heard_s < 3.0 * BEAT_S:
-                return False  # soon we know; it asks again
+                # Not known yet whether the earlier process is alive; the new one repeats its hello.
+                return False
             else:
                 self._lose(hello.node, "which was started anew")
         if why is not None:
@@ -258,7 +259,8 @@ class HostCoordinator:
             return False
         if hello.node in self._hosts:
             self._hosts[hello.node].name = name
-            return True  # it has not heard the answer yet, or its connection broke
+            # A repeated hello: the answer has not arrived yet, or the connection was re-established.
+            return True
         self._hosts[hello.node] = _JoinedHost(name, hello, now)
         self._rivals.pop(hello.run, None)
         self._refused.pop(hello.node, None)
@@ -294,6 +296,7 @@ class HostCoordinator:
         (for_good)."""
         self._absent.pop(node, None)
         for process in [process for process in self._processes.values() if process.node == node]:
+            # Never reported as running: nothing is lost, and it starts when the host is back.
             if process.pid is None and not for_good:
                 self._absent[node] = time.monotonic()
                 continue

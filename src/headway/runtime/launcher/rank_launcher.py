@@ -46,11 +46,11 @@ class RankLauncher:
         self._threads = threads or max(1, mine.cores * mine.nodes // layout.accelerators)
 
     def warm(self) -> None:
-        """See `host.Starter`."""
+        """See `host_agent.ProcessLauncher`."""
         warm()
 
     def start(self, one: LaunchProcess) -> ForkServerProcess:
-        """See `host.Starter`."""
+        """See `host_agent.ProcessLauncher`."""
         config = msgspec.json.decode(one.settings, type=RankConfig)
         settings = msgspec.structs.replace(config, model=self._model, threads=self._threads)
         return launch(one.rank, one.endpoint, msgspec.json.encode(settings))

@@ -65,7 +65,7 @@ class RemoteEngine:
         return self.process.abandoned
 
     def send(self, frames: Sequence[Any]) -> None:
-        """See `EngineLine.send`."""
+        """See `EngineChannel.send`."""
         self._channel.send(frames)
 
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:

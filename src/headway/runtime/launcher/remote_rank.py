@@ -11,7 +11,7 @@ from headway.runtime.launcher.host_messages import LaunchProcess
 
 
 class RemoteProcess:
-    """Made by `Rendezvous.launch`, which sets `ended` and `pid` from what the host says. Safe between threads.
+    """Made by `HostCoordinator.launch`, which sets `ended` and `pid` from what the host says. Safe between threads.
 
     ended: None, or why it is gone, in words that follow 'worker 3'. abandoned: its host did not come back in time.
     """
@@ -45,5 +45,5 @@ class RemoteProcess:
             self._changed.wait_for(lambda: self.ended is not None, timeout)
 
     def kill(self) -> None:
-        """Its host ends it as soon as it hears; whether that is heard in time does not matter: see `Keep`."""
+        """Remove the process from its host's `DesiredState`, which the host follows as soon as it gets it."""
         self._drop(self.launch.serial)
