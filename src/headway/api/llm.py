@@ -164,6 +164,7 @@ class LLM:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
         submit = SubmitRequest(id=name, prompt_tokens=len(ids), params=params, received_s=start_s)
         try:
+            # int32: the engine's format; larger ids overflow here and are refused.
             frame = np.asarray(ids, dtype=np.int32)
         except (OverflowError, TypeError, ValueError):
             raise RequestError("a prompt is text or a sequence of token ids", "prompt") from None
@@ -199,4 +200,5 @@ class _MonotonicClock:
 
 def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
     """Whether `prompts` is one prompt: text, or a sequence that begins with a token id."""
+    # An empty sequence is a list of no prompts.
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -69,6 +69,7 @@ def simulate(
     from headway.sim.build import RunDetail, run_scenario
 
     parsed = load_scenario(scenario, fields)
+    # One seed only: several are a sweep's (`headway simulate --seeds`).
     chosen = parsed.run.seeds[0] if seed is None else seed
     run = run_scenario(parsed, chosen, detail=RunDetail(iterations=keep_iterations))
     return SimulationResult(parsed, chosen, run.sim)

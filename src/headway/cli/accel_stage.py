@@ -177,6 +177,7 @@ def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
     costs = [axis for axis in axes if axis.startswith("machine.") and axis != "machine.preset"]
     others = [axis for axis in axes if axis not in costs]
     for row in rows:
+        # Rows of other work are no rivals.
         rivals = [r for r in rows if r is not row and all(r[axis] == row[axis] for axis in others)]
         row["pareto"] = bool(costs) and not any(_beats(rival, row, costs) for rival in rivals)
 

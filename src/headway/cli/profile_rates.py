@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     points: list[tuple[float, float]] = []
     for load in loads:
+        # One load at a time, to show progress.
         points += best_rates([load], CANDIDATES, mean_s)
         print(f"{load:g} requests/s: improvement rate {points[-1][1]:g}", flush=True)
     source = (

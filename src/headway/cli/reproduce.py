@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         _one(arguments.id, arguments, arguments.json, arguments.plot)
         return 0
     for folder in (arguments.json, arguments.plot):
+        # With all, each experiment writes a file of its own.
         if folder is not None and (str(folder) == "-" or folder.is_file()):
             raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
     for name in names():

@@ -129,6 +129,7 @@ class ServerMetrics:
                 self._observe("request_prefill_time_seconds", first - scheduled)
         if first is not None and last is not None:
             self._observe("request_decode_time_seconds", last - first)
+            # Mean over the gaps: n tokens have n - 1.
             if record.output_tokens > 1:
                 self._observe("request_time_per_output_token_seconds", (last - first) / (record.output_tokens - 1))
 

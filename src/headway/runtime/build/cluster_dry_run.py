@@ -134,6 +134,7 @@ def capacity(plan: ClusterPlan) -> list[str]:
     low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.instances) / work_s
     for _ in range(_STEPS):
         rate = (low + high) / 2
+        # Assumes that the share in time falls as the rate grows.
         if _met(plan, rate, lengths) >= MET:
             low = rate
         else:

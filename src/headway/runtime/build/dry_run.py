@@ -60,6 +60,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     past = 0
     while past < info.max_model_len:
         chunk, _ = solve_tokens(latency, BatchLoad(), past, MAX_CHUNK, budget)
+        # The scheduler takes at least `min_chunk`, even over budget.
         chunk = max(chunk, scheduler.config.min_chunk)
         alone = times.total_s(past)
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")

@@ -209,6 +209,7 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
     """Return the token ids that end an answer, from generation_config.json, else config.json; empty for neither."""
+    # generation_config.json lists all end tokens of a chat model, config.json often only one.
     for name in ("generation_config.json", "config.json"):
         try:
             data: dict[str, Any] = json.loads((folder / name).read_text())

@@ -101,6 +101,7 @@ def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, 
         available = len(present) * min(host.available_bytes for host in present)
         cores *= len(present)
     if placement.devices is not None:
+        # On devices the host's memory does not limit weights and KV.
         available = layout.accelerators * placement.devices.free_bytes
     return available, cores
 
@@ -111,6 +112,7 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
     available, cores = _resources(placement, wanted)
     check_memory(shape, layout, placement.itemsize, available, config.kv_cache_bytes, placement.longest)
     takes = need(shape, layout, placement.itemsize)
+    # What remains beside the weights and the processes' own memory.
     left = max(0, available - takes.weights - takes.processes)
     return RankConfig(
         model=config.model,

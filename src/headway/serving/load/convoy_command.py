@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     elif not args.model:
         raise ConfigError("name a checkpoint folder with --model, or a running server with --url")
     else:
+        # The longest request decides the servers' context, and so their KV pool.
         need = max(plan.long_tokens + plan.long_output, plan.short_tokens + plan.short_output)
         server = ServerUnderTest(
             model=args.model,
