@@ -83,7 +83,7 @@ def test_history_is_continuous_at_the_knee(fit: DeviceFit, split: str) -> None:
         assert after - before < 1e-3 * at
 
 
-def test_scheduler_runs_with_a_fitted_model(fit: DeviceFit) -> None:
+def test_chunk_sizes_and_prefill_times_follow_from_a_fitted_model(fit: DeviceFit) -> None:
     latency = fitted("a100", "llama-3-8b", fit=fit)
     tokens, attention = solve_tokens(latency, BatchLoad(8, 8, 8000), 2000, 4096, 0.05)
     assert tokens > 0

@@ -152,6 +152,7 @@ class CapacitySearch:
 
     def gains(self, model: str, mode: Mode) -> dict[str, float]:
         """Return `gain` by data set; infinite where packing serves no request within the limits."""
+        # None (packing serves nothing) counts as an infinite gain.
         return {data: self.gain(model, data, mode) or float("inf") for data in SETS}
 
     def least_gain(self, mode: Mode) -> float:

@@ -33,8 +33,10 @@ def striped_s(nodes: int, mode: Mode) -> float:
     own, over = one_chunk_s(m.latency, 0, MAX_CHUNK), one_chunk_s(m.latency, PROMPT // 2, MAX_CHUNK)
     whole = chunks * own + chunks * (over - own) * (PROMPT - MAX_CHUNK) / PROMPT
     layers = m.shape.layers
+    # Keys and values of one node's tokens, on one tensor-parallel rank.
     block_bytes = 2 * mine * m.part.kv_heads * m.part.head_dim * m.shape.dtype_bytes
     pass_s = m.layout.across_link(m.device).transfer_s(block_bytes) if nodes > 1 else 0.0
+    # One ring step of one layer: a node's share of attention over one block of `nodes`.
     step_s = whole / nodes / layers / nodes
     return rows + layers * nodes * max(step_s, pass_s)
 

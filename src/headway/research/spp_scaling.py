@@ -27,6 +27,7 @@ def fits(name: str, stages: int, context: int) -> bool:
     """Return whether weights, activations and this context's KV fit TP8 × stages."""
     m = machine("h100", name, 8, stages, "default")
     config = SchedulerConfig(chunking=f"static:{CHUNK}", stages=stages, max_num_seqs=8)
+    # Feasibility does not depend on the mode, which changes latencies only.
     try:
         plan_memory(m.device, m.shape, m.layout, config, (context, context), UTILISATION)
     except InfeasibleError:
@@ -43,6 +44,7 @@ def ttft_s(name: str, stages: int, context: int, mode: Mode) -> float | None:
 
 def efficiency(name: str, context: int, stages: int, mode: Mode) -> float | None:
     """Return the scaling efficiency: speed-up over the fewest stages that fit, divided by the ratio of stages."""
+    # One stage often does not fit: the base is the smallest pipeline that does.
     base = next((n for n in NODES if fits(name, n, context)), None)
     whole = ttft_s(name, stages, context, mode)
     if base is None or whole is None:

@@ -79,6 +79,7 @@ def tile_bytes(machine: MachineModel, gemm: GemmShape) -> float:
 
 def fusible(machine: MachineModel, gemm: GemmShape) -> bool:
     """Return whether input and output both fit on chip while weights stream through, double-buffered."""
+    # Input and output activations; then FP32 sums of one tile of columns, and two weight tiles.
     held = gemm.m * (gemm.k + gemm.outputs) * gemm.activation_bytes
     return held + gemm.m * machine.columns * ACCUMULATOR_BYTES + 2 * tile_bytes(machine, gemm) <= machine.compute_bytes
 

@@ -111,6 +111,7 @@ def fused_of(setting: OperatorSetting, shape: ModelShape, rows: int) -> FusedAct
         return FusedActivations(True, True, True, True, True)
     machine = setting.machine
     qkv, out, up, down = (fusible(machine, gemm) for gemm in gemms(setting, shape, rows))
+    # Queries and outputs of attention may take half of the operand buffer.
     queries = rows * shape.q_width * setting.precision.activation_bytes
     attention = 2 * queries <= machine.compute_bytes / 2
     # Both the producer and the consumer of an activation must be able to keep it.

@@ -53,12 +53,14 @@ def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAs
     check(asked)
     if asked == "cpu" or (asked == "auto" and not any(Path(path).exists() for path in _DRIVERS)):
         return None
+    # Imports torch; every case above is decided without it.
     found = look()
     first = int(asked.partition(":")[2] or 0)
     have = len(found.names)
     if have >= first + workers:
         last = first + workers
         return DeviceAssignment(first, found.names[first], min(found.free_bytes[first:last]))
+    # Fewer devices than workers: "auto" takes the CPU for all, never for some.
     if asked == "auto":
         return None
     if not found.built:

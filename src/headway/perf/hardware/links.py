@@ -28,10 +28,12 @@ class NetworkLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _nvlink(name: str, both_ways: float, source: str) -> NetworkLink:
+    # Data sheets state NVLink's two directions together.
     return NetworkLink(name=name, bytes_per_s=both_ways / 2, latency_s=3e-6, source=source)
 
 
 def _network(name: str, gbit_s: float, latency_s: float, source: str) -> NetworkLink:
+    # Gbit/s (10^9 bits) to bytes/s.
     return NetworkLink(name=name, bytes_per_s=gbit_s * 1e9 / 8, latency_s=latency_s, source=source, efficiency=0.9)
 
 

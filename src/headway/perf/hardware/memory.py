@@ -16,6 +16,7 @@ def available_bytes() -> int:
     except OSError:
         pass
     try:
+        # Containers: cgroup v2 states "max" where there is no limit.
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         if limit != "max":

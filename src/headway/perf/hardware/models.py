@@ -83,7 +83,9 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"the model's config lacks {', '.join(missing)}")
     heads = int(text["num_attention_heads"])
     hidden = int(text["hidden_size"])
+    # SiLU models have a gate matrix beside up and down (SwiGLU).
     gated = str(text.get("hidden_act", text.get("activation_function", "silu"))).lower() in ("silu", "swiglu")
+    # Configurations of older models omit the width: four times the hidden size.
     wide = 4 * hidden if text.get("intermediate_size") is None else int(text["intermediate_size"])
     dtype = str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
     return ModelShape(

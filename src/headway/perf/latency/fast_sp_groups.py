@@ -44,6 +44,7 @@ class FastSpLatency:
         key = (tokens, group)
         known = self._known.get(key)
         if known is None:
+            # Each instance is one replica of `tp` accelerators.
             ring = AcceleratorGroup(group.sp, group.nodes, self._tp)
             attn, mlp = forms(group.strategy)
             attention = attention_stage(attn, self._shape, self._rates, ring, tokens)

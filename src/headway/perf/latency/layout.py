@@ -78,6 +78,7 @@ class RankShape(DecoderShape, frozen=True, kw_only=True):
     def weight_bytes(self) -> int:
         """Bytes of the weights that this rank holds: layers, the embedding on the first stage, the LM head on the
         last."""
+        # Tied or not, embedding and LM head are separate copies on their stages.
         tables = (int(self.first) + int(self.last)) * self.vocab * self.hidden
         return (self.layers * self.layer_parameters + tables) * self.dtype_bytes
 

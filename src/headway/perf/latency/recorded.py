@@ -33,4 +33,5 @@ def restore(data: Mapping[str, Any] | None) -> tuple[TableLatency, LatencyModel]
         confidence = data["confidence"]
     except (KeyError, msgspec.ValidationError) as error:
         raise ConfigError(f"the log's latency model cannot be read: {error}") from error
+    # `confidence` is None where the run used the table without correction.
     return table, table if confidence is None else CorrectedLatency(table, confidence)

@@ -46,6 +46,7 @@ def load(path: Path, mark: str | None) -> TableSource:
         raise ConfigError(
             f"{path} has schema {source.schema!r}, which this version cannot read: make one with `headway profile`"
         )
+    # A profile of another model, device, layout or number of threads would mispredict silently.
     if mark is not None and source.fingerprint != mark:
         raise ConfigError(
             f"the latency profile {path} was measured for\n  {source.fingerprint}\nand not for\n  {mark}\n"

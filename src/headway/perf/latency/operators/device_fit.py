@@ -56,6 +56,7 @@ def fit_device(
     collectives = [p for p in own if p.family == COLLECTIVE and p.device == die]
     prefill = fit_prefill(die, by[PREFILL], tolerance / 2) if by[PREFILL] else None
     decode = fit_decode(die, by[DECODE]) if by[DECODE] else None
+    # Drop what the preferred sources replace, so that shipped files stay small.
     if slim:
         collectives = [p for p in collectives if "pairwise" not in p.source and p.source != "vllm_eager"]
         collectives = [p for p in collectives if p.op in ("all_reduce", "send_recv")]
