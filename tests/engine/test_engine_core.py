@@ -1,4 +1,4 @@
-"""The engine's loop on a fake executor: whose tokens are whose, when a request ends, and who is refused."""
+"""The engine's loop on a fake executor: tokens per request, ends of requests, and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host's engine processes: none runs that nobody looks after."""
+"""A host's engine processes: none runs unsupervised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that join node 0 over the loopback: who is let in, who runs what, and what silence does."""
+"""Hosts that join node 0 over the loopback: authentication, assignment of ranks, and the effect of silence."""
 
 from __future__ import annotations
 

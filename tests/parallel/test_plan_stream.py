@@ -88,7 +88,7 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
 
 
 def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
-    """Those of runs, of which nobody was told by a name; ranks hear nothing of it."""
+    """Reassigning blocks, as of spans, changes nothing at the ranks."""
     numbers: dict[str, int] = {}
     writer = PlanWriter(8, numbers)
     (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
