@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests.helpers.namespaces import Hosts, two_hosts
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=50)
-settings.register_profile("thorough", derandomize=True, deadline=None, database=None, max_examples=300)
+settings.register_profile("thorough", derandomize=True, deadline=None, database=None, max_examples=100)
 settings.register_profile("explore", deadline=None, database=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 

@@ -15,7 +15,7 @@ VllmRequest = Any
 
 
 class GatedQueueMethods:
-    """The methods of vLLM's `RequestQueue` over its own queue of all waiting requests; `adapter` adds the base class.
+    """The methods of vLLM's `RequestQueue` over its own queue of all waiting requests; `scheduler` adds the base class.
 
     Truth value, peek and pop follow the gate; length, iteration, additions and removals are those of all requests, as
     metrics and aborts expect. An open gate is vLLM's own queue.

@@ -1,4 +1,4 @@
-"""Is this the vLLM that the adapter was written for? Source digests of each overridden or wrapped method.
+"""Is this the vLLM that `scheduler` was written for? Source digests of each overridden or wrapped method.
 
 `schedule()` changes with every release. A method whose source is not that of a version in `KNOWN` may call the seams
 in another order or not at all, and the engine refuses to start with the plug-in rather than schedule wrongly.
@@ -27,7 +27,7 @@ SEAMS = (
     "schedule",
     "update_from_output",
 )
-"""Methods of vLLM's `Scheduler` that the adapter overrides, wraps, or relies on."""
+"""Methods of vLLM's `Scheduler` that `scheduler` overrides, wraps, or relies on."""
 
 KNOWN: dict[str, dict[str, str]] = {
     "0.32.0": {
