@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headway.vllm.scheduler import Scheduler
     from headway.vllm.middleware import SloMiddleware
+    from headway.vllm.scheduler import Scheduler
 
 __all__ = ["Scheduler", "SloMiddleware"]
 
