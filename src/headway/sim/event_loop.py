@@ -135,10 +135,10 @@ class EventLoop(ABC):
             slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if run.slo_told else Slo(),
         )
 
-    def schedule_departure(self, who: Any) -> None:
+    def schedule_departure(self, departing: Any) -> None:
         """Schedule a CLIENT_LEAVES event for a request that has just arrived, if its client ever leaves.
 
-        Its payload is (the argument, reason); the reason is "timeout" or "aborted".
+        Its payload is (`departing`, reason); the reason is "timeout" or "aborted".
         """
         run = self.run_spec
         waits = [] if run.timeout_s is None else [(run.timeout_s, "timeout")]
@@ -148,7 +148,7 @@ class EventLoop(ABC):
             # whichever comes first: a client leaves once
             wait_s, why = min(waits)
             heapq.heappush(self._departures, self.now + wait_s)
-            self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (who, why))
+            self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (departing, why))
 
     def observed_s(self, last_s: float) -> tuple[float, float]:
         """Return (end, duration) of the observed time: the window, or from the first arrival to `last_s`."""

@@ -23,7 +23,7 @@ def audit(state: GroupState, remote: frozenset[str] = frozenset()) -> None:
     leased = {s.request.id for s in sequences.values() if s.lease is not None}
     kept = set(state.custody.names())
     if leased | remote | kept != {lease.request for lease in ledger.leases()} or leased != state.policy.holders.keys():
-        raise InvariantError("sequences, custody and ledger disagree on who holds KV")
+        raise InvariantError("sequences, staged KV and blocks disagree on which requests hold KV")
     if kept & (leased | remote):
         raise InvariantError(f"KV of {min(kept & (leased | remote))} is in custody and has an owner")
     for sequence in sequences.values():
