@@ -16,12 +16,12 @@ from headway.perf.hardware.models import MODELS
 from headway.perf.latency.base import BatchLoad
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.store import save
+from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.settings import VllmSettings, read_settings
+from headway.policy.hosted.step_clock import StepClock
 from headway.vllm import seams
-from headway.vllm.gate import GatedQueueMethods
-from headway.vllm.kv_pool import VllmKvPool
 from headway.vllm.latency import EngineFacts, latency_model, machine_rates, model_shape
-from headway.vllm.settings import VllmSettings, read_settings
-from headway.vllm.step_clock import StepClock
 
 
 class ArrivalQueue(deque[str]):
@@ -81,7 +81,9 @@ def test_an_open_gate_is_the_queue_itself() -> None:
 
 def test_pledges_shrink_as_blocks_are_allocated_and_end_with_the_prompt() -> None:
     free, held = 100, {"a": 0, "b": 0}
-    pool = VllmKvPool(100, 1600, lambda: free - sum(held.values()), lambda name, tokens: -(-tokens // 16) - held[name])
+    pool = PledgedKvPool(
+        100, 1600, lambda: free - sum(held.values()), lambda name, tokens: -(-tokens // 16) - held[name]
+    )
     assert pool.pledge("a", 800)
     assert pool.free_blocks == 50
     assert not pool.pledge("b", 800, headroom_blocks=1)
@@ -167,7 +169,7 @@ def test_a_checkpoint_of_unknown_shape_is_taken_for_an_8b_model() -> None:
 
 def test_the_package_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, json; import headway.vllm.driver, headway.vllm.latency, headway.vllm.seams;"
+        "import sys, json; import headway.policy.hosted.driver, headway.vllm.latency, headway.vllm.seams;"
         "import headway.vllm; headway.vllm.SloMiddleware;"
         "print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     )

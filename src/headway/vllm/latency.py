@@ -19,7 +19,7 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.store import load
 from headway.perf.latency.tables import TableLatency
-from headway.vllm.settings import VllmSettings
+from headway.policy.hosted.settings import VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
 """Assumed shares of an accelerator's peak rates (data sheet)."""

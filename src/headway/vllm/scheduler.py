@@ -18,15 +18,15 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.request import RequestStatus
 
 from headway.core.request import Request
+from headway.policy.hosted.driver import PolicyDriver, StepPlan
+from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.settings import VllmSettings, read_settings
+from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
 from headway.vllm import seams
-from headway.vllm.driver import PolicyDriver, StepPlan
-from headway.vllm.gate import GatedQueueMethods
-from headway.vllm.kv_pool import VllmKvPool
 from headway.vllm.latency import EngineFacts, latency_model
-from headway.vllm.settings import VllmSettings, read_settings
 from headway.vllm.slo import read_slo
-from headway.vllm.step_clock import StepClock
 
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
 
@@ -189,22 +189,15 @@ class HeadwaySchedulerMethods:
             self._enter_unblocked()
         self._headway_step += 1
         running: list[Any] = self.running
-        decodes = [r for r in running if not r.is_prefill_chunk]
-        kv_sum = sum([r.num_computed_tokens for r in decodes])
-        rows = len(decodes) * (1 + self.num_spec_tokens)
         room = len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs
-        plan = driver.plan(len(decodes), rows, kv_sum, now, room)
-        quotas = plan.quotas
-        if not quotas and not running and driver.prefills:
-            # The policy would wait although nothing runs that could free KV: let vLLM decide, and rebuild next step.
+        plan = driver.plan_step(running, now, room, 1 + self.num_spec_tokens)
+        if plan is None:
+            # Rebuilt in the next step.
             self._headway = None
             return False
-        if len(decodes) < len(running):
-            place = {name: i for i, name in enumerate(quotas)}
-            prefills = [r for r in running if r.is_prefill_chunk]
-            # vLLM serves in this order and preempts from its end.
-            prefills.sort(key=lambda r: place.get(r.request_id, len(place)))
-            self.running = decodes + prefills
+        quotas = plan.quotas
+        if any(r.is_prefill_chunk for r in running):
+            self.running = driver.serving_order(running, plan)
         visible = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
         begun = driver.prefills
         visible += [begun[name] for name in quotas if begun[name].status != RequestStatus.RUNNING]
@@ -217,13 +210,7 @@ class HeadwaySchedulerMethods:
         plan = self._headway_plan
         if plan is None:
             return None
-        quota = plan.quotas.get(request.request_id)
-        if quota is not None or request.request_id not in self._headway.prefills:
-            return quota
-        if request.status == RequestStatus.RUNNING:
-            return 0
-        # Its KV was loaded by a connector: vLLM ends its scan where such a request gets nothing.
-        return int(self._headway.policy.config.min_chunk)
+        return self._headway.quota(plan, request.request_id, request.status == RequestStatus.RUNNING)
 
     def _note(self: Any, output: Any, began_s: float) -> None:
         """Move the policy's cursors to what vLLM has scheduled."""
@@ -300,7 +287,7 @@ class HeadwaySchedulerMethods:
         # One block is the null block.
         n_blocks = self.cache_config.num_gpu_blocks - 1
         watermark = getattr(self.kv_cache_manager, "watermark_blocks", 0)
-        pool = VllmKvPool(
+        pool = PledgedKvPool(
             n_blocks,
             max(n_blocks // groups * self.block_size, self.max_model_len),
             lambda: pool_blocks.get_num_free_blocks() - watermark,

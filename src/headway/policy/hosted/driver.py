@@ -1,23 +1,23 @@
 """Driver of an `IterationPolicy` over the requests of vLLM's scheduler: events in, quotas out.
 
 Nothing here imports vLLM: requests are read through a few attributes of vLLM's, so that a driver can be rebuilt from
-vLLM's state at any time.
+vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs the same code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
+from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.iteration.decision import IterationPolicy
-from headway.vllm.kv_pool import VllmKvPool
 
 VllmRequest = Any
-"""`vllm.v1.request.Request`."""
+"""`vllm.v1.request.Request`, or the simulator's `VllmRequestState`."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class PolicyDriver:
     """The requests that the policy decides about: each is a prefill (waiting or half done), and later a decode."""
 
-    def __init__(self, policy: IterationPolicy, pool: VllmKvPool) -> None:
+    def __init__(self, policy: IterationPolicy, pool: PledgedKvPool) -> None:
         self.policy = policy
         self.pool = pool
         self.prefills: dict[str, VllmRequest] = {}
@@ -74,6 +74,33 @@ class PolicyDriver:
             self.policy.ended(request_id)
 
     # -- steps --------------------------------------------------------------------------------------------------
+
+    def plan_step(
+        self, running: Sequence[VllmRequest], now: float, admits_new: bool, rows_each: int = 1
+    ) -> StepPlan | None:
+        """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows.
+
+        None: the policy would wait although nothing runs that could free KV; the caller lets vLLM decide."""
+        decodes = [request for request in running if not request.is_prefill_chunk]
+        kv_sum = sum([request.num_computed_tokens for request in decodes])
+        plan = self.plan(len(decodes), rows_each * len(decodes), kv_sum, now, admits_new)
+        return plan if plan.quotas or running or not self.prefills else None
+
+    @staticmethod
+    def serving_order(running: Sequence[VllmRequest], plan: StepPlan) -> list[VllmRequest]:
+        """Return `running` with decodes first, then prefills by urgency: vLLM preempts from its end."""
+        place = {name: i for i, name in enumerate(plan.quotas)}
+        prefills = [request for request in running if request.is_prefill_chunk]
+        prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
+        return [request for request in running if not request.is_prefill_chunk] + prefills
+
+    def quota(self, plan: StepPlan, request_id: str, running: bool) -> int | None:
+        """Return the tokens that a request may take; None: no limit by the policy."""
+        quota = plan.quotas.get(request_id)
+        if quota is not None or request_id not in self.prefills:
+            return quota
+        # Not running: its KV was loaded by a connector, and vLLM ends its scan where such a request gets nothing.
+        return 0 if running else int(self.policy.config.min_chunk)
 
     def plan(self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool) -> StepPlan:
         """Return the quotas of a step in which `decodes` requests decode, in `rows` rows over `kv_sum` tokens."""

@@ -1,0 +1,1 @@
+"""The iteration policy inside another engine's scheduler, such as vLLM's. Nothing here imports that engine."""
