@@ -90,10 +90,28 @@ def test_changed_predictions_in_the_log_change_decisions() -> None:
     later = [msgspec.json.decode(line) for line in lines]
     for line in later:
         # the time line is laid out by the predicted seconds of spans
-        if line.get("said", "").startswith("span_s"):
-            line["is"] *= 3.0
+        if line.get("answer_to", "").startswith("span_s"):
+            line["value"] *= 3.0
     difference = ReplayResult([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
     assert difference is not None
+
+
+def test_log_of_the_schema_before_replays() -> None:
+    """The same lines with the names of `headway.cluster.log/2`."""
+    keys = {"receive_backends": "backends", "lost": "gone", "answer_to": "said", "value": "is", "finished": "over"}
+    words = {"left_scheduler": "stayed", "deliver_events": "tell", "prefill_estimate": "prefill_estimate"}
+    lines = []
+    for line in recorded("fifo", made("fifo")):
+        old = msgspec.json.decode(line)
+        finished = old.pop("finished") if old.get("do") == "left_scheduler" else None
+        old = {keys.get(key, key): words.get(value, value) if key in ("do", "answer_to") else value
+               for key, value in old.items()}  # fmt: skip
+        if finished is not None:
+            old["finished"] = finished
+        lines.append(msgspec.json.encode(old | ({"schema": "headway.cluster.log/2"} if "schema" in old else {})))
+    replay = ReplayResult(lines, lambda _: made("fifo"))
+    assert replay.run() is None
+    assert replay.decisions > 100
 
 
 def test_truncated_log_replays_up_to_its_end() -> None:
@@ -136,7 +154,7 @@ def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
     chaos = Chaos(seed)
     policy = chaos.policy
     chaos.machine = RecordingController(
-        chaos.machine.book, chaos, policy, layers=LAYERS, backends=2, sink=lines.append, about={"seed": seed}
+        chaos.machine.cluster, chaos, policy, layers=LAYERS, receive_backends=2, sink=lines.append, about={"seed": seed}
     )
     for _ in range(150):
         chaos.step()

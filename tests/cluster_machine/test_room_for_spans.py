@@ -32,7 +32,7 @@ class Room(InstanceBackend):
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         return 1.0
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return 1, 0.0
 
     def busy_s(self, group: tuple[int, ...]) -> float:
@@ -49,13 +49,13 @@ class Room(InstanceBackend):
         self.began.append(entry.owner)
         self.running[entry.owner] = entry
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        self.entered.append(journey.request.id)
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        self.entered.append(controlled.request.id)
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
         return 1
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
         self.prompts += 1
 
 
@@ -69,58 +69,58 @@ class Mute:
         return None
 
 
-def machine_of(hands: InstanceBackend, count: int = 3) -> ClusterController:
+def machine_of(backend: InstanceBackend, count: int = 3) -> ClusterController:
     book = ClusterState(
         [ClusterInstance(id=i, node=0, role="mixed") for i in range(count)], ClusterLinks(inside=LINK, across=LINK)
     )
-    return ClusterController(book, hands, Mute(), layers=LAYERS)
+    return ClusterController(book, backend, Mute(), layers=LAYERS)
 
 
 def ask(machine: ClusterController, name: str, group: tuple[int, ...]) -> None:
     request = Request(id=name, arrival_s=0.0, prompt_tokens=100, max_output_tokens=9)
     machine.arrive(request, 0.0)
     span = Span(request=request, start=0, end=100, group=group)
-    machine.do(CommitSpans(name, (span,), machine.book.version))
+    machine.do(CommitSpans(name, (span,), machine.cluster.version))
 
 
-def prefilled(machine: ClusterController, hands: Room, name: str, *group: int) -> None:
-    machine.span_done(hands.running.pop(name), 1.0)
+def prefilled(machine: ClusterController, backend: Room, name: str, *group: int) -> None:
+    machine.span_done(backend.running.pop(name), 1.0)
     machine.do(EnqueueRequest(name, group, "decode"))
     machine.settle(1.0)
     check(machine)
 
 
 def test_decodes_overtake_a_span_that_lacks_kv_blocks() -> None:
-    hands = Room(2)
-    machine = machine_of(hands)
+    backend = Room(2)
+    machine = machine_of(backend)
     for name in "abc":
         ask(machine, name, (0, 1))
     machine.settle(0.0)
-    assert hands.began == ["a"]
-    prefilled(machine, hands, "a", 0, 1)
-    assert (hands.began, hands.entered) == (["a", "b"], []), "while there is room spans go in their order"
-    prefilled(machine, hands, "b", 0, 1)
-    assert (hands.began, hands.entered) == (["a", "b"], ["a", "b"]), "in the order in which they were computed"
-    machine.stayed(machine.journeys["a"], 9, True, 2.0)
+    assert backend.began == ["a"]
+    prefilled(machine, backend, "a", 0, 1)
+    assert (backend.began, backend.entered) == (["a", "b"], []), "while there is room spans go in their order"
+    prefilled(machine, backend, "b", 0, 1)
+    assert (backend.began, backend.entered) == (["a", "b"], ["a", "b"]), "in the order in which they were computed"
+    machine.left_scheduler(machine.requests["a"], 9, True, 2.0)
     machine.settle(2.0)
-    assert hands.began == ["a", "b"], "the other one decodes there"
-    machine.stayed(machine.journeys["b"], 9, True, 3.0)
+    assert backend.began == ["a", "b"], "the other one decodes there"
+    machine.left_scheduler(machine.requests["b"], 9, True, 3.0)
     machine.settle(3.0)
-    assert hands.began == ["a", "b", "c"]
+    assert backend.began == ["a", "b", "c"]
     check(machine)
 
 
 def test_decode_on_another_instance_overtakes_a_waiting_span_too() -> None:
     """A decode behind a waiting span overtakes it on any instance: its KV may lie where the span needs blocks."""
-    hands = Room(1)
-    machine = machine_of(hands)
+    backend = Room(1)
+    machine = machine_of(backend)
     ask(machine, "a", (0, 1))
     ask(machine, "b", (0, 1))
     ask(machine, "c", (1, 2))
     machine.settle(0.0)
-    prefilled(machine, hands, "a", 2)
-    assert (hands.began, hands.entered) == (["a"], ["a"])
-    machine.stayed(machine.journeys["a"], 9, True, 2.0)
+    prefilled(machine, backend, "a", 2)
+    assert (backend.began, backend.entered) == (["a"], ["a"])
+    machine.left_scheduler(machine.requests["a"], 9, True, 2.0)
     machine.changed((0, 1), 2.0)  # they have told of their room
     machine.settle(2.0)
-    assert hands.began == ["a", "b"]
+    assert backend.began == ["a", "b"]

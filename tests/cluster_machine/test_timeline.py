@@ -19,10 +19,10 @@ class Work(QueueEntry):
     __slots__ = ("seconds",)
 
     def __init__(self, name: str, group: tuple[int, ...], seconds: float, after: Work | None, kind: str) -> None:
-        super().__init__("door" if kind == "door" else "span", name, group, after)
+        super().__init__("scheduler" if kind == "scheduler" else "span", name, group, after)
         self.seconds = seconds
 
-    def left_s(self, layers: int) -> float:
+    def remaining_s(self, layers: int) -> float:
         assert layers == LAYERS
         return self.seconds
 
@@ -33,9 +33,9 @@ class World:
 
     def __init__(self, seed: int, noise: float) -> None:
         self.chance, self.noise, self.now = random.Random(seed), noise, 0.0
-        self.lanes = InstanceQueues(i // 2 for i in range(INSTANCES))
+        self.queues = InstanceQueues(i // 2 for i in range(INSTANCES))
         self.busy = [0.0] * INSTANCES
-        self.timeline = FreeTimes(self.lanes, LAYERS, lambda entry: max(self.busy[i] for i in entry.group))
+        self.timeline = FreeTimes(self.queues, LAYERS, lambda entry: max(self.busy[i] for i in entry.group))
         self.ends: list[tuple[float, int, Work]] = []
         self.count = 0
 
@@ -43,12 +43,12 @@ class World:
         before = None
         for _ in range(self.chance.choice((1, 1, 1, 2, 3))):
             self.count += 1
-            group = self.lanes.ordered(self.chance.sample(range(INSTANCES), self.chance.choice((1, 1, 2, 3, 6))))
-            kind = "door" if before is None and self.chance.random() < 0.1 else "span"
+            group = self.queues.ordered(self.chance.sample(range(INSTANCES), self.chance.choice((1, 1, 2, 3, 6))))
+            kind = "scheduler" if before is None and self.chance.random() < 0.1 else "span"
             work = Work(
                 f"r{self.count}", group, self.chance.choice((0.0, 1.0, self.chance.uniform(0.1, 5))), before, kind
             )
-            self.lanes.append(work)
+            self.queues.append(work)
             self.timeline.extend(work, self.now)
             before = work if kind == "span" else None
 
@@ -57,21 +57,21 @@ class World:
         again = True
         while again:
             again = False
-            for entry in self.lanes.candidates(range(INSTANCES)):
-                if entry.state != "waiting" or not self.lanes.ready(entry):
+            for entry in self.queues.candidates(range(INSTANCES)):
+                if entry.state != "waiting" or not self.queues.ready(entry):
                     continue
                 assert isinstance(entry, Work)
-                self.lanes.start(entry)
+                self.queues.start(entry)
                 again = True
                 if entry.kind == "span":
                     takes_s = entry.seconds * (1.0 + self.noise * self.chance.uniform(-1, 1))
                     self.ends.append((self.now + takes_s, self.count, entry))
                     if self.timeline.started(entry, self.now):
-                        self.anew()
+                        self.relayout()
                 else:
-                    for i in entry.group:  # it computes there beside what is in the lanes
+                    for i in entry.group:  # it computes there beside what is in the queues
                         self.busy[i] = max(self.busy[i], self.now) + entry.seconds
-                    self.anew()
+                    self.relayout()
 
     def end(self) -> None:
         """Let time pass to the end of the next span."""
@@ -79,24 +79,24 @@ class World:
             return
         self.ends.sort(key=lambda one: one[:2])
         self.now, _, entry = self.ends.pop(0)
-        self.lanes.finish(entry)
+        self.queues.finish(entry)
         if self.timeline.finished(entry, self.now):
-            self.anew()
+            self.relayout()
 
-    def anew(self) -> None:
+    def relayout(self) -> None:
         before = [max(at, self.now) for at in self.timeline.free_s]
-        changed = set(self.timeline.anew(self.now))
+        changed = set(self.timeline.relayout(self.now))
         # free times in the past count as now: they are no change
         assert changed == {i for i in range(INSTANCES) if self.timeline.free_s[i] != before[i]}
 
     def planned(self) -> dict[str, float]:
-        entries = {e.owner: e.planned_s for lane in self.lanes.waiting for e in lane}
-        return entries | {e.owner: e.planned_s for e in self.lanes.running if e is not None}
+        entries = {e.owner: e.planned_s for queue in self.queues.waiting for e in queue}
+        return entries | {e.owner: e.planned_s for e in self.queues.running if e is not None}
 
     def same(self) -> None:
         """Check that a new layout changes no time."""
         free, planned = [max(at, self.now) for at in self.timeline.free_s], self.planned()
-        self.timeline.anew(self.now)
+        self.timeline.relayout(self.now)
         assert all(abs(a - b) <= CLOSE_S for a, b in zip(self.timeline.free_s, free, strict=True))
         assert self.planned().keys() == planned.keys()
         for name, at in self.planned().items():
@@ -121,20 +121,20 @@ def test_no_entry_is_planned_before_its_predecessors_end(seed: int) -> None:
     for _ in range(40):
         (world.commit if world.chance.random() < 0.55 else world.end)()
         world.begin()
-        world.anew()
-        lanes, free = world.lanes, world.timeline.free_s
-        for i, lane in enumerate(lanes.waiting):
-            run = lanes.running[i]
+        world.relayout()
+        queues, free = world.queues, world.timeline.free_s
+        for i, queue in enumerate(queues.waiting):
+            run = queues.running[i]
             at = world.now if run is None else run.planned_s
-            for entry in lane:
+            for entry in queue:
                 assert isinstance(entry, Work)
                 assert entry.planned_s >= at + entry.seconds - CLOSE_S, "two at once on an instance"
                 if entry.after is not None and entry.after.state != "done":
                     assert entry.planned_s >= entry.after.planned_s + entry.seconds - CLOSE_S
                 at = entry.planned_s
             assert free[i] == at
-    while world.ends or any(lane for lane in world.lanes.waiting):
+    while world.ends or any(queue for queue in world.queues.waiting):
         world.end()
         world.begin()
-    world.anew()
+    world.relayout()
     assert world.timeline.free_s == [world.now] * INSTANCES

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from headway.control.transfer_queue import KvSlice, TransferQueue
 
 
-def piece_of(request: str, source: int, target: int, seconds: float) -> KvSlice:
-    piece = KvSlice(request, source, target)
-    piece.driver = seconds
-    return piece
+def slice_of(request: str, source: int, target: int, seconds: float) -> KvSlice:
+    kv_slice = KvSlice(request, source, target)
+    kv_slice.backend_state = seconds
+    return kv_slice
 
 
 def run(
@@ -27,20 +27,20 @@ def run(
     heapq.heapify(heap)
     queue, active, ended, serial = sorted(adds, key=lambda a: a[0]), [], [], 0
     while heap:
-        now, _, piece = heapq.heappop(heap)
-        if piece is None:
+        now, _, kv_slice = heapq.heappop(heap)
+        if kv_slice is None:
             transfers.add(queue.pop(0)[1], now)
         else:
-            active.remove(piece)
-            transfers.finish(piece)
-            ended.append((now, piece))
+            active.remove(kv_slice)
+            transfers.finish(kv_slice)
+            ended.append((now, kv_slice))
         for begun in transfers.start(now):
             serial += 1
             active.append(begun)
-            heapq.heappush(heap, (now + begun.driver, serial, begun))
+            heapq.heappush(heap, (now + begun.backend_state, serial, begun))
         for target in {p.target for p in active}:
             assert sum(p.target == target for p in active) <= backends
-        assert len({p.source for p in active}) == len(active), "a sender sends one piece at a time"
+        assert len({p.source for p in active}) == len(active), "a sender sends one kv_slice at a time"
     return ended
 
 
@@ -52,12 +52,12 @@ def test_all_slices_arrive_within_sender_and_receiver_limits(seed: int) -> None:
     for request in range(rng.randint(1, 8)):
         target = 100 + rng.randint(0, 1)
         for _ in range(rng.randint(1, 3)):
-            pieces = [
-                piece_of(f"r{request}", s, target, rng.uniform(0.1, 1.0))
+            kv_slices = [
+                slice_of(f"r{request}", s, target, rng.uniform(0.1, 1.0))
                 for s in rng.sample(range(8), rng.choice((1, 2, 4)))
             ]
-            adds.append((rng.uniform(0, 3), pieces))
-            count += len(pieces)
+            adds.append((rng.uniform(0, 3), kv_slices))
+            count += len(kv_slices)
     transfers = TransferQueue(backends)
     ended = run(transfers, adds, backends)
     assert len(ended) == count
@@ -65,16 +65,16 @@ def test_all_slices_arrive_within_sender_and_receiver_limits(seed: int) -> None:
 
 
 def test_later_chunks_of_an_earlier_request_go_before_first_chunks_of_others() -> None:
-    def pieces(request: str, sources: range) -> list[KvSlice]:
-        return [piece_of(request, s, 9, 1.0) for s in sources]
+    def kv_slices(request: str, sources: range) -> list[KvSlice]:
+        return [slice_of(request, s, 9, 1.0) for s in sources]
 
     def adds() -> list[tuple[float, list[KvSlice]]]:
-        return [(0.0, pieces("a", range(2))), (0.1, pieces("b", range(2, 6))), (0.2, pieces("a", range(6, 8)))]
+        return [(0.0, kv_slices("a", range(2))), (0.1, kv_slices("b", range(2, 6))), (0.2, kv_slices("a", range(6, 8)))]
 
     # a's second announcement is the latest, and ranks by its first handshake
-    order = [piece.request for _, piece in run(TransferQueue(2), adds(), 2)]
+    order = [kv_slice.request for _, kv_slice in run(TransferQueue(2), adds(), 2)]
     assert order == ["a"] * 4 + ["b"] * 4
-    naive = [piece.request for _, piece in run(TransferQueue(2, "first-come"), adds(), 2)]
+    naive = [kv_slice.request for _, kv_slice in run(TransferQueue(2, "first-come"), adds(), 2)]
     assert naive == ["a"] * 2 + ["b"] * 4 + ["a"] * 2
 
 
@@ -95,7 +95,7 @@ def test_cancel_and_loss_free_both_ends_once() -> None:
     (first,) = transfers.start(0.0)
     assert transfers.ends("a") == {0, 1, 9}
     transfers.cancel("a")
-    assert first.over
+    assert first.ended
     assert not transfers.finish(first), "told twice"
     assert not transfers.ends("a")
     assert [p.request for p in transfers.start(1.0)] == ["c", "b"], "its sender and its backend are free"

@@ -90,12 +90,12 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
             break
         await asyncio.sleep(0.002)
     assert not live.asked
-    assert not live.machine.journeys
+    assert not live.machine.requests
     assert not list(live.attempts)
     assert live.hands.moves.under_way == 0
-    live.machine.lanes.check()
-    assert all(not lane for lane in live.machine.lanes.waiting)
-    assert not any(live.machine.state.load)
+    live.machine.queues.check()
+    assert all(not lane for lane in live.machine.queues.waiting)
+    assert not any(live.machine.state.residents)
     assert not any(client.fleet.promises.on(number) for number in fake.processes)
     assert not live.hands.rooms.waiting
     assert [(p.number, p.requests, p.runs, p.scheduled) for p in fake.processes.values() if p.alive] == [

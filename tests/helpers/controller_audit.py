@@ -8,15 +8,15 @@ from headway.core.errors import InvariantError
 
 
 def check(machine: ClusterController) -> None:
-    """Raise InvariantError unless lanes, counts and transfers are those of the requests that have not ended, each of
+    """Raise InvariantError unless queues, counts and transfers are those of the requests that have not ended, each of
     them runs once at most, and nothing is left on instances that are gone."""
-    machine.lanes.check()
+    machine.queues.check()
     _check_lanes(machine)
     _check_journeys(machine)
     _check_counts(machine)
     state = machine.state
     for i in state.gone:
-        if not machine.lanes.empty(i) or state.load[i]:
+        if not machine.queues.empty(i) or state.residents[i]:
             raise InvariantError(f"something is left on instance {i}, which is gone")
         for piece in state.transfers.under_way():
             if i in (piece.source, piece.target):
@@ -25,51 +25,51 @@ def check(machine: ClusterController) -> None:
 
 def _check_lanes(machine: ClusterController) -> None:
     """Whoever waits or runs belongs to a request that has not ended."""
-    lanes = machine.lanes
-    present = [entry for lane in lanes.waiting for entry in lane] + [
-        entry for entry in lanes.running if entry is not None
+    queues = machine.queues
+    present = [entry for queue in queues.waiting for entry in queue] + [
+        entry for entry in queues.running if entry is not None
     ]
     for entry in present:
         if isinstance(entry, SpanEntry):
-            members = [member.journey for member in (entry, *entry.along)]
-            alive = any(not journey.ended for journey in members)
+            members = [member.controlled for member in (entry, *entry.batched_with)]
+            alive = any(not controlled.ended for controlled in members)
         else:
-            alive = not isinstance(entry, SchedulerEntry) or entry.journey.door is entry
+            alive = not isinstance(entry, SchedulerEntry) or entry.controlled.scheduler_entry is entry
         if not alive:
-            raise InvariantError(f"{entry.owner} has ended, and a {entry.kind} of it is in the lanes")
+            raise InvariantError(f"{entry.owner} has ended, and a {entry.kind} of it is in the queues")
 
 
 def _check_journeys(machine: ClusterController) -> None:
-    for name, journey in machine.journeys.items():
-        if journey.ended or journey.request.id != name:
+    for name, controlled in machine.requests.items():
+        if controlled.ended or controlled.request.id != name:
             raise InvariantError(f"{name} has ended and is still known")
-        if sum(entry.state == "running" for entry in journey.entries) > 1:
+        if sum(entry.state == "running" for entry in controlled.entries) > 1:
             raise InvariantError(f"{name} runs on two spans at once")
-        for entry in journey.entries:
-            lead = entry.lead or entry
-            if entry.state == "running" and any(machine.lanes.running[i] is not lead for i in entry.group):
+        for entry in controlled.entries:
+            lead = entry.batch_leader or entry
+            if entry.state == "running" and any(machine.queues.running[i] is not lead for i in entry.group):
                 raise InvariantError(f"{name} runs on instances that do not know of it")
-            if entry.state == "waiting" and any(lead not in machine.lanes.waiting[i] for i in entry.group):
-                raise InvariantError(f"{name} waits where it is in no lane")
-        if journey.door is not None and journey.staying:
+            if entry.state == "waiting" and any(lead not in machine.queues.waiting[i] for i in entry.group):
+                raise InvariantError(f"{name} waits where it is in no queue")
+        if controlled.scheduler_entry is not None and controlled.resident:
             raise InvariantError(f"{name} is in a scheduler and on its way to one")
 
 
 def _check_counts(machine: ClusterController) -> None:
     state = machine.state
-    load, tokens = [0] * len(state.load), [0.0] * len(state.load)
-    for journey in machine.journeys.values():
-        if journey.staying:
-            for i in journey.group:
+    load, tokens = [0] * len(state.residents), [0.0] * len(state.residents)
+    for controlled in machine.requests.values():
+        if controlled.resident:
+            for i in controlled.group:
                 load[i] += 1
-        if journey.door is not None:
-            for i in journey.door.group:
-                tokens[i] += journey.door.tokens / len(journey.door.group)
+        if controlled.scheduler_entry is not None:
+            for i in controlled.scheduler_entry.group:
+                tokens[i] += controlled.scheduler_entry.tokens / len(controlled.scheduler_entry.group)
     for entry in _open_spans(machine):
         for i in entry.group:
             tokens[i] += (entry.span.end - entry.span.start) / len(entry.group)
-    if load != state.load:
-        raise InvariantError(f"requests in schedulers are {load}, counted {state.load}")
+    if load != state.residents:
+        raise InvariantError(f"requests in schedulers are {load}, counted {state.residents}")
     for i, (true, counted) in enumerate(zip(tokens, state.tokens, strict=True)):
         if abs(true - counted) > 1e-3:
             raise InvariantError(f"{true} tokens wait on instance {i}, counted {counted}")
@@ -77,8 +77,8 @@ def _check_counts(machine: ClusterController) -> None:
 
 def _open_spans(machine: ClusterController) -> list[SpanEntry]:
     """Spans that are not done, of those in a batch with one whose request has ended too."""
-    found = {id(e): e for j in machine.journeys.values() for e in j.entries if e.state != "done"}
+    found = {id(e): e for j in machine.requests.values() for e in j.entries if e.state != "done"}
     for entry in list(found.values()):
-        if entry.lead is not None:
-            found[id(entry.lead)] = entry.lead
+        if entry.batch_leader is not None:
+            found[id(entry.batch_leader)] = entry.batch_leader
     return list(found.values())

@@ -161,7 +161,11 @@ class Chaos(InstanceBackend):
         self.policy = Restless(seed)
         every = [ClusterInstance(id=i, node=i // 2, capacity=1000) for i in range(instances)]
         self.machine = ClusterController(
-            ClusterState(every, ClusterLinks(inside=LINK, across=LINK)), self, self.policy, layers=LAYERS, backends=2
+            ClusterState(every, ClusterLinks(inside=LINK, across=LINK)),
+            self,
+            self.policy,
+            layers=LAYERS,
+            receive_backends=2,
         )
         self.losses, self.leavers = losses, leavers
         self.now, self.serial = 0.0, 0
@@ -173,19 +177,19 @@ class Chaos(InstanceBackend):
         self.grown = instances
         self.outputs: dict[str, int] = {}
 
-    # -- hands --------------------------------------------------------------------------------------------------------
+    # -- backend ------------------------------------------------------------------------------------------------------
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         return sum(span.end - span.start for span in spans) / 100 / len(spans[0].group)
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return request.prompt_tokens, request.prompt_tokens / 100
 
     def busy_s(self, group: tuple[int, ...]) -> float:
         return 0.0
 
     def refresh(self, instance: int) -> SchedulerStats:
-        return SchedulerStats(0.0, 0, 0, self.machine.state.load[instance])
+        return SchedulerStats(0.0, 0, 0, self.machine.state.residents[instance])
 
     def soon(self, word: str, what: Any, most: float = 2.0) -> int:
         self.serial += 1
@@ -193,40 +197,40 @@ class Chaos(InstanceBackend):
         return self.serial
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        assert not entry.journey.ended or entry.along
+        assert not entry.controlled.ended or entry.batched_with
         for i in entry.group:
             assert i not in self.machine.state.gone
-        entry.driver = self.soon("done", entry)
+        entry.backend_state = self.soon("done", entry)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         if self.rng.random() < 0.3:
             raise ActionImpossible("too late")
-        entry.driver = self.soon("paused", entry, 0.3)
+        entry.backend_state = self.soon("paused", entry, 0.3)
 
     def stop(self, entry: SpanEntry, now: float) -> None:
-        entry.driver = None
+        entry.backend_state = None
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         if self.rng.random() < 0.02:
             raise RequestError("never")
-        name = journey.request.id
+        name = controlled.request.id
         assert name not in self.stays
-        self.stays[name] = self.soon("stayed", (journey, phase))
+        self.stays[name] = self.soon("stayed", (controlled, phase))
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        del self.stays[journey.request.id]
-        if journey.phase == "decode" and journey.tokens + 1 < journey.request.max_output_tokens:
-            return journey.tokens + 1
-        return journey.tokens
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        del self.stays[controlled.request.id]
+        if controlled.phase == "decode" and controlled.output_tokens + 1 < controlled.request.max_output_tokens:
+            return controlled.output_tokens + 1
+        return controlled.output_tokens
 
-    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
-        assert not journey.ended
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
+        assert not controlled.ended
 
     def send(self, piece: KvSlice, now: float) -> None:
         self.soon("sent", piece)
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
-        name = journey.request.id
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+        name = controlled.request.id
         assert name not in self.ended
         self.ended[name] = why
         if self.rng.random() < 0.5:
@@ -256,9 +260,9 @@ class Chaos(InstanceBackend):
             self.arrive()
         else:
             self.now += 1.0
-        if self.rng.random() < self.leavers and self.machine.journeys:
-            name = self.rng.choice(sorted(self.machine.journeys))
-            self.machine.drop(self.machine.journeys[name], "left", self.now)
+        if self.rng.random() < self.leavers and self.machine.requests:
+            name = self.rng.choice(sorted(self.machine.requests))
+            self.machine.drop(self.machine.requests[name], "left", self.now)
         if self.rng.random() < self.losses:
             self.shake()
         self.settle()
@@ -279,22 +283,22 @@ class Chaos(InstanceBackend):
         elif word == "sent":
             machine.sent(what, now)
         elif word == "stayed":
-            journey, phase = what
-            if self.stays.get(journey.request.id) == serial:
-                del self.stays[journey.request.id]
-                whole = phase != "prefill" or journey.request.max_output_tokens <= 1
-                machine.stayed(journey, journey.request.max_output_tokens if whole else 1, whole, now)
-        elif what.driver == serial:
+            controlled, phase = what
+            if self.stays.get(controlled.request.id) == serial:
+                del self.stays[controlled.request.id]
+                whole = phase != "prefill" or controlled.request.max_output_tokens <= 1
+                machine.left_scheduler(controlled, controlled.request.max_output_tokens if whole else 1, whole, now)
+        elif what.backend_state == serial:
             if word == "paused":
                 machine.span_paused(what, self.rng.randrange(what.layer, LAYERS), now)
             else:
-                members = (what, *what.along)
-                machine.span_done(what, now, {m.owner for m in members if m.journey.request.max_output_tokens == 1})
+                members = (what, *what.batched_with)
+                machine.span_done(what, now, {m.owner for m in members if m.controlled.request.max_output_tokens == 1})
 
     def shake(self) -> None:
         """An instance comes or goes."""
         machine, state = self.machine, self.machine.state
-        i, way = self.rng.randrange(len(state.load)), self.rng.random()
+        i, way = self.rng.randrange(len(state.residents)), self.rng.random()
         away = sorted(state.gone | state.closed)
         if way < 0.45:
             for request in machine.lost(i, self.now):
@@ -302,18 +306,18 @@ class Chaos(InstanceBackend):
         elif way < 0.6:
             machine.close(i, self.now)
         elif away:
-            machine.open(msgspec.structs.replace(machine.book.instances[self.rng.choice(away)]), self.now)
-        elif len(state.load) < self.grown + 3:
-            machine.open(ClusterInstance(id=len(state.load), node=9, capacity=1000), self.now)
+            machine.open(msgspec.structs.replace(machine.cluster.instances[self.rng.choice(away)]), self.now)
+        elif len(state.residents) < self.grown + 3:
+            machine.open(ClusterInstance(id=len(state.residents), node=9, capacity=1000), self.now)
 
     def end(self) -> None:
         """No more trouble: all instances are there, and every request comes to an end."""
         self.losses = self.leavers = 0.0
         for i in sorted(self.machine.state.gone | self.machine.state.closed):
-            self.machine.open(self.machine.book.instances[i], self.now)
+            self.machine.open(self.machine.cluster.instances[i], self.now)
         self.settle()
         for _ in range(20_000):
-            if not self.machine.journeys and not self.heap:
+            if not self.machine.requests and not self.heap:
                 return
             self.step()
-        raise AssertionError(f"stuck: {list(self.machine.journeys)[:5]}")
+        raise AssertionError(f"stuck: {list(self.machine.requests)[:5]}")

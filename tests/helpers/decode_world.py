@@ -56,7 +56,7 @@ class DecodeWorld:
         )
         self.attempt = attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
-        attempt.journey = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
+        attempt.controlled = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False))
         attempt.asked.told.append(7)
         self.steps = steps
 

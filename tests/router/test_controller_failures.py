@@ -31,9 +31,9 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
         if entry.owner.startswith("bad"):
             raise KeyError(entry.owner)
 
-    def bad_drop(machine: ClusterController, journey: Any, why: str, now: float) -> None:
-        drop(machine, journey, why, now)
-        if where == "letting go" and journey.request.id.startswith("bad"):
+    def bad_drop(machine: ClusterController, controlled: Any, why: str, now: float) -> None:
+        drop(machine, controlled, why, now)
+        if where == "letting go" and controlled.request.id.startswith("bad"):
             raise RuntimeError("another bug")
 
     if where == "machine":

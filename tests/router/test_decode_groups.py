@@ -185,7 +185,7 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     assert (room.tokens, source, send.end) == (103, 0, 103)
     attempt.moving[send.piece].then()
     assert len(world.sent) == 1
-    attempt.journey.kv_at = {1}
+    attempt.controlled.kv_at = {1}
     world.stays.enter(attempt, (1,), "decode")
     assert attempt.at == 1
     assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
@@ -207,7 +207,7 @@ def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     world = DecodeWorld(500, 500, 500)
     attempt = world.attempt
     attempt.asked.told.clear()
-    attempt.journey.phase = "prefill"
+    attempt.controlled.phase = "prefill"
     world.stays.enter(attempt, (0,), "prefill")
     world.moves.reserve(attempt, 2)
     world.moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))

@@ -31,12 +31,12 @@ class World:
     def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:
         """A prompt in equal spans on these groups."""
         request = Request(id=name, arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=2)
-        journey = ControlledRequest(request)
+        controlled = ControlledRequest(request)
         for index, group in enumerate(groups):
             start, end = (tokens * at // len(groups) for at in (index, index + 1))
             span = Span(request=request, start=start, end=end, group=group)
-            journey.entries.append(SpanEntry(journey, span, index, group, 1.0))
-        return journey.entries
+            controlled.entries.append(SpanEntry(controlled, span, index, group, 1.0))
+        return controlled.entries
 
     def shows(self, *used: int) -> None:
         for number, tokens in enumerate(used):
@@ -141,10 +141,10 @@ def test_a_batch_without_its_first_member_is_admitted_for_the_rest() -> None:
     (lead,), (member,), (other,) = (
         world.spans(name, tokens, (0, 1)) for name, tokens in [("a", 900), ("b", 900), ("c", 900)]
     )
-    lead.along = [member]
+    lead.batched_with = [member]
     world.shows(600, 600)
     assert not world.rooms.fits(lead)
-    lead.journey.ended = True
+    lead.controlled.ended = True
     world.rooms.forget("a")
     assert not world.rooms.fits(lead)
     world.shows(500, 500)

@@ -78,7 +78,7 @@ def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     attempt = _attempt()
     attempt.at, attempt.whole = None, set()
     entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
-    attempt.journey = cast(Any, SimpleNamespace(entries=entries))
+    attempt.controlled = cast(Any, SimpleNamespace(entries=entries))
     attempt.runs = [cast(Any, SimpleNamespace(group=(0,)))]
     moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
     attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
@@ -94,7 +94,7 @@ def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
     fleet, moves = _moves()
     attempt = _attempt()
     entry: Any = SimpleNamespace(index=0, state="running")
-    attempt.journey = cast(Any, SimpleNamespace(entries=[entry]))
+    attempt.controlled = cast(Any, SimpleNamespace(entries=[entry]))
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
     moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry))
     assert [type(message) for message in fleet.told] == [ReserveKv]
@@ -120,7 +120,7 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     fleet, moves = _moves()
     attempt = _attempt()
-    attempt.at, attempt.journey = None, cast(Any, SimpleNamespace(kv_at={1}))
+    attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}))
     attempt.asked.told += [1]
     moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting

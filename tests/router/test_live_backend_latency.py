@@ -40,12 +40,12 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
     )  # fmt: skip
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
-    assert hands.stay_s(request, (0,)) == (1000, 2.0 * alone_s)
-    assert hands.stay_s(request, (1,)) == (1000, 3.0 * alone_s)
+    assert hands.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)
+    assert hands.prefill_estimate(request, (1,)) == (1000, 3.0 * alone_s)
     span = Span(request=request, start=0, end=1000, group=(1, 0))
     assert hands.span_s([span], 1, ()) == 3.0 * PerToken().prefill_s(0, 1000, GroupShape(2))
     assert len(asked) == 2
     fleet[1] = SimpleNamespace(info=infos[2])  # started again
-    assert hands.stay_s(request, (1,)) == (1000, 4.0 * alone_s)
+    assert hands.prefill_estimate(request, (1,)) == (1000, 4.0 * alone_s)
     del fleet[1]
-    assert hands.stay_s(request, (1,)) == (1000, alone_s)
+    assert hands.prefill_estimate(request, (1,)) == (1000, alone_s)

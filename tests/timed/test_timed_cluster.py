@@ -73,8 +73,8 @@ async def serve(file: Path, kill: int | None) -> list[int]:
             await asyncio.sleep(0.3)
             os.kill(client.fleet[kill].pid, signal.SIGKILL)
         found = await asked
-        assert not machine.journeys
-        assert not any(machine.state.load)
+        assert not machine.requests
+        assert not any(machine.state.residents)
         return list(found)
     finally:
         await client.close()
@@ -131,7 +131,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
 
     def make(replay: ReplayResult) -> PlacementChain:
         def may(name: str, number: int) -> bool:
-            return number not in replay.machine.state.gone
+            return number not in replay.controller.state.gone
 
         policies.append(PlacementChain(lambda: make_placement(placement, context, options), may))
         return policies[-1]

@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the events of an engine's log. Raises ConfigError for a controller's log, which has no batches to draw."""
-    from headway.control.decision_log import SCHEMA
+    from headway.control.log_reader import SCHEMAS
 
     for event in events:
         # Only the first line of a controller's log has its schema.
-        if event.get("schema") == SCHEMA:
+        if event.get("schema") in SCHEMAS:
             raise ConfigError(
                 f"{path} is the log of a cluster's router; its instances', which can be drawn, are {path}.0, {path}.1 "
                 "and so on"

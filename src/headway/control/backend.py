@@ -46,7 +46,7 @@ class InstanceBackend(Protocol):
         """Return the predicted seconds of one span on its group, over so many nodes; or of several requests' spans as
         one batch. before: the group of the request's previous span, whose KV has to be spread over this group."""
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         """Return the tokens to prefill of a request in the scheduler of a group, and their predicted seconds alone."""
 
     def busy_s(self, group: tuple[int, ...]) -> float:
@@ -80,24 +80,24 @@ class InstanceBackend(Protocol):
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Abort a running span whose request has ended (of a batch: all requests). No callback follows."""
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        """Give a request to the scheduler of a group; `ClusterController.stayed` or `drop` follows. Raises RequestError
-        if it can never be served there."""
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        """Give a request to the scheduler of a group; `ClusterController.left_scheduler` or `drop` follows. Raises
+        RequestError if it can never be served there."""
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
         """Take a request out of the scheduler of its group, and return the number of its output tokens. Its KV is kept
         (`why` "moved") or may be freed (`why` "ended")."""
 
-    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
         """KV of a request will be sent to an instance, which may reserve blocks for it. `send` of each slice
         follows."""
         return
 
-    def send(self, piece: KvSlice, now: float) -> None:
+    def send(self, kv_slice: KvSlice, now: float) -> None:
         """Send a KV slice: its sender is free, and one of its target's receivers is reserved until
         `ClusterController.sent`."""
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
         """Free everything of a request that has ended, with all of its output (`why` None) or without. If its transfers
         stop at once, call `ClusterController.cancel`; else call `sent` for each slice under way."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
-from headway.control.holds import GroupReservations
+from headway.control.group_reservations import GroupReservations
 from headway.control.instance_queues import QueueEntry
 from headway.control.kv_migrations import KvMigrations
 from headway.control.queue_entries import SchedulerEntry, SpanEntry
@@ -55,70 +55,70 @@ class ClusterController:
 
     def __init__(
         self,
-        book: ClusterState,
-        hands: InstanceBackend,
+        cluster: ClusterState,
+        backend: InstanceBackend,
         policy: PlacementPolicy,
         *,
         layers: int,
-        backends: int = 16,
+        receive_backends: int = 16,
         order: str = "handshake",
         stopwatch: Callable[[], float] | None = None,
     ) -> None:
         """layers: of the model: where spans can be paused. backends: KV slices that an instance receives at a time.
         order: of receiving (`transfer_queue.TransferQueue`). stopwatch: read around every call of the policy."""
-        self.state = ControllerState(book, hands, layers, backends, order)
-        self.book, self.policy = book, policy
-        self.lanes, self.journeys = self.state.lanes, self.state.journeys
+        self.state = ControllerState(cluster, backend, layers, receive_backends, order)
+        self.cluster, self.policy = cluster, policy
+        self.queues, self.requests = self.state.queues, self.state.requests
         self.refused = 0  # actions that were refused
         self.decision_s: list[float] = []  # time of each call of the policy, if there is a stopwatch
-        self._hands = hands
+        self._backend = backend
         self._stopwatch = stopwatch
-        self._news = self.state.news
-        self._moves = KvMigrations(self.state)
-        self._holds = GroupReservations(self.state)
-        self._spans = SpanDispatcher(self.state, self._moves.begun)
-        self._stays = SchedulerResidency(self.state, self._reject)
-        self._verbs: dict[type, Callable[[Any], None]] = {
-            CommitSpans: self._spans.commit,
-            HoldGroup: self._holds.hold,
-            ReleaseGroup: self._holds.release,
-            EnqueueRequest: self._stays.enqueue,
+        self._pending_events = self.state.pending_events
+        self._migrations = KvMigrations(self.state)
+        self._reservations = GroupReservations(self.state)
+        self._dispatcher = SpanDispatcher(self.state, self._migrations.begun)
+        self._residency = SchedulerResidency(self.state, self._reject)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            CommitSpans: self._dispatcher.commit,
+            HoldGroup: self._reservations.hold,
+            ReleaseGroup: self._reservations.release,
+            EnqueueRequest: self._residency.enqueue,
             PreemptRequest: self._preempt,
-            ResumeRequest: self._spans.resume,
-            TransferKv: self._moves.transfer,
+            ResumeRequest: self._dispatcher.resume,
+            TransferKv: self._migrations.transfer,
             RejectRequest: self._carry_out_rejection,
         }
 
     # -- callbacks of the driver --------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, now: float, driver: Any = None) -> ControlledRequest:
-        """Add a request that has arrived; `driver`: the backend's own state of it. An id may be used again after its
-        request has ended; raises InvariantError before."""
-        if request.id in self.journeys:
+    def arrive(self, request: Request, now: float, backend_state: Any = None) -> ControlledRequest:
+        """Add a request that has arrived; `backend_state`: the backend's own state of it. An id may be used again after
+        its request has ended; raises InvariantError before."""
+        if request.id in self.requests:
             raise InvariantError(f"there is a request {request.id} already")
         self.state.now = now
-        journey = self.journeys[request.id] = ControlledRequest(request)
-        journey.driver = driver
-        self.book.arrived(now)
-        self._news.append(RequestArrived(request))
-        return journey
+        controlled = self.requests[request.id] = ControlledRequest(request)
+        controlled.backend_state = backend_state
+        self.cluster.arrived(now)
+        self._pending_events.append(RequestArrived(request))
+        return controlled
 
-    def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
+    def span_done(self, entry: SpanEntry, now: float, finished: Collection[str] = ()) -> None:
         """Report that a running span is complete on its whole group. The prompt's last span yields the first token.
-        `over`: requests of the span, or batched with it, that have all of their output now."""
+        `finished`: requests of the span, or batched with it, that have all of their output now."""
         self.state.now = now
-        self._spans.end(entry)
-        for member in (entry, *entry.along):
-            journey = member.journey
+        self._dispatcher.end(entry)
+        for member in (entry, *entry.batched_with):
+            controlled = member.controlled
             # of a batch, members may have been dropped while it ran
-            if journey.ended:
+            if controlled.ended:
                 continue
             if member.last:
-                journey.tokens += 1
-            self._news.append(SpanDone(member.owner, entry.index, member.last))
-            if member.last and member.owner in over:
+                controlled.output_tokens += 1
+            self._pending_events.append(SpanDone(member.owner, entry.index, member.last))
+            if member.last and member.owner in finished:
                 # after SpanDone: RequestFinished is a request's last event
-                self._finish(journey)
+                self._finish(controlled)
 
     def span_paused(
         self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
@@ -127,29 +127,29 @@ class ClusterController:
         pieces, `tokens` of the prompt are complete in all layers, and `layer` is of the next piece. share: elapsed
         share of its time, if that is not the layer's share of all layers."""
         self.state.now = now
-        self._spans.park(entry, layer, tokens, share)
+        self._dispatcher.paused(entry, layer, tokens, share)
 
-    def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
+    def left_scheduler(self, controlled: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
         """Report that a request has left its scheduler by itself: with all of its output (`finished`), or with its
         first token after phase "prefill". tokens: output tokens so far."""
         self.state.now = now
-        self._stays.over(journey)
-        journey.tokens = tokens
+        self._residency.left(controlled)
+        controlled.output_tokens = tokens
         if finished:
-            self._finish(journey)
+            self._finish(controlled)
         else:
-            self._news.append(RequestPrefilled(journey.request.id, journey.group))
+            self._pending_events.append(RequestPrefilled(controlled.request.id, controlled.group))
 
-    def sent(self, piece: KvSlice, now: float) -> None:
+    def sent(self, kv_slice: KvSlice, now: float) -> None:
         """Report that a KV slice has arrived: its sender and receiver are free. No effect if its transfer has ended."""
         self.state.now = now
-        self._moves.sent(piece, self.journeys.get(piece.request))
+        self._migrations.sent(kv_slice, self.requests.get(kv_slice.request))
 
-    def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
+    def drop(self, controlled: ControlledRequest, why: str, now: float) -> None:
         """End a request without all of its output: its client left, or its KV was lost. No effect if it has ended."""
         self.state.now = now
-        if not journey.ended:
-            self._drop(journey, why)
+        if not controlled.ended:
+            self._drop(controlled, why)
 
     def changed(self, instances: Iterable[int], now: float) -> None:
         """Report that the load of these instances' schedulers has changed: `InstanceBackend.refresh` is called before
@@ -160,13 +160,13 @@ class ClusterController:
     def woken(self, now: float) -> None:
         """Report that the time returned by `settle` has come: the policy receives `WakeupDue`."""
         self.state.now = now
-        self._news.append(WakeupDue())
+        self._pending_events.append(WakeupDue())
 
     def cancel(self, name: str) -> None:
         """End a request's transfers that are under way. Called from `InstanceBackend.forget`."""
         self.state.transfers.cancel(name)
 
-    def note(self, word: str) -> None:
+    def note(self, text: str) -> None:
         """Note an act of the driver on the policy that a replay must repeat. No effect here; `RecordingController` logs
         it."""
 
@@ -181,19 +181,19 @@ class ClusterController:
             return []
         # `close` has taken it out of the cluster state already
         if instance not in state.closed:
-            self.book.remove(instance)
+            self.cluster.remove(instance)
         state.closed.discard(instance)
         state.gone.add(instance)
         # before the RequestDropped of its requests: the policy must not place anything there in answer
-        self._news.append(InstanceLost(instance))
-        hit = [self.journeys[name] for name, places in state.everywhere().items() if instance in places]
-        with state.once():
-            for journey in hit:
-                self._drop(journey, f"instance {instance} is gone")
+        self._pending_events.append(InstanceLost(instance))
+        hit = [self.requests[name] for name, places in state.everywhere().items() if instance in places]
+        with state.single_relayout():
+            for controlled in hit:
+                self._drop(controlled, f"instance {instance} is gone")
             # after the drops, which release requests' reservations: left are those under other names
-            self._holds.lose(instance)
+            self._reservations.lose(instance)
             state.transfers.lose(instance)
-        return [journey.request for journey in hit]
+        return [controlled.request for controlled in hit]
 
     def close(self, instance: int, now: float) -> None:
         """Drain an instance: it has no role and no node in snapshots, and actions that give it a new request are
@@ -201,47 +201,49 @@ class ClusterController:
         self.state.now = now
         if instance not in self.state.gone and instance not in self.state.closed:
             self.state.closed.add(instance)
-            self.book.remove(instance)
+            self.cluster.remove(instance)
 
     def open(self, instance: ClusterInstance, now: float) -> None:
         """Add an instance, new (with the next id), lost before (now empty) or closed. The policy receives
         `WakeupDue`, so that it places requests that found no instance."""
         state = self.state
         state.now = now
-        known = instance.id < len(self.book.instances)
+        known = instance.id < len(self.cluster.instances)
         if known and instance.id not in state.gone and instance.id not in state.closed:
             raise InvariantError(f"instance {instance.id} is there already")
-        self.book.add(instance)
+        self.cluster.add(instance)
         if not known:
             state.join(instance.node)
         # a lost instance may come back on another node
-        state.lanes.nodes[instance.id] = instance.node
+        state.queues.nodes[instance.id] = instance.node
         state.gone.discard(instance.id)
         state.closed.discard(instance.id)
-        state.anew()
+        state.relayout()
         state.touch((instance.id,))
-        self._news.append(WakeupDue())
+        self._pending_events.append(WakeupDue())
 
     def quiet(self, instance: int) -> bool:
         """Return whether no request uses an instance."""
-        return self.lanes.empty(instance) and not any(instance in places for places in self.state.everywhere().values())
+        return self.queues.empty(instance) and not any(
+            instance in places for places in self.state.everywhere().values()
+        )
 
     # -- the policy ---------------------------------------------------------------------------------------------------
 
-    def tell(self) -> None:
+    def deliver_events(self) -> None:
         """Pass all pending events to the policy, and carry out its actions."""
-        self._tell()
+        self._deliver_events()
 
-    def _tell(self) -> None:
-        news, state, policy = self._news, self.state, self.policy
-        while news:
-            event = news.popleft()
+    def _deliver_events(self) -> None:
+        pending_events, state, policy = self._pending_events, self.state, self.policy
+        while pending_events:
+            event = pending_events.popleft()
             if isinstance(event, RequestFinished | RequestDropped):
                 # from this event on, the policy must not name the request; the id may be used again
-                state.leaving.discard(event.request)
+                state.ending.discard(event.request)
             # before each event, not once: the actions of the last one have changed instances
             state.flush()
-            view = ClusterSnapshot(self.book, state.now)
+            view = ClusterSnapshot(self.cluster, state.now)
             if self._stopwatch is None:
                 wanted = policy.on_event(event, view)
             else:
@@ -257,55 +259,55 @@ class ClusterController:
         one point in time."""
         state = self.state
         state.now = now
-        self._tell()
-        while self._begin() or self._news:
-            self._tell()
+        self._deliver_events()
+        while self._begin() or self._pending_events:
+            self._deliver_events()
         # after all actions: slices announced at the same time compete by first handshake, not by call order
-        for piece in state.transfers.start(now):
-            self._hands.send(piece, now)
+        for kv_slice in state.transfers.start(now):
+            self._backend.send(kv_slice, now)
         # last: an iteration must not be formed before all requests of this moment are in the schedulers
-        self._hands.pump(now)
+        self._backend.pump(now)
         state.flush()
         return self.policy.next_wakeup(now)
 
     def do(self, action: Action) -> None:
         """Carry out one action, or add `ActionRefused` to the pending events."""
         try:
-            self._verbs[type(action)](action)
+            self._handlers[type(action)](action)
         except ActionImpossible as why:
             self.refused += 1
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
-            self._news.append(ActionRefused(name, action.name, str(why)))
+            self._pending_events.append(ActionRefused(name, action.name, str(why)))
 
     def _preempt(self, action: PreemptRequest) -> None:
-        journey = self.state.journey(action.request)
-        entry = next((e for e in journey.entries if e.state == "running"), None)
+        controlled = self.state.request(action.request)
+        entry = next((e for e in controlled.entries if e.state == "running"), None)
         if entry is not None:
-            self._spans.preempt(entry)
-        elif journey.staying and journey.phase == "decode":
-            self._stays.preempt(journey)
+            self._dispatcher.preempt(entry)
+        elif controlled.resident and controlled.phase == "decode":
+            self._residency.preempt(controlled)
         else:
             raise ActionImpossible(f"{action.request} does not run")
 
     def _carry_out_rejection(self, action: RejectRequest) -> None:
-        self._reject(self.state.journey(action.request), action.why)
+        self._reject(self.state.request(action.request), action.why)
 
     # -- beginnings and ends ------------------------------------------------------------------------------------------
 
     def _begin(self) -> bool:
         """Start the entries whose turn it is, in order of rank; return whether any was started."""
-        state, lanes, began = self.state, self.lanes, False
+        state, queues, began = self.state, self.queues, False
         while state.touched:
             # only queues with a change can have a new ready entry; each start touches its group again
             touched, state.touched = state.touched, set()
-            for entry in lanes.candidates(sorted(touched)):
-                if entry.state == "waiting" and lanes.ready(entry) and self._clear(entry):
+            for entry in queues.candidates(sorted(touched)):
+                if entry.state == "waiting" and queues.ready(entry) and self._clear(entry):
                     # KV is short: decodes behind the span go first, because only their end frees blocks. The span
                     # is tried again when something changes on its group.
-                    if isinstance(entry, SpanEntry) and not entry.beside and not self._hands.fits(entry):
-                        self._stays.overtake(entry)
+                    if isinstance(entry, SpanEntry) and not entry.concurrent and not self._backend.fits(entry):
+                        self._residency.overtake(entry)
                         continue
-                    lanes.start(entry)
+                    queues.start(entry)
                     state.touch(entry.group)
                     self._start(entry)
                     began = True
@@ -314,47 +316,47 @@ class ClusterController:
     def _clear(self, entry: QueueEntry) -> bool:
         """Return whether schedulers let an entry begin: spans and reservations wait until the schedulers of their
         instances are empty, unless they are concurrent."""
-        return entry.kind == "door" or entry.beside or not any(self.state.load[i] for i in entry.group)
+        return entry.kind == "scheduler" or entry.concurrent or not any(self.state.residents[i] for i in entry.group)
 
     def _start(self, entry: QueueEntry) -> None:
         if isinstance(entry, SpanEntry):
-            self._spans.begin(entry)
+            self._dispatcher.begin(entry)
         elif isinstance(entry, SchedulerEntry):
-            self._stays.through(entry)
+            self._residency.admit(entry)
         else:
-            self._holds.granted(entry)
+            self._reservations.granted(entry)
 
-    def _finish(self, journey: ControlledRequest) -> None:
-        self._forget(journey, None)
-        self._news.append(RequestFinished(journey.request.id))
+    def _finish(self, controlled: ControlledRequest) -> None:
+        self._forget(controlled, None)
+        self._pending_events.append(RequestFinished(controlled.request.id))
 
-    def _reject(self, journey: ControlledRequest, why: str) -> None:
-        journey.rejected = True
-        self._drop(journey, why)
+    def _reject(self, controlled: ControlledRequest, why: str) -> None:
+        controlled.rejected = True
+        self._drop(controlled, why)
 
-    def _drop(self, journey: ControlledRequest, why: str) -> None:
-        self._forget(journey, why)
-        self._news.append(RequestDropped(journey.request.id, why, journey.rejected))
+    def _drop(self, controlled: ControlledRequest, why: str) -> None:
+        self._forget(controlled, why)
+        self._pending_events.append(RequestDropped(controlled.request.id, why, controlled.rejected))
 
-    def _forget(self, journey: ControlledRequest, why: str | None) -> None:
+    def _forget(self, controlled: ControlledRequest, why: str | None) -> None:
         """End a request: free its scheduler slot, queue entries, reservations and transfers. `why` None: it has all of
         its output."""
-        state, name = self.state, journey.request.id
-        self._stays.leave(journey, "ended")
-        self._stays.withdraw(journey)
+        state, name = self.state, controlled.request.id
+        self._residency.leave(controlled, "ended")
+        self._residency.withdraw(controlled)
         # before `leave`: a batch is stopped when the last of its members has ended
-        journey.ended = True
-        state.leaving.add(name)
-        left = [entry for entry in journey.entries if entry.state != "done"]
+        controlled.ended = True
+        state.ending.add(name)
+        left = [entry for entry in controlled.entries if entry.state != "done"]
         for entry in left:
-            self._spans.leave(entry)
+            self._dispatcher.leave(entry)
         # slices that have been granted go on until `sent` or `cancel`: bytes are on the wire
         state.transfers.drop(name)
-        self._holds.withdraw(name)
-        self._holds.let_go(name)
+        self._reservations.withdraw(name)
+        self._reservations.release_now(name)
         # after all entries have left: one new layout of the time line for all of them
         if left:
-            state.anew()
-        del self.journeys[name]
+            state.relayout()
+        del self.requests[name]
         # last: the backend may call `cancel` from here
-        self._hands.forget(journey, why, state.now)
+        self._backend.forget(controlled, why, state.now)

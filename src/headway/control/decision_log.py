@@ -1,9 +1,9 @@
 """Decision log of a controller: the driver's callbacks, the backend's answers and the policy's decisions, enough to
 drive the same controller and policy again without driver and backend (`replay`).
 
-JSON lines: a header; `do`: a callback, with its time `t`; `said`: the backend's answer (`is`) to the n-th question of a
-kind, where it differs from the answer before; `event`: an event passed to the policy, with its `actions`; `wake`: when
-the policy wants to be woken.
+JSON lines: a header; `do`: a callback, with its time `t`; `answer_to`: the backend's answer (`value`) to the n-th
+question of a kind, where it differs from the answer before; `event`: an event passed to the policy, with its `actions`;
+`wake`: when the policy wants to be woken. `replay` reads logs of the schema before, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headway.core.span import Phase, Span
 from headway.policy.placement.base import Action, Event, PlacementPolicy
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
-SCHEMA = "headway.cluster.log/2"
+SCHEMA = "headway.cluster.log/3"
 Sink = Callable[[bytes], object]
 """Receives one line, with its line end: a file's `write`."""
 
@@ -36,13 +36,13 @@ class RecordingController(ClusterController):
 
     def __init__(
         self,
-        book: ClusterState,
-        hands: InstanceBackend,
+        cluster: ClusterState,
+        backend: InstanceBackend,
         policy: PlacementPolicy,
         *,
         sink: Sink,
         layers: int,
-        backends: int = 16,
+        receive_backends: int = 16,
         order: str = "handshake",
         stopwatch: Callable[[], float] | None = None,
         about: object = None,
@@ -53,22 +53,22 @@ class RecordingController(ClusterController):
             {
                 "schema": SCHEMA,
                 "layers": layers,
-                "backends": backends,
+                "receive_backends": receive_backends,
                 "order": order,
-                "instances": book.instances,
+                "instances": cluster.instances,
                 # removed instances keep their entry and id, but have no node
-                "gone": sorted(set(range(len(book.instances))).difference(*book.by_node.values())),
-                "links": book.links,
+                "lost": sorted(set(range(len(cluster.instances))).difference(*cluster.by_node.values())),
+                "links": cluster.links,
                 "about": about,
             }
         )
-        self._heard = RecordingBackend(hands, self._write)
+        self._recording = RecordingBackend(backend, self._write)
         super().__init__(
-            book,
-            self._heard,
+            cluster,
+            self._recording,
             RecordingPolicy(policy, self._write),
             layers=layers,
-            backends=backends,
+            receive_backends=receive_backends,
             order=order,
             stopwatch=stopwatch,
         )
@@ -76,19 +76,19 @@ class RecordingController(ClusterController):
     def _write(self, line: dict[str, Any]) -> None:
         self._sink(msgspec.json.encode(line) + b"\n")
 
-    def _do(self, word: str, now: float, **what: Any) -> None:
-        self._write({"do": word, "t": now, **what})
+    def _do(self, callback: str, now: float, **arguments: Any) -> None:
+        self._write({"do": callback, "t": now, **arguments})
 
-    def note(self, word: str) -> None:
-        self._do("note", self.state.now, note=word)
+    def note(self, text: str) -> None:
+        self._do("note", self.state.now, note=text)
 
-    def arrive(self, request: Request, now: float, driver: Any = None) -> ControlledRequest:
+    def arrive(self, request: Request, now: float, backend_state: Any = None) -> ControlledRequest:
         self._do("arrive", now, request=request)
-        return super().arrive(request, now, driver)
+        return super().arrive(request, now, backend_state)
 
-    def span_done(self, entry: SpanEntry, now: float, over: Collection[str] = ()) -> None:
-        self._do("span_done", now, request=entry.owner, index=entry.index, over=sorted(over))
-        super().span_done(entry, now, over)
+    def span_done(self, entry: SpanEntry, now: float, finished: Collection[str] = ()) -> None:
+        self._do("span_done", now, request=entry.owner, index=entry.index, finished=sorted(finished))
+        super().span_done(entry, now, finished)
 
     def span_paused(
         self, entry: SpanEntry, layer: int, now: float, tokens: int | None = None, share: float | None = None
@@ -97,19 +97,19 @@ class RecordingController(ClusterController):
         self._do("span_paused", now, **where)
         super().span_paused(entry, layer, now, tokens, share)
 
-    def stayed(self, journey: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
-        self._do("stayed", now, request=journey.request.id, tokens=tokens, finished=finished)
-        super().stayed(journey, tokens, finished, now)
+    def left_scheduler(self, controlled: ControlledRequest, tokens: int, finished: bool, now: float) -> None:
+        self._do("left_scheduler", now, request=controlled.request.id, tokens=tokens, finished=finished)
+        super().left_scheduler(controlled, tokens, finished, now)
 
-    def sent(self, piece: KvSlice, now: float) -> None:
-        self._do("sent", now, piece=piece.number)
-        super().sent(piece, now)
+    def sent(self, kv_slice: KvSlice, now: float) -> None:
+        self._do("sent", now, kv_slice=kv_slice.number)
+        super().sent(kv_slice, now)
 
-    def drop(self, journey: ControlledRequest, why: str, now: float) -> None:
+    def drop(self, controlled: ControlledRequest, why: str, now: float) -> None:
         # a drop without effect needs no replay
-        if not journey.ended:
-            self._do("drop", now, request=journey.request.id, why=why)
-        super().drop(journey, why, now)
+        if not controlled.ended:
+            self._do("drop", now, request=controlled.request.id, why=why)
+        super().drop(controlled, why, now)
 
     def changed(self, instances: Iterable[int], now: float) -> None:
         instances = tuple(instances)
@@ -122,8 +122,8 @@ class RecordingController(ClusterController):
 
     def cancel(self, name: str) -> None:
         # called by the backend within `forget`: part of that answer, not a callback of the driver
-        if self._heard.forgetting:
-            self._heard.cancels = True
+        if self._recording.forgetting:
+            self._recording.cancels = True
         else:
             self._do("cancel", self.state.now, request=name)
         super().cancel(name)
@@ -140,11 +140,11 @@ class RecordingController(ClusterController):
         self._do("open", now, instance=instance)
         super().open(instance, now)
 
-    def tell(self) -> None:
+    def deliver_events(self) -> None:
         # without pending events nothing happens
-        if self._news:
-            self._do("tell", self.state.now)
-        super().tell()
+        if self._pending_events:
+            self._do("deliver_events", self.state.now)
+        super().deliver_events()
 
     def settle(self, now: float) -> float | None:
         self._do("settle", now)
@@ -171,108 +171,108 @@ class RecordingPolicy:
 class RecordingBackend(InstanceBackend):
     """A backend that logs its answers. Calls without an answer pass through: a replay derives them from the log."""
 
-    def __init__(self, hands: InstanceBackend, write: Callable[[dict[str, Any]], None]) -> None:
-        self._hands, self._write = hands, write
+    def __init__(self, backend: InstanceBackend, write: Callable[[dict[str, Any]], None]) -> None:
+        self._backend, self._write = backend, write
         # forgetting: `forget` is under way. cancels: the backend has cancelled the request's transfers in it.
         self.forgetting = self.cancels = False
         # number of questions of each kind so far
-        self._asked: dict[str, int] = {}
+        self._questions: dict[str, int] = {}
         # last answer to each kind of question
-        self._known: dict[str, object] = {}
+        self._last_answers: dict[str, object] = {}
 
-    def _said(self, question: str, answer: object) -> None:
-        count = self._asked.get(question, 0)
-        self._asked[question] = count + 1
+    def _record(self, question: str, answer: object) -> None:
+        count = self._questions.get(question, 0)
+        self._questions[question] = count + 1
         # only changes: `refresh` and `busy_s` are asked for every event and mostly answer the same
-        if question not in self._known or self._known[question] != answer:
-            self._known[question] = answer
-            self._write({"said": question, "n": count, "is": answer})
+        if question not in self._last_answers or self._last_answers[question] != answer:
+            self._last_answers[question] = answer
+            self._write({"answer_to": question, "n": count, "value": answer})
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         try:
-            seconds = self._hands.span_s(spans, nodes, before)
+            seconds = self._backend.span_s(spans, nodes, before)
         except ActionImpossible as why:
-            self._said("span_s", {"impossible": str(why)})
+            self._record("span_s", {"impossible": str(why)})
             raise
-        self._said("span_s", seconds)
+        self._record("span_s", seconds)
         return seconds
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
-        answer = self._hands.stay_s(request, group)
-        self._said("stay_s", answer)
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        answer = self._backend.prefill_estimate(request, group)
+        self._record("prefill_estimate", answer)
         return answer
 
     def busy_s(self, group: tuple[int, ...]) -> float:
-        at_s = self._hands.busy_s(group)
-        self._said(f"busy_s {group}", at_s)
+        at_s = self._backend.busy_s(group)
+        self._record(f"busy_s {group}", at_s)
         return at_s
 
     def refresh(self, instance: int) -> SchedulerStats:
-        figures = self._hands.refresh(instance)
-        self._said(f"refresh {instance}", figures)
+        figures = self._backend.refresh(instance)
+        self._record(f"refresh {instance}", figures)
         return figures
 
     def fits(self, entry: SpanEntry) -> bool:
-        fits = self._hands.fits(entry)
-        self._said("fits", fits)
+        fits = self._backend.fits(entry)
+        self._record("fits", fits)
         return fits
 
     def committed(self, entry: SpanEntry, now: float) -> None:
-        self._hands.committed(entry, now)
+        self._backend.committed(entry, now)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        self._hands.begin(entry, now)
+        self._backend.begin(entry, now)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         try:
-            self._hands.pause(entry, now)
+            self._backend.pause(entry, now)
         except ActionImpossible as why:
-            self._said("pause", {"impossible": str(why)})
+            self._record("pause", {"impossible": str(why)})
             raise
-        self._said("pause", None)
+        self._record("pause", None)
 
     def stop(self, entry: SpanEntry, now: float) -> None:
-        self._hands.stop(entry, now)
+        self._backend.stop(entry, now)
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         try:
-            self._hands.enter(journey, group, phase, now)
+            self._backend.enter(controlled, group, phase, now)
         except RequestError as error:
-            self._said("enter", {"refused": str(error)})
+            self._record("enter", {"refused": str(error)})
             raise
-        self._said("enter", None)
+        self._record("enter", None)
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        tokens = self._hands.leave(journey, why, now)
-        self._said("leave", tokens)
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        tokens = self._backend.leave(controlled, why, now)
+        self._record("leave", tokens)
         return tokens
 
-    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
-        self._hands.announced(journey, target, now)
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
+        self._backend.announced(controlled, target, now)
 
-    def send(self, piece: KvSlice, now: float) -> None:
-        self._hands.send(piece, now)
+    def send(self, kv_slice: KvSlice, now: float) -> None:
+        self._backend.send(kv_slice, now)
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
         self.forgetting, self.cancels = True, False
-        self._hands.forget(journey, why, now)
+        self._backend.forget(controlled, why, now)
         self.forgetting = False
-        self._said("forget", self.cancels)
+        self._record("forget", self.cancels)
 
     def pump(self, now: float) -> None:
-        self._hands.pump(now)
+        self._backend.pump(now)
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
-        self._hands.held(holder, group, now)
+        self._backend.held(holder, group, now)
 
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
-        self._hands.released(holder, instances, now)
+        self._backend.released(holder, instances, now)
 
 
-def plain(said: Event | Action) -> list[Any]:
+def plain(item: Event | Action) -> list[Any]:
     """Return an event or an action as JSON data: [name of its type, fields]. Requests in spans are named by id."""
-    fields = msgspec.to_builtins(said)
+    fields = msgspec.to_builtins(item)
     for key in ("spans", "batched_with"):
         for span in fields.get(key, ()):
             span["request"] = span["request"]["id"]
-    return [type(said).__name__, fields]
+    return [type(item).__name__, fields]

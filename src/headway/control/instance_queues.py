@@ -15,14 +15,14 @@ from typing import Literal
 
 from headway.core.errors import InvariantError
 
-Kind = Literal["span", "hold", "door"]
-State = Literal["waiting", "running", "parked", "done"]
+Kind = Literal["span", "hold", "scheduler"]
+State = Literal["waiting", "running", "unqueued", "done"]
 
 
 class QueueEntry:
     """An entry in the queues of a group of instances."""
 
-    __slots__ = ("after", "beside", "group", "kind", "owner", "planned_s", "rank", "state")
+    __slots__ = ("after", "concurrent", "group", "kind", "owner", "planned_s", "rank", "state")
 
     def __init__(
         self,
@@ -30,24 +30,24 @@ class QueueEntry:
         owner: str,
         group: tuple[int, ...],
         after: QueueEntry | None = None,
-        beside: bool = False,
+        concurrent: bool = False,
     ) -> None:
-        # kind: "span", "hold" (reservation) or "door" (request on its way to a scheduler). owner: id of the
+        # kind: "span", "hold" (reservation) or "scheduler" (request on its way to a scheduler). owner: id of the
         # request, or the reservation's holder. group: in order of acquisition.
         self.kind, self.owner, self.group = kind, owner, group
         # after: entry that must be done first, the request's previous span. beside: runs concurrently with
         # requests in schedulers
-        self.after, self.beside = after, beside
+        self.after, self.concurrent = after, concurrent
         # place in the total order; set when the entry is queued
         self.rank = 0
-        self.state: State = "parked"
+        self.state: State = "unqueued"
         # predicted absolute time of its end, in seconds (`FreeTimes`)
         self.planned_s = 0.0
 
     def __lt__(self, other: QueueEntry) -> bool:
         return self.rank < other.rank
 
-    def left_s(self, layers: int) -> float:
+    def remaining_s(self, layers: int) -> float:
         """Return the predicted seconds from its (next) start to its end; `layers`: of the model."""
         return 0.0
 
@@ -92,22 +92,22 @@ class InstanceQueues:
     def _enter(self, entry: QueueEntry, rank: int) -> None:
         entry.rank, entry.state = rank, "waiting"
         for i in entry.group:
-            lane = self.waiting[i]
+            queue = self.waiting[i]
             # the usual case, an appended entry, needs no search
-            if not lane or lane[-1].rank < rank:
-                lane.append(entry)
+            if not queue or queue[-1].rank < rank:
+                queue.append(entry)
             else:
-                insort(lane, entry)
+                insort(queue, entry)
 
     def blocked(self, instance: int, owner: str) -> bool:
         """Return whether a request that comes now must queue for its scheduler: exclusive spans run or wait on the
         instance, a reservation waits, or another holder has it."""
         run = self.running[instance]
-        if run is not None and not run.beside:
+        if run is not None and not run.concurrent:
             return True
         if self.holder[instance] not in (None, owner):
             return True
-        return any(not entry.beside and entry.kind != "door" for entry in self.waiting[instance])
+        return any(not entry.concurrent and entry.kind != "scheduler" for entry in self.waiting[instance])
 
     def empty(self, instance: int) -> bool:
         """Return whether an instance has no reservation, no running span and no waiting entry."""
@@ -117,8 +117,8 @@ class InstanceQueues:
         """Return the next entry of an instance; where it is reserved, the holder's first one. None: there is none."""
         holder = self.holder[instance]
         if holder is None:
-            lane = self.waiting[instance]
-            return lane[0] if lane else None
+            queue = self.waiting[instance]
+            return queue[0] if queue else None
         return next((entry for entry in self.waiting[instance] if entry.owner == holder), None)
 
     def ready(self, entry: QueueEntry) -> bool:
@@ -131,7 +131,7 @@ class InstanceQueues:
                 return False
             run = self.running[i]
             # a concurrent span computes together with the scheduler's requests, so that more of these may enter
-            if run is not None and not (entry.kind == "door" and run.beside):
+            if run is not None and not (entry.kind == "scheduler" and run.concurrent):
                 return False
         return True
 
@@ -163,13 +163,13 @@ class InstanceQueues:
         self._stop(entry)
         entry.state = "done"
 
-    def park(self, entry: QueueEntry) -> None:
+    def unqueue(self, entry: QueueEntry) -> None:
         """Take an entry, waiting or running, off its instances, to be queued again or dropped."""
         if entry.state == "running":
             self._stop(entry)
         elif entry.state == "waiting":
             self._leave(entry)
-        entry.state = "parked"
+        entry.state = "unqueued"
 
     def release(self, holder: str, group: Iterable[int] = ()) -> tuple[int, ...]:
         """End a holder's reservation of these instances (none named: all), and return those that it had. Waiting
@@ -195,11 +195,11 @@ class InstanceQueues:
     def check(self) -> None:
         """Raise InvariantError unless queues are in order, each span runs on all of its group, and none runs on an
         instance that is reserved for another holder. For tests."""
-        for i, lane in enumerate(self.waiting):
-            if any(a.rank >= b.rank for a, b in pairwise(lane)):
-                raise InvariantError(f"lane {i} is out of order")
-            if any(entry.state != "waiting" or i not in entry.group for entry in lane):
-                raise InvariantError(f"lane {i} has an entry that does not wait there")
+        for i, queue in enumerate(self.waiting):
+            if any(a.rank >= b.rank for a, b in pairwise(queue)):
+                raise InvariantError(f"the queue of instance {i} is out of order")
+            if any(entry.state != "waiting" or i not in entry.group for entry in queue):
+                raise InvariantError(f"the queue of instance {i} has an entry that does not wait there")
             run = self.running[i]
             if run is not None:
                 if any(self.running[j] is not run for j in run.group):

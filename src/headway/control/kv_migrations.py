@@ -19,30 +19,30 @@ class KvMigrations:
     def transfer(self, action: TransferKv) -> None:
         """Announce the KV of one span (if it has not begun: when it begins), or all of a request's KV now."""
         state = self._state
-        journey = state.journey(action.request)
-        state.group((action.to,), journey)
+        controlled = state.request(action.request)
+        state.group((action.to,), controlled)
         if action.index is not None:
-            if not 0 <= action.index < len(journey.entries):
+            if not 0 <= action.index < len(controlled.entries):
                 raise ActionImpossible(f"{action.request} has no span {action.index}")
-            entry = journey.entries[action.index]
+            entry = controlled.entries[action.index]
             if entry.state in ("running", "done"):
                 self._check_there(action.request, entry.group)
                 self._announce(entry, action.to)
             else:
                 # the handshake's time ranks the transfer: not before there is something to send
-                journey.sends[action.index] = action.to
+                controlled.transfer_targets[action.index] = action.to
             return
         # KV lies where the request was last resident, else where its last span was committed
-        group = journey.group or (journey.entries[-1].group if journey.entries else ())
+        group = controlled.group or (controlled.entries[-1].group if controlled.entries else ())
         if not group:
             raise ActionImpossible(f"{action.request} has no KV anywhere")
         self._check_there(action.request, group)
         # KV of prompt and output tokens, one slice from each instance of the group
-        known, share = journey.request.prompt_tokens + journey.tokens, len(group)
+        known, share = controlled.request.prompt_tokens + controlled.output_tokens, len(group)
         state.transfers.add(
             [KvSlice(action.request, i, action.to, 0, known, share, None, action.overlapped) for i in group], state.now
         )
-        state.hands.announced(journey, action.to, state.now)
+        state.backend.announced(controlled, action.to, state.now)
 
     def _check_there(self, request: str, holders: tuple[int, ...]) -> None:
         gone = self._state.gone.intersection(holders)
@@ -51,20 +51,20 @@ class KvMigrations:
 
     def begun(self, entry: SpanEntry) -> None:
         """Announce the KV of a span that begins, if a transfer of it was asked for."""
-        to = entry.journey.sends.pop(entry.index, None)
+        to = entry.controlled.transfer_targets.pop(entry.index, None)
         if to is not None:
             self._announce(entry, to)
 
     def _announce(self, entry: SpanEntry, to: int) -> None:
         span, share = entry.span, len(entry.group)
-        pieces = [KvSlice(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
-        self._state.transfers.add(pieces, self._state.now)
-        self._state.hands.announced(entry.journey, to, self._state.now)
+        kv_slices = [KvSlice(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
+        self._state.transfers.add(kv_slices, self._state.now)
+        self._state.backend.announced(entry.controlled, to, self._state.now)
 
-    def sent(self, piece: KvSlice, journey: ControlledRequest | None) -> None:
-        """Record that a slice has arrived; `journey`: its request, None if that has ended."""
+    def sent(self, kv_slice: KvSlice, controlled: ControlledRequest | None) -> None:
+        """Record that a slice has arrived; `controlled`: its request, None if that has ended."""
         state = self._state
         # KvReady comes once: not while spans that have not begun are still to be sent
-        if state.transfers.finish(piece) and journey is not None and not journey.sends:
-            journey.kv_at.add(piece.target)
-            state.news.append(KvReady(piece.request, piece.target))
+        if state.transfers.finish(kv_slice) and controlled is not None and not controlled.transfer_targets:
+            controlled.kv_at.add(kv_slice.target)
+            state.pending_events.append(KvReady(kv_slice.request, kv_slice.target))

@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 class SpanEntry(QueueEntry):
     """A committed span of a request, from its commit to its end, with the point from which it continues."""
 
-    __slots__ = ("along", "driver", "extra_s", "index", "journey", "last", "layer", "lead", "predicted_s", "resumed",
-                 "share", "span", "tokens")  # fmt: skip
+    __slots__ = ("backend_state", "batch_leader", "batched_with", "controlled", "extra_s", "index", "last", "layer",
+                 "predicted_s", "resumed", "share", "span", "tokens")  # fmt: skip
 
     def __init__(
         self,
-        journey: ControlledRequest,
+        controlled: ControlledRequest,
         span: Span,
         index: int,
         group: tuple[int, ...],
         predicted_s: float,
         after: SpanEntry | None = None,
-        beside: bool = False,
+        concurrent: bool = False,
     ) -> None:
-        super().__init__("span", journey.request.id, group, after, beside)
+        super().__init__("span", controlled.request.id, group, after, concurrent)
         # index: place among the request's committed spans
-        self.journey, self.span, self.index = journey, span, index
+        self.controlled, self.span, self.index = controlled, span, index
         # the span ends the prompt: the first output token comes with it
-        self.last = span.end == journey.request.prompt_tokens
+        self.last = span.end == controlled.request.prompt_tokens
         # seconds of the whole span, uninterrupted
         self.predicted_s = predicted_s
         # where it continues: from `layer` on, for the tokens from `tokens` on
@@ -43,19 +43,19 @@ class SpanEntry(QueueEntry):
         self.extra_s = 0.0
         # it has been paused: its group has its state
         self.resumed = False
-        # of a batch, one entry stands in the queues: it has the others here, and is their `lead`
-        self.along: list[SpanEntry] = []
-        self.lead: SpanEntry | None = None
+        # of a batch, one entry is in the queues: it has the others here, and is their `batch_leader`
+        self.batched_with: list[SpanEntry] = []
+        self.batch_leader: SpanEntry | None = None
         # the backend's own state of it
-        self.driver: Any = None
+        self.backend_state: Any = None
 
-    def over(self, layers: int) -> float:
+    def elapsed_share(self, layers: int) -> float:
         """Return the elapsed share of its predicted time at the point where it continues."""
         return self.layer / layers if self.share is None else self.share
 
-    def left_s(self, layers: int) -> float:
+    def remaining_s(self, layers: int) -> float:
         """Return the predicted seconds from the point where it continues."""
-        return self.predicted_s * (1.0 - self.over(layers)) + self.extra_s
+        return self.predicted_s * (1.0 - self.elapsed_share(layers)) + self.extra_s
 
     def progress(self) -> SpanProgress:
         """Return how much of it is computed; valid after a pause."""
@@ -65,14 +65,14 @@ class SpanEntry(QueueEntry):
 class SchedulerEntry(QueueEntry):
     """A request on its way to a scheduler."""
 
-    __slots__ = ("journey", "phase", "seconds", "tokens")
+    __slots__ = ("controlled", "phase", "seconds", "tokens")
 
     def __init__(
-        self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, tokens: int, seconds: float
+        self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, tokens: int, seconds: float
     ) -> None:
-        super().__init__("door", journey.request.id, group)
+        super().__init__("scheduler", controlled.request.id, group)
         # tokens: prompt tokens to compute there. seconds: predicted time of these alone.
-        self.journey, self.phase, self.tokens, self.seconds = journey, phase, tokens, seconds
+        self.controlled, self.phase, self.tokens, self.seconds = controlled, phase, tokens, seconds
 
-    def left_s(self, layers: int) -> float:
+    def remaining_s(self, layers: int) -> float:
         return self.seconds

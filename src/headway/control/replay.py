@@ -14,7 +14,8 @@ import msgspec
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
-from headway.control.decision_log import SCHEMA, plain
+from headway.control.decision_log import plain
+from headway.control.log_reader import read_log
 from headway.control.queue_entries import SpanEntry
 from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
@@ -55,29 +56,31 @@ class ReplayResult:
         self,
         lines: Iterable[bytes | str],
         make: Callable[[ReplayResult], PlacementPolicy],
-        noted: Callable[[str], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         """lines: the log; a torn last line is left out. make: makes the policy as the driver made it; called with this
-        object, whose `machine` and `about` are set. noted: called with each note of the driver. Raises ConfigError,
-        with the line's number, for anything that is no log, or a damaged one."""
-        header, self._calls, answers, self._decided = _read(lines)
+        object, whose `controller` and `about` are set. on_note: called with each note of the driver. Raises
+        ConfigError, with the line's number, for anything that is no log, or a damaged one."""
+        log = read_log(lines)
+        header, self._calls, self._decided = log.header, log.callbacks, log.decisions
         self.about: Any = header["about"]
         # decisions so far, all the same as recorded
         self.decisions = 0
-        self._noted = noted
+        self._on_note = on_note
         instances = msgspec.convert(header["instances"], list[ClusterInstance])
-        book = ClusterState(instances, msgspec.convert(header["links"], ClusterLinks))
-        for instance in header["gone"]:
-            book.remove(instance)
-        self._hands = _LoggedBackend(answers, lambda name: self.machine.cancel(name))
-        self.machine = ClusterController(
-            book,
-            self._hands,
+        cluster = ClusterState(instances, msgspec.convert(header["links"], ClusterLinks))
+        for instance in header["lost"]:
+            cluster.remove(instance)
+        self._backend = _LoggedBackend(log.answers, lambda name: self.controller.cancel(name))
+        self.controller = ClusterController(
+            cluster,
+            self._backend,
             self,
             layers=header["layers"],
-            backends=header["backends"],
+            receive_backends=header["receive_backends"],
             order=header["order"],
         )
+        self._handlers = self._callbacks()
         self._policy = make(self)
 
     def run(self) -> ReplayDifference | None:
@@ -100,10 +103,10 @@ class ReplayResult:
             # the log ends within the last callback: the replay has gone further than it
             if not left and differs.recorded is None:
                 return None
-            return ReplayDifference(self.decisions, self.machine.state.now, differs.recorded, differs.replayed)
+            return ReplayDifference(self.decisions, self.controller.state.now, differs.recorded, differs.replayed)
         # decisions were recorded to which the replay did not come
         if self.decisions < len(self._decided):
-            return ReplayDifference(self.decisions, self.machine.state.now, self._decided[self.decisions], None)
+            return ReplayDifference(self.decisions, self.controller.state.now, self._decided[self.decisions], None)
         return None
 
     # -- the policy ---------------------------------------------------------------------------------------------------
@@ -132,89 +135,49 @@ class ReplayResult:
     # -- the driver ---------------------------------------------------------------------------------------------------
 
     def _do(self, call: dict[str, Any]) -> None:
-        machine, word, now = self.machine, call["do"], call["t"]
-        if word == "settle":
-            machine.settle(now)
-        elif word == "tell":
-            machine.tell()
-        elif word == "arrive":
-            machine.arrive(msgspec.convert(call["request"], Request), now)
-        elif word in ("span_done", "span_paused"):
-            entry = self._hands.running.pop((call["request"], call["index"]), None)
-            if entry is None or entry.state != "running":
-                raise _DecisionDiffersError(call, "it does not run")
-            if word == "span_done":
-                machine.span_done(entry, now, call["over"])
-            else:
-                machine.span_paused(entry, call["layer"], now, call.get("tokens"), call.get("share"))
-        elif word == "stayed":
-            machine.stayed(self._journey(call), call["tokens"], call["finished"], now)
-        elif word == "sent":
-            piece = self._hands.sending.pop(call["piece"], None)
-            if piece is not None:
-                machine.sent(piece, now)
-        elif word == "drop":
-            machine.drop(self._journey(call), call["why"], now)
-        elif word == "changed":
-            machine.changed(call["instances"], now)
-        elif word == "woken":
-            machine.woken(now)
-        elif word == "cancel":
-            machine.cancel(call["request"])
-        elif word == "lost":
-            machine.lost(call["instance"], now)
-        elif word == "close":
-            machine.close(call["instance"], now)
-        elif word == "open":
-            machine.open(msgspec.convert(call["instance"], ClusterInstance), now)
-        elif word == "note" and self._noted is not None:
-            self._noted(call["note"])
+        self._handlers[call["do"]](call, call["t"])
 
-    def _journey(self, call: dict[str, Any]) -> ControlledRequest:
-        journey = self.machine.journeys.get(call["request"])
-        if journey is None:
+    def _callbacks(self) -> dict[str, Callable[[dict[str, Any], float], object]]:
+        """Return how each recorded callback is made again, from its line and its time."""
+        controller, on_note = self.controller, self._on_note
+        return {
+            "settle": lambda call, now: controller.settle(now),
+            "deliver_events": lambda call, now: controller.deliver_events(),
+            "arrive": lambda call, now: controller.arrive(msgspec.convert(call["request"], Request), now),
+            "span_done": lambda call, now: controller.span_done(self._running(call), now, call["finished"]),
+            "span_paused": lambda call, now: controller.span_paused(
+                self._running(call), call["layer"], now, call.get("tokens"), call.get("share")
+            ),
+            "left_scheduler": lambda call, now: controller.left_scheduler(
+                self._request(call), call["tokens"], call["finished"], now
+            ),
+            "sent": self._sent,
+            "drop": lambda call, now: controller.drop(self._request(call), call["why"], now),
+            "changed": lambda call, now: controller.changed(call["instances"], now),
+            "woken": lambda call, now: controller.woken(now),
+            "cancel": lambda call, now: controller.cancel(call["request"]),
+            "lost": lambda call, now: controller.lost(call["instance"], now),
+            "close": lambda call, now: controller.close(call["instance"], now),
+            "open": lambda call, now: controller.open(msgspec.convert(call["instance"], ClusterInstance), now),
+            "note": lambda call, now: None if on_note is None else on_note(call["note"]),
+        }
+
+    def _sent(self, call: dict[str, Any], now: float) -> None:
+        kv_slice = self._backend.sending.pop(call["kv_slice"], None)
+        if kv_slice is not None:
+            self.controller.sent(kv_slice, now)
+
+    def _running(self, call: dict[str, Any]) -> SpanEntry:
+        entry = self._backend.running.pop((call["request"], call["index"]), None)
+        if entry is None or entry.state != "running":
+            raise _DecisionDiffersError(call, "it does not run")
+        return entry
+
+    def _request(self, call: dict[str, Any]) -> ControlledRequest:
+        controlled = self.controller.requests.get(call["request"])
+        if controlled is None:
             raise _DecisionDiffersError(call, "there is no such request")
-        return journey
-
-
-def _read(
-    lines: Iterable[bytes | str],
-) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]], dict[str, list[Any]], list[Any]]:
-    """Return (header, callbacks with their line numbers, answers by question, decisions in order)."""
-    read = iter(lines)
-    try:
-        header = msgspec.json.decode(next(read))
-        if header["schema"] != SCHEMA:
-            raise KeyError(header["schema"])
-    except (StopIteration, KeyError, TypeError, UnicodeDecodeError, msgspec.DecodeError):
-        raise ConfigError(f"this is no log of a cluster: its first line should name the schema {SCHEMA}") from None
-    calls: list[tuple[int, dict[str, Any]]] = []
-    answers: dict[str, list[Any]] = {}
-    decided: list[Any] = []
-    # number of a line that cannot be read: no error if it is the last one, cut off as it was written
-    torn = 0
-    for number, text in enumerate(read, start=2):
-        if torn:
-            break
-        try:
-            line = msgspec.json.decode(text, type=dict[str, Any])
-        except (UnicodeDecodeError, msgspec.MsgspecError):
-            torn = number
-            continue
-        try:
-            if "do" in line:
-                calls.append((number, line))
-            elif "said" in line:
-                answers.setdefault(line["said"], []).append((line["n"], line["is"]))
-            elif "wake" in line:
-                decided.append(line["wake"])
-            else:
-                decided.append([line["event"], line["actions"]])
-        except (KeyError, TypeError):
-            raise ConfigError(f"line {number} of the log is not of a cluster's log") from None
-    else:
-        return header, calls, answers, decided
-    raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
+        return controlled
 
 
 class _LoggedBackend(InstanceBackend):
@@ -223,20 +186,20 @@ class _LoggedBackend(InstanceBackend):
     def __init__(self, answers: dict[str, list[Any]], cancel: Callable[[str], None]) -> None:
         self._cancel = cancel
         # (number of the question, answer) pairs; a number never reached ends each list
-        self._answers = {question: iter([*said, (1 << 62, None)]) for question, said in answers.items()}
+        self._answers = {question: iter([*logged, (1 << 62, None)]) for question, logged in answers.items()}
         self._next = {question: next(each) for question, each in self._answers.items()}
         # answer in force for each question, and number of questions so far
         self._now: dict[str, Any] = {}
-        self._asked: dict[str, int] = {}
+        self._questions: dict[str, int] = {}
         # entries and slices that callbacks of the log name, by (request, index) and by number
         self.running: dict[tuple[str, int], SpanEntry] = {}
         self.sending: dict[int, KvSlice] = {}
 
-    def _said(self, question: str) -> Any:
-        count = self._asked.get(question, 0)
-        self._asked[question] = count + 1
+    def _answer(self, question: str) -> Any:
+        count = self._questions.get(question, 0)
+        self._questions[question] = count + 1
         if question not in self._next:
-            raise _DecisionDiffersError(None, f"the hands were asked: {question}")
+            raise _DecisionDiffersError(None, f"the backend was asked: {question}")
         # the log has changes only: until the next one the last answer is in force
         if self._next[question][0] == count:
             self._now[question] = self._next[question][1]
@@ -249,42 +212,42 @@ class _LoggedBackend(InstanceBackend):
         return answer
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-        return float(self._said("span_s"))
+        return float(self._answer("span_s"))
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
-        tokens, seconds = self._said("stay_s")
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        tokens, seconds = self._answer("prefill_estimate")
         return tokens, seconds
 
     def busy_s(self, group: tuple[int, ...]) -> float:
-        return float(self._said(f"busy_s {group}"))
+        return float(self._answer(f"busy_s {group}"))
 
     def refresh(self, instance: int) -> SchedulerStats:
-        return msgspec.convert(self._said(f"refresh {instance}"), SchedulerStats)
+        return msgspec.convert(self._answer(f"refresh {instance}"), SchedulerStats)
 
     def fits(self, entry: SpanEntry) -> bool:
-        return bool(self._said("fits")) if "fits" in self._next else True  # logs of 0.1 do not say
+        return bool(self._answer("fits")) if "fits" in self._next else True  # logs of 0.1 have no such answers
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         self.running[entry.owner, entry.index] = entry
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        self._said("pause")
+        self._answer("pause")
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         self.running.pop((entry.owner, entry.index), None)
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        self._said("enter")
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        self._answer("enter")
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        return int(self._said("leave"))
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        return int(self._answer("leave"))
 
-    def send(self, piece: KvSlice, now: float) -> None:
-        self.sending[piece.number] = piece
+    def send(self, kv_slice: KvSlice, now: float) -> None:
+        self.sending[kv_slice.number] = kv_slice
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
-        if self._said("forget"):
-            self._cancel(journey.request.id)
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+        if self._answer("forget"):
+            self._cancel(controlled.request.id)
 
     def pump(self, now: float) -> None:
         """Do nothing: no iteration is computed."""

@@ -12,29 +12,29 @@ from headway.core.span import Phase
 class ControlledRequest:
     """A request from arrival to end."""
 
-    __slots__ = ("door", "driver", "ended", "entries", "group", "kv_at", "phase", "rejected", "request", "sends",
-                 "staying", "tokens")  # fmt: skip
+    __slots__ = ("backend_state", "ended", "entries", "group", "kv_at", "output_tokens", "phase", "rejected", "request",
+                 "resident", "scheduler_entry", "transfer_targets")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.entries: list[SpanEntry] = []  # committed spans, in order
-        self.door: SchedulerEntry | None = None  # its queue entry for a scheduler, while it waits there
-        self.staying = False  # it is resident in the scheduler of `group`, for `phase`
+        self.scheduler_entry: SchedulerEntry | None = None  # its queue entry for a scheduler, while it waits there
+        self.resident = False  # it is resident in the scheduler of `group`, for `phase`
         self.group: tuple[int, ...] = ()  # after it has left the scheduler: where its KV is
         self.phase: Phase = "all"
-        self.tokens = 0  # of its output, as of when it last left a scheduler
-        self.sends: dict[int, int] = {}  # target instance of spans that have not begun, by index
+        self.output_tokens = 0  # as of when it last left a scheduler
+        self.transfer_targets: dict[int, int] = {}  # target instance of spans that have not begun, by index
         self.kv_at: set[int] = set()  # instances to which all announced KV has been sent
         self.ended = False
         self.rejected = False  # the policy, or a scheduler, refused it: set when it ends
-        self.driver: Any = None  # the backend's own state of it
+        self.backend_state: Any = None  # the backend's own state of it
 
     def places(self) -> set[int]:
         """Return the instances that the request depends on: where its KV is or will be. Slices under way come on top
         (`TransferQueue.ends`)."""
-        found = set(self.group) | self.kv_at | set(self.sends.values())
-        if self.door is not None:
-            found.update(self.door.group)
+        found = set(self.group) | self.kv_at | set(self.transfer_targets.values())
+        if self.scheduler_entry is not None:
+            found.update(self.scheduler_entry.group)
         for entry in self.entries:
             # a completed span matters only until the request has been resident: from then on `group` has its KV
             if entry.state != "done" or not self.group:

@@ -17,9 +17,9 @@ class SpanDispatcher:
     def __init__(self, state: ControllerState, begun: Callable[[SpanEntry], None]) -> None:
         """`begun` is called with each span that begins, batched ones included, unless its request has ended."""
         self._state = state
-        self._tell_begun = begun
+        self._on_begin = begun
 
-    # -- verbs --------------------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def commit(self, action: CommitSpans) -> None:
         """Append a request's spans to the queues of their groups, after any that it has committed before."""
@@ -27,163 +27,163 @@ class SpanDispatcher:
             self._commit_batch(action)
             return
         state = self._state
-        journey = state.journey(action.request)
-        groups = [state.group(span.group, journey) for span in action.spans]
+        controlled = state.request(action.request)
+        groups = [state.group(span.group, controlled) for span in action.spans]
         self._check_fresh((i for group in groups for i in group), action.version)
         # all spans are checked before the first is queued: an action is refused whole
-        self._check_spans(journey, action, groups)
-        before = journey.entries[-1] if journey.entries else None
+        self._check_spans(controlled, action, groups)
+        before = controlled.entries[-1] if controlled.entries else None
         for span, group in zip(action.spans, groups, strict=True):
-            seconds = state.hands.span_s((span,), self._nodes(group), before.group if before is not None else ())
-            entry = SpanEntry(journey, span, len(journey.entries), group, seconds, before, action.concurrent)
-            journey.entries.append(entry)
-            state.lanes.append(entry)
-            state.hands.committed(entry, state.now)
+            seconds = state.backend.span_s((span,), self._nodes(group), before.group if before is not None else ())
+            entry = SpanEntry(controlled, span, len(controlled.entries), group, seconds, before, action.concurrent)
+            controlled.entries.append(entry)
+            state.queues.append(entry)
+            state.backend.committed(entry, state.now)
             # in this order: the next span's predicted start needs this one's predicted end
             state.timeline.extend(entry, state.now)
-            state.count(group, span.end - span.start)
+            state.add_tokens(group, span.end - span.start)
             state.touch(group)
             before = entry
 
-    def _check_spans(self, journey: ControlledRequest, action: CommitSpans, groups: list[tuple[int, ...]]) -> None:
+    def _check_spans(self, controlled: ControlledRequest, action: CommitSpans, groups: list[tuple[int, ...]]) -> None:
         # the first span may start anywhere (after cached tokens); each next one where the last one ends
-        at = journey.entries[-1].span.end if journey.entries else action.spans[0].start
-        held = {i for i, holder in enumerate(self._state.lanes.holder) if holder == action.request}
+        at = controlled.entries[-1].span.end if controlled.entries else action.spans[0].start
+        held = {i for i, holder in enumerate(self._state.queues.holder) if holder == action.request}
         for span, group in zip(action.spans, groups, strict=True):
             if span.start != at or span.end <= span.start:
                 raise ActionImpossible(f"a span of tokens {span.start} to {span.end} does not go on from {at}")
             if held and not held.issuperset(group):
                 raise ActionImpossible("a holder's spans must lie on what it holds")
             at = span.end
-        if at > journey.request.prompt_tokens:
-            raise ActionImpossible(f"the prompt has {journey.request.prompt_tokens} tokens, not {at}")
+        if at > controlled.request.prompt_tokens:
+            raise ActionImpossible(f"the prompt has {controlled.request.prompt_tokens} tokens, not {at}")
 
     def _check_fresh(self, instances: Iterable[int], version: int) -> None:
-        changed_at = self._state.book.changed_at
+        changed_at = self._state.cluster.changed_at
         for i in instances:
             if changed_at[i] > version:
                 raise ActionImpossible(f"instance {i} has changed since version {version}")
 
     def _nodes(self, group: tuple[int, ...]) -> int:
-        nodes = self._state.lanes.nodes
+        nodes = self._state.queues.nodes
         return len({nodes[i] for i in group})
 
     def _commit_batch(self, action: CommitSpans) -> None:
-        """Queue a batch: its first entry alone stands in the queues; the others refer to it by `lead`."""
+        """Queue a batch: its first entry alone is in the queues; the others refer to it by `batch_leader`."""
         state = self._state
         spans = (*action.spans, *action.batched_with)
-        journeys = [state.journey(span.request.id) for span in spans]
-        group = state.group(spans[0].group, journeys[0])
+        requests = [state.request(span.request.id) for span in spans]
+        group = state.group(spans[0].group, requests[0])
         self._check_fresh(group, action.version)
-        names = {journey.request.id for journey in journeys}
+        names = {controlled.request.id for controlled in requests}
         if len(action.spans) != 1 or len(names) != len(spans) or spans[0].request.id != action.request:
             raise ActionImpossible("a batch has one span of each of its requests, the first one's first")
         # a reservation is of one request; the batch's other members would compute on instances that are not theirs
-        if any(state.lanes.holder[i] is not None for i in group):
+        if any(state.queues.holder[i] is not None for i in group):
             raise ActionImpossible("a batch cannot run on instances that are held")
-        for span, journey in zip(spans, journeys, strict=True):
-            if state.group(span.group, journey) != group or journey.entries:
+        for span, controlled in zip(spans, requests, strict=True):
+            if state.group(span.group, controlled) != group or controlled.entries:
                 raise ActionImpossible("a batch runs on one group, and its requests have no other spans")
-            if not 0 <= span.start < span.end <= journey.request.prompt_tokens:
+            if not 0 <= span.start < span.end <= controlled.request.prompt_tokens:
                 raise ActionImpossible(f"tokens {span.start} to {span.end} are not in {span.request.id}'s prompt")
         # one prediction for the batch: its spans begin and end together
-        seconds = state.hands.span_s(spans, self._nodes(group), ())
+        seconds = state.backend.span_s(spans, self._nodes(group), ())
         entries = [
-            SpanEntry(journey, span, 0, group, seconds, None, action.concurrent)
-            for span, journey in zip(spans, journeys, strict=True)
+            SpanEntry(controlled, span, 0, group, seconds, None, action.concurrent)
+            for span, controlled in zip(spans, requests, strict=True)
         ]
         for entry in entries:
-            entry.journey.entries.append(entry)
-            state.count(group, entry.span.end - entry.span.start)
-        lead, *others = entries
+            entry.controlled.entries.append(entry)
+            state.add_tokens(group, entry.span.end - entry.span.start)
+        leader, *others = entries
         for entry in others:
-            # `InstanceQueues.append` sets the state of the lead only
-            entry.state, entry.lead = "waiting", lead
-        lead.along = others
-        state.lanes.append(lead)
-        state.hands.committed(lead, state.now)
-        state.timeline.extend(lead, state.now)
+            # `InstanceQueues.append` sets the state of the leader only
+            entry.state, entry.batch_leader = "waiting", leader
+        leader.batched_with = others
+        state.queues.append(leader)
+        state.backend.committed(leader, state.now)
+        state.timeline.extend(leader, state.now)
         state.touch(group)
 
     def preempt(self, entry: SpanEntry) -> None:
-        """Request a pause of a running span; `park` follows, or `end` where it completes first."""
-        if entry.along or entry.lead is not None:
+        """Request a pause of a running span; `paused` follows, or `end` where it completes first."""
+        if entry.batched_with or entry.batch_leader is not None:
             raise ActionImpossible(f"{entry.owner} is computed in a batch")
-        self._state.hands.pause(entry, self._state.now)
+        self._state.backend.pause(entry, self._state.now)
 
     def resume(self, action: ResumeRequest) -> None:
         """Put a request's paused spans before everything that waits on their instances."""
         state = self._state
-        parked = [entry for entry in state.journey(action.request).entries if entry.state == "parked"]
-        if not parked:
+        paused = [entry for entry in state.request(action.request).entries if entry.state == "unqueued"]
+        if not paused:
             raise ActionImpossible(f"{action.request} is not paused")
         # only the span that was interrupted has state to restore
-        parked[0].extra_s = action.lost_s
+        paused[0].extra_s = action.lost_s
         # `push` gives ever lower ranks: the last span first, so that the first span ends up in front
-        for entry in reversed(parked):
-            state.lanes.push(entry)
+        for entry in reversed(paused):
+            state.queues.push(entry)
             state.touch(entry.group)
-        state.anew()
+        state.relayout()
 
     # -- what becomes of them -----------------------------------------------------------------------------------------
 
     def begin(self, entry: SpanEntry) -> None:
         """Begin a span whose turn has come, and those batched with it."""
         state = self._state
-        state.hands.begin(entry, state.now)
-        for other in entry.along:
+        state.backend.begin(entry, state.now)
+        for other in entry.batched_with:
             other.state = "running"
-        for member in (entry, *entry.along):
+        for member in (entry, *entry.batched_with):
             # KV slices are announced as the span begins: the handshake of Tetris §4.2
-            if not member.journey.ended:  # a batch goes on without its first
-                self._tell_begun(member)
+            if not member.controlled.ended:  # a batch goes on without its first
+                self._on_begin(member)
         # a start off its predicted time shifts everything behind it
         if state.timeline.started(entry, state.now):
-            state.anew()
+            state.relayout()
 
     def end(self, entry: SpanEntry) -> None:
         """Take a completed span off its group."""
         state = self._state
-        state.lanes.finish(entry)
-        for member in (entry, *entry.along):
+        state.queues.finish(entry)
+        for member in (entry, *entry.batched_with):
             member.state = "done"
-            state.uncount(member)
+            state.subtract_tokens(member)
         state.touch(entry.group)
-        entries = entry.journey.entries
+        entries = entry.controlled.entries
         # the request's next span waited for this one, maybe on other instances: scan their queues too
         if len(entries) > entry.index + 1:
             state.touch(entries[entry.index + 1].group)
         if state.timeline.finished(entry, state.now):
-            state.anew()
+            state.relayout()
 
-    def park(self, entry: SpanEntry, layer: int, tokens: int | None, share: float | None) -> None:
+    def paused(self, entry: SpanEntry, layer: int, tokens: int | None, share: float | None) -> None:
         """Take a paused span and the request's later ones out of the queues; see `ClusterController.span_paused`."""
         state = self._state
         entry.layer, entry.extra_s, entry.resumed = layer, 0.0, True
         entry.tokens, entry.share = entry.span.start if tokens is None else tokens, share
-        for other in entry.journey.entries[entry.index :]:
-            state.lanes.park(other)
+        for other in entry.controlled.entries[entry.index :]:
+            state.queues.unqueue(other)
             state.touch(other.group)
-        state.anew()
-        state.news.append(SpanPaused(entry.owner, entry.index, entry.progress()))
+        state.relayout()
+        state.pending_events.append(SpanPaused(entry.owner, entry.index, entry.progress()))
 
     def leave(self, entry: SpanEntry) -> None:
         """Take a request that has ended out of a span. A batch goes on until all of its members have ended."""
-        state, lead = self._state, entry.lead
-        # three cases: a member of a batch, the lead of a batch with members left, a span of its own
-        if lead is not None:
-            lead.along.remove(entry)
-            state.uncount(entry)
-            entry.state = "parked"
-            # the last member of a batch whose lead's request has ended before: nothing is left to compute
-            if lead.along or not lead.journey.ended:
+        state, leader = self._state, entry.batch_leader
+        # three cases: a member of a batch, the leader of a batch with members left, a span of its own
+        if leader is not None:
+            leader.batched_with.remove(entry)
+            state.subtract_tokens(entry)
+            entry.state = "unqueued"
+            # the last member of a batch whose leader's request has ended before: nothing is left to compute
+            if leader.batched_with or not leader.controlled.ended:
                 return
-            entry = lead
-        # the lead stands in the queues for the batch: it stays until the members have ended
-        elif entry.along:
+            entry = leader
+        # the leader is in the queues for the batch: it stays until the members have ended
+        elif entry.batched_with:
             return
         if entry.state == "running":
-            state.hands.stop(entry, state.now)
-        state.uncount(entry)
-        state.lanes.park(entry)
+            state.backend.stop(entry, state.now)
+        state.subtract_tokens(entry)
+        state.queues.unqueue(entry)
         state.touch(entry.group)

@@ -21,22 +21,24 @@ from headway.policy.placement.view import ClusterState
 class ControllerState:
     """Mutable state of one `ClusterController`. Lists are by instance id and grow with `join`."""
 
-    def __init__(self, book: ClusterState, hands: InstanceBackend, layers: int, backends: int, order: str) -> None:
-        self.book, self.hands, self.layers = book, hands, layers
-        count = len(book.instances)
-        self.lanes = InstanceQueues(instance.node for instance in book.instances)
-        self.timeline = FreeTimes(self.lanes, layers, self._busy_s)
-        self.transfers = TransferQueue(backends, order)
+    def __init__(
+        self, cluster: ClusterState, backend: InstanceBackend, layers: int, receive_backends: int, order: str
+    ) -> None:
+        self.cluster, self.backend, self.layers = cluster, backend, layers
+        count = len(cluster.instances)
+        self.queues = InstanceQueues(instance.node for instance in cluster.instances)
+        self.timeline = FreeTimes(self.queues, layers, self._busy_s)
+        self.transfers = TransferQueue(receive_backends, order)
         # requests that have arrived and not ended, by id, in order of arrival
-        self.journeys: dict[str, ControlledRequest] = {}
+        self.requests: dict[str, ControlledRequest] = {}
         # events that the policy has not received
-        self.news: deque[Event] = deque()
+        self.pending_events: deque[Event] = deque()
         # requests that have ended, while their last event is pending: the policy may still name them
-        self.leaving: set[str] = set()
+        self.ending: set[str] = set()
         # time of the last callback, in seconds
         self.now = 0.0
         # requests in the schedulers of each instance; exclusive spans wait until it is 0
-        self.load = [0] * count
+        self.residents = [0] * count
         # instances that are drained and take no new requests
         self.closed: set[int] = set()
         # lost instances
@@ -45,58 +47,58 @@ class ControllerState:
         self.touched: set[int] = set()
         # instances whose entry in the cluster state is out of date
         self._stale: set[int] = set()
-        # inside `once`: the time line is laid out at its end, not after each removal
-        self._several = False
+        # inside `single_relayout`: the time line is laid out at its end, not after each removal
+        self._relayout_deferred = False
         # prompt tokens queued or running on each instance outside its schedulers: each span's, over its group's size
         self.tokens = [0.0] * count
 
     def _busy_s(self, entry: QueueEntry) -> float:
-        return 0.0 if entry.beside else self.hands.busy_s(entry.group)
+        return 0.0 if entry.concurrent else self.backend.busy_s(entry.group)
 
     # -- what an action names -----------------------------------------------------------------------------------------
 
-    def journey(self, name: str) -> ControlledRequest:
+    def request(self, name: str) -> ControlledRequest:
         """Return the state of a request by its id. Raises ActionImpossible if it has ended or never arrived."""
-        journey = self.journeys.get(name)
-        if journey is None:
+        controlled = self.requests.get(name)
+        if controlled is None:
             raise ActionImpossible(f"there is no request {name}")
-        return journey
+        return controlled
 
-    def group(self, group: Iterable[int], journey: ControlledRequest | None = None) -> tuple[int, ...]:
-        """Return a group in the order of its acquisition. `journey`: the request that will use it; a closed instance is
-        accepted only if the request is there already. Raises ActionImpossible."""
-        known = len(self.load)
+    def group(self, group: Iterable[int], controlled: ControlledRequest | None = None) -> tuple[int, ...]:
+        """Return a group in the order of its acquisition. `controlled`: the request that will use it; a closed instance
+        is accepted only if the request is there already. Raises ActionImpossible."""
+        known = len(self.residents)
         for i in group:
             if not 0 <= i < known:
                 raise ActionImpossible(f"there is no instance {i}")
-        chosen = self.lanes.ordered(group)
+        chosen = self.queues.ordered(group)
         if not chosen:
             raise ActionImpossible("a group needs an instance")
         if self.gone or self.closed:
-            self._check_open(chosen, journey)
+            self._check_open(chosen, controlled)
         return chosen
 
-    def _check_open(self, group: tuple[int, ...], journey: ControlledRequest | None) -> None:
+    def _check_open(self, group: tuple[int, ...], controlled: ControlledRequest | None) -> None:
         for i in group:
             if i in self.gone:
                 raise ActionImpossible(f"instance {i} is gone")
-            if i in self.closed and (journey is None or i not in self.places(journey)):
+            if i in self.closed and (controlled is None or i not in self.places(controlled)):
                 raise ActionImpossible(f"instance {i} takes nothing new")
 
-    def places(self, journey: ControlledRequest) -> set[int]:
+    def places(self, controlled: ControlledRequest) -> set[int]:
         """Return the instances that a request depends on: its KV, queue entries, KV slices under way, reservations."""
-        name = journey.request.id
-        held = {i for i, holder in enumerate(self.lanes.holder) if holder == name}
-        waiting = (entry for lane in self.lanes.waiting for entry in lane if entry.kind == "hold")
+        name = controlled.request.id
+        held = {i for i, holder in enumerate(self.queues.holder) if holder == name}
+        waiting = (entry for queue in self.queues.waiting for entry in queue if entry.kind == "hold")
         asked = {i for entry in waiting if entry.owner == name for i in entry.group}
-        return journey.places() | self.transfers.ends(name) | held | asked
+        return controlled.places() | self.transfers.ends(name) | held | asked
 
     def everywhere(self) -> dict[str, set[int]]:
         """Return `places` of all requests, by id, in order of arrival: one pass over the queues instead of one each."""
-        found = {name: journey.places() for name, journey in self.journeys.items()}
-        others = [*self.transfers.all_ends(), *((name, i) for i, name in enumerate(self.lanes.holder))]
-        for lane in self.lanes.waiting:
-            others += ((entry.owner, i) for entry in lane if entry.kind == "hold" for i in entry.group)
+        found = {name: controlled.places() for name, controlled in self.requests.items()}
+        others = [*self.transfers.all_ends(), *((name, i) for i, name in enumerate(self.queues.holder))]
+        for queue in self.queues.waiting:
+            others += ((entry.owner, i) for entry in queue if entry.kind == "hold" for i in entry.group)
         for name, i in others:
             if name in found:
                 found[name].add(i)
@@ -109,29 +111,29 @@ class ControllerState:
         self.touched.update(group)
         self._stale.update(group)
 
-    def anew(self) -> None:
+    def relayout(self) -> None:
         """Lay out the time line again, after a wrong prediction or when an entry has left its place in a queue."""
-        if not self._several:
-            self._stale.update(self.timeline.anew(self.now))
+        if not self._relayout_deferred:
+            self._stale.update(self.timeline.relayout(self.now))
 
     @contextmanager
-    def once(self) -> Iterator[None]:
+    def single_relayout(self) -> Iterator[None]:
         """Context for the removal of many entries: one new layout of the time line at its end. No entry may begin in
         it."""
-        self._several = True
+        self._relayout_deferred = True
         try:
             yield
         finally:
-            self._several = False
-        self.anew()
+            self._relayout_deferred = False
+        self.relayout()
 
-    def count(self, group: tuple[int, ...], tokens: int) -> None:
+    def add_tokens(self, group: tuple[int, ...], tokens: int) -> None:
         """Add `tokens` (negative: subtract) to those queued or running on a group outside its schedulers."""
         share = tokens / len(group)
         for i in group:
             self.tokens[i] += share
 
-    def uncount(self, entry: SpanEntry) -> None:
+    def subtract_tokens(self, entry: SpanEntry) -> None:
         """Subtract a span's tokens, once it is complete or has left the queues."""
         share = (entry.span.end - entry.span.start) / len(entry.group)
         for i in entry.group:
@@ -141,10 +143,10 @@ class ControllerState:
         """Bring the cluster state up to date. Called before every call of the policy."""
         if not self._stale:
             return
-        book, refresh, free_s, holders = self.book, self.hands.refresh, self.timeline.free_s, self.lanes.holder
+        cluster, refresh, free_s, holders = self.cluster, self.backend.refresh, self.timeline.free_s, self.queues.holder
         # sorted: the backend is queried in a reproducible order, as the replay of a log needs
         for i in sorted(self._stale - self.gone):
-            known, figures = book.instances[i], refresh(i)
+            known, figures = cluster.instances[i], refresh(i)
             # free when both the schedulers' prefills and the queued spans have ended
             free_at_s = max(figures.free_at_s, free_s[i])
             queued, used = round(self.tokens[i] + figures.queued), figures.used
@@ -157,7 +159,7 @@ class ControllerState:
                 or running != known.running
                 or holder != known.holder
             ):
-                book.put(
+                cluster.put(
                     msgspec.structs.replace(
                         known, free_at_s=free_at_s, queued=queued, used=used, running=running, holder=holder
                     )
@@ -166,7 +168,7 @@ class ControllerState:
 
     def join(self, node: int) -> None:
         """Add an instance, with the next id, on a node."""
-        self.lanes.join(node)
+        self.queues.join(node)
         self.timeline.free_s.append(0.0)
-        self.load.append(0)
+        self.residents.append(0)
         self.tokens.append(0.0)

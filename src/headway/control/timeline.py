@@ -20,28 +20,28 @@ CLOSE_S = 1e-9
 class FreeTimes:
     """Predicted end of each entry (`QueueEntry.planned_s`) and of all entries of each instance (`free_s`)."""
 
-    def __init__(self, lanes: InstanceQueues, layers: int, busy_s: Callable[[QueueEntry], float]) -> None:
+    def __init__(self, queues: InstanceQueues, layers: int, busy_s: Callable[[QueueEntry], float]) -> None:
         """layers: of the model. busy_s: absolute time, in seconds, at which prefills in the schedulers of an entry's
         instances are expected to have ended; 0.0 for an entry that does not wait for them."""
-        self._lanes = lanes
+        self._queues = queues
         self._layers = layers
         self._busy_s = busy_s
         # absolute seconds, by instance; in the past: free
-        self.free_s = [0.0] * len(lanes.nodes)
+        self.free_s = [0.0] * len(queues.nodes)
 
     def extend(self, entry: QueueEntry, now: float) -> None:
         """Lay out an entry that was appended behind all others: O(group), the usual case."""
         # a group computes in lockstep: it begins when the last of its instances is free
         start = max(self._busy_s(entry), *(self.free_s[i] for i in entry.group))
         start = max(start, now, entry.after.planned_s if entry.after is not None else now)
-        entry.planned_s = start + entry.left_s(self._layers)
+        entry.planned_s = start + entry.remaining_s(self._layers)
         for i in entry.group:
             self.free_s[i] = entry.planned_s
 
     def started(self, entry: QueueEntry, now: float) -> bool:
         """Set the predicted end of a span that begins now. Return whether it differs from the planned one, so that the
         entries behind it must be laid out again."""
-        end_s = now + entry.left_s(self._layers)
+        end_s = now + entry.remaining_s(self._layers)
         late = abs(end_s - entry.planned_s) > CLOSE_S
         entry.planned_s = end_s
         return late
@@ -52,23 +52,23 @@ class FreeTimes:
         entry.planned_s = now
         return late
 
-    def anew(self, now: float) -> Iterable[int]:
+    def relayout(self, now: float) -> Iterable[int]:
         """Lay out all entries again, and return the instances whose free time has changed. O(entries log entries)."""
-        lanes = self._lanes
+        queues = self._queues
         free = [now] * len(self.free_s)
-        running = {id(run): run for run in lanes.running if run is not None}
+        running = {id(run): run for run in queues.running if run is not None}
         for run in running.values():
             # an overdue span is expected to end at any moment
             run.planned_s = max(run.planned_s, now)
             for i in run.group:
                 free[i] = run.planned_s
         # reservations have no predicted length
-        waiting = {id(entry): entry for lane in lanes.waiting for entry in lane if entry.kind != "hold"}
+        waiting = {id(entry): entry for queue in queues.waiting for entry in queue if entry.kind != "hold"}
         # the backend's answer by (group, concurrent): the same for all entries of one layout
         busy: dict[tuple[tuple[int, ...], bool], float] = {}
         # by rank: all entries that an entry can wait for have been laid out before it
         for entry in sorted(waiting.values()):
-            key = entry.group, entry.beside
+            key = entry.group, entry.concurrent
             start = busy.get(key, -1.0)
             if start < 0.0:
                 start = busy[key] = self._busy_s(entry)
@@ -77,7 +77,7 @@ class FreeTimes:
                     start = free[i]
             if entry.after is not None and entry.after.state != "done":
                 start = max(start, entry.after.planned_s)
-            entry.planned_s = start + entry.left_s(self._layers)
+            entry.planned_s = start + entry.remaining_s(self._layers)
             for i in entry.group:
                 free[i] = entry.planned_s
         # a free time in the past means the same as now

@@ -1,8 +1,9 @@
 """KV transfers between instances: senders and receive backends as limited resources, with Tetris's handshake.
 
 A slice is what one instance of a group sends. It needs its sender (one slice at a time) and a receive backend of the
-target (`backends` at a time). Backends go to requests in order of their first handshake (Tetris §4.2, Fig. 7), until
-all slices that a request has announced have arrived: a request's later chunks do not starve behind others' first ones.
+target (`receive_backends` at a time). Backends go to requests in order of their first handshake (Tetris §4.2, Fig. 7),
+until all slices that a request has announced have arrived: a request's later chunks do not starve behind others' first
+ones.
 """
 
 from __future__ import annotations
@@ -17,8 +18,20 @@ from headway.control.queue_entries import SpanEntry
 class KvSlice:
     """The KV of a request's tokens [start, end) that lies on `source`, to be sent to `target`."""
 
-    __slots__ = ("began_s", "driver", "end", "entry", "number", "over", "overlapped", "request", "share", "source",
-                 "start", "target")  # fmt: skip
+    __slots__ = (
+        "backend_state",
+        "began_s",
+        "end",
+        "ended",
+        "entry",
+        "number",
+        "overlapped",
+        "request",
+        "share",
+        "source",
+        "start",
+        "target",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -41,20 +54,20 @@ class KvSlice:
         # when it was granted its sender and a receive backend
         self.began_s = 0.0
         # it has arrived, or its transfer was cancelled
-        self.over = False
+        self.ended = False
         # 1, 2, … in order of announcement; names the slice in logs
         self.number = 0
         # the backend's own state of it
-        self.driver: Any = None
+        self.backend_state: Any = None
 
 
 class TransferQueue:
     """All KV transfers of one cluster, announced and granted. It has no clock: times are the callers'."""
 
-    def __init__(self, backends: int, order: str = "handshake") -> None:
-        """backends: slices that an instance receives at a time. order: "handshake" ranks a slice by its request's first
-        announcement to the target, any other value by its own (a baseline)."""
-        self._backends = backends
+    def __init__(self, receive_backends: int, order: str = "handshake") -> None:
+        """receive_backends: slices that an instance receives at a time. order: "handshake" ranks a slice by its
+        request's first announcement to the target, any other value by its own (a baseline)."""
+        self._receive_backends = receive_backends
         self._handshake = order == "handshake"
         # receive backends that are free, by target; missing: all
         self._free: dict[int, int] = {}
@@ -68,16 +81,16 @@ class TransferQueue:
         self._left: dict[tuple[str, int], int] = {}
         self._serial = 0
 
-    def add(self, pieces: list[KvSlice], now: float) -> None:
+    def add(self, kv_slices: list[KvSlice], now: float) -> None:
         """Announce slices, all of one request and target, at time `now` in seconds."""
-        for piece in pieces:
-            key = (piece.request, piece.target)
+        for kv_slice in kv_slices:
+            key = (kv_slice.request, kv_slice.target)
             first = self._first.setdefault(key, now)
             self._left[key] = self._left.get(key, 0) + 1
             self._serial += 1
-            piece.number = self._serial
+            kv_slice.number = self._serial
             at = first if self._handshake else now
-            heapq.heappush(self._waiting.setdefault(piece.target, []), (at, self._serial, piece))
+            heapq.heappush(self._waiting.setdefault(kv_slice.target, []), (at, self._serial, kv_slice))
 
     def left(self, request: str, target: int) -> int:
         """Return the number of a request's slices that are announced to a target and have not arrived."""
@@ -88,29 +101,29 @@ class TransferQueue:
         begun: list[KvSlice] = []
         for target, heap in self._waiting.items():
             skipped = []
-            while heap and self._free.get(target, self._backends) > 0:
+            while heap and self._free.get(target, self._receive_backends) > 0:
                 item = heapq.heappop(heap)
-                piece = item[2]
+                kv_slice = item[2]
                 # a busy sender must not block the target for slices of other senders
-                if piece.source in self._sending:
+                if kv_slice.source in self._sending:
                     skipped.append(item)
                     continue
-                self._free[target] = self._free.get(target, self._backends) - 1
-                self._sending[piece.source] = piece
-                piece.began_s = now
-                begun.append(piece)
+                self._free[target] = self._free.get(target, self._receive_backends) - 1
+                self._sending[kv_slice.source] = kv_slice
+                kv_slice.began_s = now
+                begun.append(kv_slice)
             # put back with their old rank
             for item in skipped:
                 heapq.heappush(heap, item)
         return begun
 
-    def finish(self, piece: KvSlice) -> bool:
+    def finish(self, kv_slice: KvSlice) -> bool:
         """Free the sender and backend of a slice that has arrived. Return whether it was the last one of its request to
         that target. No effect, and False, if its transfer has ended already."""
-        if piece.over:
+        if kv_slice.ended:
             return False
-        self._end(piece)
-        return self._count((piece.request, piece.target), 1)
+        self._end(kv_slice)
+        return self._count((kv_slice.request, kv_slice.target), 1)
 
     def drop(self, request: str) -> None:
         """Withdraw the slices of an ended request that have not been granted."""
@@ -124,15 +137,17 @@ class TransferQueue:
     def cancel(self, request: str) -> None:
         """Withdraw all slices of a request; transfers under way end now, without `finish`."""
         self.drop(request)
-        for piece in [piece for piece in self._sending.values() if piece.request == request]:
-            self._end(piece)
-            self._count((request, piece.target), 1)
+        for kv_slice in [kv_slice for kv_slice in self._sending.values() if kv_slice.request == request]:
+            self._end(kv_slice)
+            self._count((request, kv_slice.target), 1)
 
     def lose(self, instance: int) -> None:
         """End the transfers under way from and to a lost instance. Waiting slices are dropped with their requests."""
-        for piece in [piece for piece in self._sending.values() if instance in (piece.source, piece.target)]:
-            self._end(piece)
-            self._count((piece.request, piece.target), 1)
+        for kv_slice in [
+            kv_slice for kv_slice in self._sending.values() if instance in (kv_slice.source, kv_slice.target)
+        ]:
+            self._end(kv_slice)
+            self._count((kv_slice.request, kv_slice.target), 1)
 
     def ends(self, request: str) -> set[int]:
         """Return the instances at the ends of a request's slices, waiting or under way."""
@@ -141,28 +156,28 @@ class TransferQueue:
     def all_ends(self) -> Iterator[tuple[str, int]]:
         """Yield (request, instance) for both ends of every slice, waiting or under way; pairs may repeat."""
         waiting = (item[2] for heap in self._waiting.values() for item in heap)
-        for piece in (*waiting, *self._sending.values()):
-            yield piece.request, piece.source
-            yield piece.request, piece.target
+        for kv_slice in (*waiting, *self._sending.values()):
+            yield kv_slice.request, kv_slice.source
+            yield kv_slice.request, kv_slice.target
 
     def behind(self) -> dict[str, set[str]]:
         """Return, for each request with waiting slices, the requests whose slices occupy their senders."""
         found: dict[str, set[str]] = {}
         for heap in self._waiting.values():
-            for _, _, piece in heap:
-                first = self._sending.get(piece.source)
-                if first is not None and first.request != piece.request:
-                    found.setdefault(piece.request, set()).add(first.request)
+            for _, _, kv_slice in heap:
+                first = self._sending.get(kv_slice.source)
+                if first is not None and first.request != kv_slice.request:
+                    found.setdefault(kv_slice.request, set()).add(first.request)
         return found
 
     def under_way(self) -> list[KvSlice]:
         """Return the slices that have been granted and have not ended."""
         return list(self._sending.values())
 
-    def _end(self, piece: KvSlice) -> None:
-        piece.over = True
-        self._free[piece.target] += 1
-        del self._sending[piece.source]
+    def _end(self, kv_slice: KvSlice) -> None:
+        kv_slice.ended = True
+        self._free[kv_slice.target] += 1
+        del self._sending[kv_slice.source]
 
     def _count(self, key: tuple[str, int], fewer: int) -> bool:
         """Subtract slices that are no longer expected; return whether none is left."""

@@ -25,7 +25,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
         # The log's first line has the policy; another one would differ at its first decision.
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
-        chains.append(PlacementChain(policies_of(file, policy_context(file, model, about)), may_of(replay.machine)))
+        chains.append(PlacementChain(policies_of(file, policy_context(file, model, about)), may_of(replay.controller)))
         return chains[0]
 
     def on_note(word: str) -> None:

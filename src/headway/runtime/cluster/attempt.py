@@ -26,11 +26,11 @@ class KvMovement:
 class RequestAttempt:
     """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
-    __slots__ = ("admitted", "asked", "asked_as", "at", "base", "count", "early", "entry", "finished", "gathers",
-                 "halts", "home", "journey", "late", "left", "moving", "request", "room", "running", "runs", "space",
+    __slots__ = ("admitted", "asked", "asked_as", "at", "base", "controlled", "count", "early", "entry", "finished",
+                 "gathers", "halts", "home", "late", "left", "moving", "request", "room", "running", "runs", "space",
                  "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
 
-    journey: ControlledRequest
+    controlled: ControlledRequest
 
     def __init__(self, asked: ClusterRequest, request: Request) -> None:
         # `request` is what the policy sees.

@@ -80,7 +80,7 @@ class KvAdmission:
 
 def _members(entry: SpanEntry) -> list[SpanEntry]:
     """Return the members of a batch whose requests have not ended; the first may be missing too."""
-    return [member for member in (entry, *entry.along) if not member.journey.ended]
+    return [member for member in (entry, *entry.batched_with) if not member.controlled.ended]
 
 
 def _share(tokens: int, entry: SpanEntry) -> int:
@@ -94,9 +94,9 @@ def _needs(entry: SpanEntry) -> dict[int, int]:
     From the spans that are known; the last of them is taken to compute all of the prompt's rest.
     """
     found: dict[int, int] = {}
-    entries = entry.journey.entries or [entry]
+    entries = entry.controlled.entries or [entry]
     for each in entries:
-        end = entry.journey.request.prompt_tokens if each is entries[-1] else each.span.end
+        end = entry.controlled.request.prompt_tokens if each is entries[-1] else each.span.end
         for number in each.group:
             found[number] = max(found.get(number, 0), _share(end, each))
     return found

@@ -84,7 +84,7 @@ class LiveKvMigrations:
         early, attempt.early = attempt.early, []
         for piece in early:
             self._there(attempt, piece)
-        if attempt.running or len(attempt.runs) < len(attempt.journey.entries):
+        if attempt.running or len(attempt.runs) < len(attempt.controlled.entries):
             return
         late, attempt.late = attempt.late, []
         # One movement for all slices of the same tokens and target: the whole group sends its part in each of them.

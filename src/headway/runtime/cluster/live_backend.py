@@ -82,7 +82,7 @@ class LiveBackend:
         shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
         return batch_s(self._latency(spans[0].group[0]), ((span.start, span.end - span.start) for span in spans), shape)
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         tokens = request.prompt_tokens - request.cached_tokens
         return tokens, self._latency(group[0]).prefill_s(request.cached_tokens, tokens, _ALONE)
 
@@ -120,22 +120,22 @@ class LiveBackend:
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Do nothing: the request is forgotten next, which stops the span."""
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        attempt: RequestAttempt = journey.driver
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        attempt: RequestAttempt = controlled.backend_state
         self.stays.enter(attempt, group, phase)
         for i in group:
             self.load(i).entered(attempt.request.id)
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        attempt: RequestAttempt = journey.driver
-        for i in journey.group:
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        attempt: RequestAttempt = controlled.backend_state
+        for i in controlled.group:
             self.load(i).left(attempt.request.id)
         if why == "moved":
             self.stays.leave(attempt)
         return attempt.said
 
-    def announced(self, journey: ControlledRequest, target: int, now: float) -> None:
-        self.moves.announced(journey.driver, target)
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
+        self.moves.announced(controlled.backend_state, target)
 
     def send(self, piece: KvSlice, now: float) -> None:
         attempt = self.attempts.named(piece.request)
@@ -145,8 +145,8 @@ class LiveBackend:
         else:
             self._sent(piece)
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
-        attempt: RequestAttempt = journey.driver
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+        attempt: RequestAttempt = controlled.backend_state
         name = attempt.request.id
         # The estimate first, then reservations, then the message that frees the KV itself on each instance.
         for load in self.loads.values():
@@ -181,7 +181,7 @@ class LiveBackend:
     def paused(self, entry: SpanEntry) -> tuple[int, int, float]:
         """Return where a span has paused: layer, tokens before its current piece, and the elapsed share of its time
         (see `ClusterController.span_paused`)."""
-        said, attempt = entry.driver.paused, entry.journey.driver
+        said, attempt = entry.backend_state.paused, entry.controlled.backend_state
         run = attempt.runs[-1]
         shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
         points = pause_points_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)

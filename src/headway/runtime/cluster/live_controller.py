@@ -111,7 +111,7 @@ class LiveController:
         self.policies = PlacementChain(make, lambda name, number: self._may(name, number))
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
         self.machine: ClusterController = kind(
-            self.book, self.hands, self.policies, layers=shape.layers, backends=backends
+            self.book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
         )
         self._may = may_of(self.machine)
         self._suspects = PeerHealth()
@@ -178,7 +178,7 @@ class LiveController:
         if attempt is None:
             return
         try:
-            self.machine.drop(attempt.journey, why, time.monotonic())
+            self.machine.drop(attempt.controlled, why, time.monotonic())
         except Exception:
             # The controller's own clean-up did not finish: free the instances directly, or their KV would leak.
             log.exception("the router has failed at letting go of %s", attempt.wire)
@@ -204,7 +204,7 @@ class LiveController:
             return
         attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
-        attempt.journey = self.machine.arrive(attempt.request, time.monotonic(), attempt)
+        attempt.controlled = self.machine.arrive(attempt.request, time.monotonic(), attempt)
 
     def _retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """Drop a failed attempt and queue the next one.
@@ -212,7 +212,7 @@ class LiveController:
         later: begin it after a pause, or as soon as membership changes; otherwise in the same settling.
         """
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
-        self.machine.drop(attempt.journey, why, time.monotonic())
+        self.machine.drop(attempt.controlled, why, time.monotonic())
         self.retries.count(attempt)
         if later:
             self.retries.later(attempt.asked)
@@ -256,7 +256,7 @@ class LiveController:
             return False
         drains = delta.rejected == "unavailable"
         # A migration that a newer one has overtaken can leave a decode without some of its KV.
-        lacks_kv = delta.param == "id" and attempt.journey.phase == "decode"
+        lacks_kv = delta.param == "id" and attempt.controlled.phase == "decode"
         # Neither is the request's fault: it is placed again instead of failing towards its client.
         if delta.finish == "error" and (drains or lacks_kv):
             self._retry(attempt, delta.error or "refused")
@@ -277,14 +277,14 @@ class LiveController:
             if attempt.stopping:
                 self.hands.moves.begun(attempt)
         elif delta.finish is not None:
-            self.machine.drop(attempt.journey, delta.error or delta.finish, now)
+            self.machine.drop(attempt.controlled, delta.error or delta.finish, now)
             self._over(attempt)
             return True
         # A whole prompt in one scheduler is a span too, and completes with its first token.
         if attempt.entry is not None:
             self._complete(self.hands.runs.first_token(attempt, delta))
-        elif attempt.finished and attempt.journey.staying:
-            self.machine.stayed(attempt.journey, attempt.said, True, now)
+        elif attempt.finished and attempt.controlled.resident:
+            self.machine.left_scheduler(attempt.controlled, attempt.said, True, now)
         return True
 
     def _say(self, number: int, message: FromInstance) -> bool:
@@ -298,8 +298,8 @@ class LiveController:
         match message:
             # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
             case SpanTaskDone() if attempt.step is not None:
-                if self.hands.stays.computed(number, attempt, message) and attempt.journey.staying:
-                    self.machine.stayed(attempt.journey, attempt.said, True, now)
+                if self.hands.stays.computed(number, attempt, message) and attempt.controlled.resident:
+                    self.machine.left_scheduler(attempt.controlled, attempt.said, True, now)
             case SpanTaskDone():
                 self._complete(self.hands.runs.done(number, attempt, message))
             case SpanTaskPaused():
@@ -329,7 +329,7 @@ class LiveController:
                     attempt.at, attempt.whole = None, {number}
                     self.hands.load(number).left(attempt.request.id)
                     if attempt.entry is None:
-                        self.machine.stayed(attempt.journey, attempt.said, False, now)
+                        self.machine.left_scheduler(attempt.controlled, attempt.said, False, now)
         return True
 
     def measured(self, number: int) -> None:
@@ -350,8 +350,8 @@ class LiveController:
         # Reservations shrink first: the controller chooses the next KV target inside `span_done`.
         self.hands.rooms.done(entry)
         # Taken before `span_done`, which may begin the requests' next spans.
-        members = [member.journey.driver for member in (entry, *entry.along)]
-        self.machine.span_done(entry, time.monotonic(), entry.driver.over)
+        members = [member.controlled.backend_state for member in (entry, *entry.batched_with)]
+        self.machine.span_done(entry, time.monotonic(), entry.backend_state.over)
         for attempt in members:
             self.hands.moves.computed(attempt)
 
@@ -379,7 +379,7 @@ class LiveController:
             self.retries.count(known[request.id])
             self.retries.soon(known[request.id].asked)
         for attempt in on_it:
-            if not attempt.journey.ended:
+            if not attempt.controlled.ended:
                 self._retry(attempt, why)
             if not innocent and (error := self.retries.lost_with(attempt.asked)) is not None:
                 self._fail(attempt.asked, error)
@@ -559,9 +559,11 @@ class LiveController:
         # Requests whose last token came before their decode was placed: the decode ends as soon as it begins.
         over, hands.over[:] = list(hands.over), []
         for ended in over:
-            if ended.journey.staying:
+            if ended.controlled.resident:
                 some = True
-                self._apart(ended.request.id, partial(self.machine.stayed, ended.journey, ended.said, True, now))
+                self._apart(
+                    ended.request.id, partial(self.machine.left_scheduler, ended.controlled, ended.said, True, now)
+                )
         # Requests that no policy owns: their placement raised, or named instances that are gone.
         stranded, self.policies.stranded[:] = list(self.policies.stranded), []
         if stranded:
@@ -577,7 +579,7 @@ class LiveController:
             ended, why = hands.ended.popleft()
             if why is None:
                 self._over(ended)
-            elif ended.journey.rejected:
+            elif ended.controlled.rejected:
                 ended.asked.fail(RequestError(why))
                 self._over(ended)
         # Last, so that new attempts see all that was freed above. The identity check: an id may be in use again.

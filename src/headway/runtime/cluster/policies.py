@@ -150,7 +150,7 @@ def may_of(machine: ClusterController) -> Callable[[str, int], bool]:
             return False
         if number not in state.closed:
             return True
-        journey = machine.journeys.get(name)
-        return journey is not None and number in state.places(journey)
+        controlled = machine.requests.get(name)
+        return controlled is not None and number in state.places(controlled)
 
     return may

@@ -59,7 +59,7 @@ class LiveResidency:
         elif attempt.at is not None:
             self._stay(attempt)
         # The group is decoding in place, and no instance of the new one has all of the KV.
-        elif attempt.step is not None and not attempt.journey.kv_at & set(group):
+        elif attempt.step is not None and not attempt.controlled.kv_at & set(group):
             self._go(attempt)
         else:
             self._decode(attempt, group)
@@ -83,7 +83,7 @@ class LiveResidency:
         A decode stops after the token under way, unless `enter` puts it back before the next `pump`; a prefill starts
         from the beginning.
         """
-        if attempt.journey.phase == "decode":
+        if attempt.controlled.phase == "decode":
             attempt.wanted = ()
             attempt.stopping = attempt.at is not None or attempt.gathers or bool(attempt.running)
             self._left.append(attempt)
@@ -98,7 +98,7 @@ class LiveResidency:
         """Halt the decodes that left and were not entered again. Called after all actions of a policy's call."""
         left, self._left = self._left, []
         for attempt in left:
-            if not attempt.wanted and not attempt.journey.ended:
+            if not attempt.wanted and not attempt.controlled.ended:
                 self._halt(attempt)
 
     def staged(self, attempt: RequestAttempt, number: int) -> None:
@@ -133,7 +133,7 @@ class LiveResidency:
     def _decode(self, attempt: RequestAttempt, group: tuple[int, ...]) -> None:
         """Begin a decode that no instance computes now, in the cheapest way that its KV allows."""
         # An instance of the group that has all KV decodes at once; of several the lowest number.
-        ready = sorted((attempt.whole | attempt.journey.kv_at) & set(group))
+        ready = sorted((attempt.whole | attempt.controlled.kv_at) & set(group))
         if ready:
             self._go_on(attempt, ready[0])
         elif attempt.spread and self._several(group):

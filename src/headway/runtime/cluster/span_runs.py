@@ -52,23 +52,23 @@ class LiveSpanRuns:
 
     def committed(self, entry: SpanEntry) -> None:
         """Send the prompts of a committed batch to its group, ahead of its turn."""
-        for member in (entry, *entry.along):
+        for member in (entry, *entry.batched_with):
             if self.computes(member):
-                self._fleet.admit(_attempt(member.journey), member.group)
+                self._fleet.admit(_attempt(member.controlled), member.group)
 
     def begin(self, entry: SpanEntry) -> None:
         """Begin or resume a span, or a batch of them."""
-        attempt = _attempt(entry.journey)
+        attempt = _attempt(entry.controlled)
         if entry.resumed:
             attempt.running = set(entry.group)
             self._fleet.tell(entry.group, ResumeSpan(attempt.wire))
             return
-        entry.driver = LiveSpanBatch()
+        entry.backend_state = LiveSpanBatch()
         self._next(entry)
 
     def pause(self, entry: SpanEntry) -> None:
         """Pause a span at the next layer edge. Raises ActionImpossible when part of its group is done with it."""
-        attempt = _attempt(entry.journey)
+        attempt = _attempt(entry.controlled)
         if not self.computes(entry) or attempt.running != set(entry.group):
             raise ActionImpossible(f"{entry.owner} cannot be paused any more")
         # Only the first instance is asked: the others follow it, so that all stop at the same layer.
@@ -80,7 +80,7 @@ class LiveSpanRuns:
         # Late: of a task before the present one.
         if entry is None or number not in attempt.running or message.index != entry.index:
             return None
-        lead = entry.lead or entry
+        lead = entry.batch_leader or entry
         asked = attempt.asked
         if asked.first_s is None and not attempt.said:
             asked.first_s = message.began_s
@@ -88,7 +88,7 @@ class LiveSpanRuns:
             asked.tell(message.delta)
             if message.delta.finish is not None:
                 attempt.finished = True
-                lead.driver.over.add(entry.owner)
+                lead.backend_state.over.add(entry.owner)
         attempt.running.discard(number)
         return None if attempt.running else self._complete(attempt, entry)
 
@@ -98,7 +98,7 @@ class LiveSpanRuns:
         if entry is None or number not in attempt.running or message.index != entry.index:
             return None
         attempt.running.discard(number)
-        entry.driver.paused = message
+        entry.backend_state.paused = message
         return None if attempt.running else entry
 
     def first_token(self, attempt: RequestAttempt, delta: OutputDelta) -> SpanEntry | None:
@@ -107,7 +107,7 @@ class LiveSpanRuns:
         if entry is None:
             return None
         if delta.finish is not None:
-            (entry.lead or entry).driver.over.add(entry.owner)
+            (entry.batch_leader or entry).backend_state.over.add(entry.owner)
         return self._complete(attempt, entry)
 
     def left(self, attempt: RequestAttempt) -> SpanEntry | None:
@@ -116,10 +116,10 @@ class LiveSpanRuns:
         entry = attempt.entry
         attempt.entry = None
         attempt.running.clear()
-        if entry is None or (entry.driver is None and entry.lead is None):
+        if entry is None or (entry.backend_state is None and entry.batch_leader is None):
             return None
-        lead = entry.lead or entry
-        return self._next(lead) if lead.state == "running" and lead.driver is not None else None
+        lead = entry.batch_leader or entry
+        return self._next(lead) if lead.state == "running" and lead.backend_state is not None else None
 
     def _complete(self, attempt: RequestAttempt, entry: SpanEntry) -> SpanEntry | None:
         attempt.entry = None
@@ -127,20 +127,20 @@ class LiveSpanRuns:
         if attempt.at is None:
             attempt.spread = entry.group if len(entry.group) > 1 else ()
             attempt.whole = set() if attempt.spread else set(entry.group)
-        lead = entry.lead or entry
-        lead.driver.done.add(entry.owner)
+        lead = entry.batch_leader or entry
+        lead.backend_state.done.add(entry.owner)
         return self._next(lead)
 
     def _next(self, lead: SpanEntry) -> SpanEntry | None:
         """Begin the batch's next task; return the batch's first entry when there is none left."""
-        for member in (lead, *lead.along):
-            if member.owner not in lead.driver.done and not member.journey.ended:
+        for member in (lead, *lead.batched_with):
+            if member.owner not in lead.backend_state.done and not member.controlled.ended:
                 self._start(member)
                 return None
         return lead
 
     def _start(self, entry: SpanEntry) -> None:
-        attempt, span = _attempt(entry.journey), entry.span
+        attempt, span = _attempt(entry.controlled), entry.span
         attempt.entry = entry
         if not self.computes(entry):
             self._submit(attempt, entry.group[0], "all")
@@ -152,8 +152,8 @@ class LiveSpanRuns:
             run=run,
             before=tuple(attempt.runs),
             last=entry.last,
-            beside=entry.beside,
-            preemptible=not entry.along and entry.lead is None,
+            beside=entry.concurrent,
+            preemptible=not entry.batched_with and entry.batch_leader is None,
         )
         self._fleet.admit(attempt, entry.group)
         # `before` above is a copy made without this task: the layout that the instances find.
@@ -190,6 +190,6 @@ def _divides(shape: ModelShape, ranks: int) -> bool:
     return shape.q_heads % ranks == 0 and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)
 
 
-def _attempt(journey: ControlledRequest) -> RequestAttempt:
-    attempt: RequestAttempt = journey.driver
+def _attempt(controlled: ControlledRequest) -> RequestAttempt:
+    attempt: RequestAttempt = controlled.backend_state
     return attempt

@@ -49,7 +49,7 @@ class SimulatedBackend(InstanceBackend):
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         return predicted_s(self.spec, spans, nodes, before)
 
-    def stay_s(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return self._engine(group).work(request)
 
     def busy_s(self, group: tuple[int, ...]) -> float:
@@ -74,7 +74,7 @@ class SimulatedBackend(InstanceBackend):
             used += engine.replica.block_manager.used_tokens // share
             running += len(engine.resident)
         # no span occupies the instance, so a scheduler that was stopped for one may go on
-        if not self.simulation.controller.lanes.running[instance]:
+        if not self.simulation.controller.queues.running[instance]:
             for engine in engines:
                 self._due.setdefault(engine.index, engine)
         return SchedulerStats(free_s, queued, used, running)
@@ -86,11 +86,11 @@ class SimulatedBackend(InstanceBackend):
         self.chunked += entry.index == 1
         # one factor for the span; requests that are batched with it take as long
         factor = self.noise.factor()
-        for member in (entry, *entry.along):
-            member.driver = SimulatedSpan(factor)
+        for member in (entry, *entry.batched_with):
+            member.backend_state = SimulatedSpan(factor)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
-        run: SimulatedSpan = entry.driver
+        run: SimulatedSpan = entry.backend_state
         since = self._paused_s.pop(entry.owner, now)
         # a span that resumes closes the bar of its pause
         for i in entry.group:
@@ -99,10 +99,12 @@ class SimulatedBackend(InstanceBackend):
         # a new serial number makes an end that was scheduled before a pause stale
         run.serial += 1
         # only the layers that are left count; `extra_s`, the time to restore its state, is without noise
-        due_s = now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.over(self.spec.shape.layers))
-        for member in (entry, *entry.along):
-            member.driver.began_s, member.driver.due_s = now, due_s
-            request: SimRequest = member.journey.driver
+        due_s = (
+            now + entry.extra_s + entry.predicted_s * run.factor * (1.0 - entry.elapsed_share(self.spec.shape.layers))
+        )
+        for member in (entry, *entry.batched_with):
+            member.backend_state.began_s, member.backend_state.due_s = now, due_s
+            request: SimRequest = member.controlled.backend_state
             # a request is scheduled with its first span; resuming does not change that
             if request.scheduled_s is None:
                 request.scheduled_s = now
@@ -110,7 +112,7 @@ class SimulatedBackend(InstanceBackend):
         self.simulation.schedule(due_s, EventKind.SPAN_END, ("done", entry, run.serial))
 
     def pause(self, entry: SpanEntry, now: float) -> None:
-        run: SimulatedSpan = entry.driver
+        run: SimulatedSpan = entry.backend_state
         nodes = len({self.spec.instances[i].node for i in entry.group})
         points = pause_points(self.spec, entry.span, nodes)
         at_s, tokens, layer = run.next_pause(entry, now, points)
@@ -122,7 +124,7 @@ class SimulatedBackend(InstanceBackend):
         self.simulation.schedule(at_s, EventKind.SPAN_END, ("pause", entry, run.serial, points, tokens, layer))
 
     def stop(self, entry: SpanEntry, now: float) -> None:
-        entry.driver.serial += 1
+        entry.backend_state.serial += 1
         self.occupy(entry.group, -1)
 
     def paused(self, entry: SpanEntry, now: float) -> None:
@@ -152,8 +154,8 @@ class SimulatedBackend(InstanceBackend):
         if again is not None:
             self.simulation.schedule(again[0], EventKind.BATCH_END, (engine, again[1]))
 
-    def enter(self, journey: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        engine, request = self._engine(group), journey.driver
+    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
+        engine, request = self._engine(group), controlled.backend_state
         # the scheduler may take the new request into the next iteration: it must not be one of merged ones
         self._end_repeats(engine, now)
         track = request.track_for(phase)
@@ -161,10 +163,10 @@ class SimulatedBackend(InstanceBackend):
         request.track = track
         self._due[engine.index] = engine
 
-    def leave(self, journey: ControlledRequest, why: str, now: float) -> int:
-        engine, request = self._engine(journey.group), journey.driver
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        engine, request = self._engine(controlled.group), controlled.backend_state
         self._end_repeats(engine, now)
-        engine.drop(journey.request.id, now, why)
+        engine.drop(controlled.request.id, now, why)
         self._due[engine.index] = engine
         request.take_tokens(request.track)
         return len(request.times)
@@ -187,57 +189,57 @@ class SimulatedBackend(InstanceBackend):
 
     def _may_start_batch(self, engine: SimulatedInstance) -> bool:
         """Return whether the engine's scheduler may run: no instance of its group runs a span that excludes batches."""
-        running = self.simulation.controller.lanes.running
-        return all((run := running[i]) is None or run.beside for i in engine.group)
+        running = self.simulation.controller.queues.running
+        return all((run := running[i]) is None or run.concurrent for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
-    def send(self, piece: KvSlice, now: float) -> None:
+    def send(self, kv_slice: KvSlice, now: float) -> None:
         """Schedule the arrival of a KV slice; one sent while its span computes arrives after the span's last layer.
 
         The network cards of an instance's accelerators send together.
         """
         shape, instances = self.spec.shape, self.simulation.state.instances
-        link = self.spec.links.between(instances[piece.source], instances[piece.target])
-        count = (piece.end - piece.start) * shape.kv_bytes_per_token
+        link = self.spec.links.between(instances[kv_slice.source], instances[kv_slice.target])
+        count = (kv_slice.end - kv_slice.start) * shape.kv_bytes_per_token
         # all layers but the last were sent while the span computed
-        if piece.overlapped:
+        if kv_slice.overlapped:
             count //= shape.layers
-        send_s = piece.driver = link.transfer_s(int(count / piece.share / instances[piece.source].tp))
-        entry, computed_s = piece.entry, now
+        send_s = kv_slice.backend_state = link.transfer_s(int(count / kv_slice.share / instances[kv_slice.source].tp))
+        entry, computed_s = kv_slice.entry, now
         # the last layer (1 / layers of the slice) can be sent only when its span ends
-        if entry is not None and entry.state != "done" and entry.driver.due_s < FOREVER:
-            computed_s = entry.driver.due_s
+        if entry is not None and entry.state != "done" and entry.backend_state.due_s < FOREVER:
+            computed_s = entry.backend_state.due_s
         self.simulation.schedule(
-            max(now + send_s, computed_s + send_s / max(1, shape.layers)), EventKind.KV_SENT, piece
+            max(now + send_s, computed_s + send_s / max(1, shape.layers)), EventKind.KV_SENT, kv_slice
         )
 
-    def defer_transfer(self, piece: KvSlice) -> bool:
+    def defer_transfer(self, kv_slice: KvSlice) -> bool:
         """Return whether a slice must wait for the end of the span that computes it, which was paused meanwhile.
 
         It is then sent on by `send_deferred`.
         """
-        entry = piece.entry
-        if entry is None or entry.state == "done" or entry.journey.ended:
+        entry = kv_slice.entry
+        if entry is None or entry.state == "done" or entry.controlled.ended:
             return False
-        entry.driver.deferred.append(piece)
+        entry.backend_state.deferred.append(kv_slice)
         return True
 
     def send_deferred(self, entry: SpanEntry, now: float) -> None:
         """Schedule the arrival of slices that waited for the end of their span; only the last layer is unsent."""
-        run: SimulatedSpan = entry.driver
-        for piece in run.deferred:
-            self.simulation.schedule(now + piece.driver / self.spec.shape.layers, EventKind.KV_SENT, piece)
+        run: SimulatedSpan = entry.backend_state
+        for kv_slice in run.deferred:
+            self.simulation.schedule(now + kv_slice.backend_state / self.spec.shape.layers, EventKind.KV_SENT, kv_slice)
         run.deferred = []
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def forget(self, journey: ControlledRequest, why: str | None, now: float) -> None:
-        for entry in journey.entries:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+        for entry in controlled.entries:
             self.send_deferred(entry, now)
-        self._paused_s.pop(journey.request.id, None)
-        request: SimRequest = journey.driver
-        request.ended_s, request.error, request.rejected = now, why, journey.rejected
+        self._paused_s.pop(controlled.request.id, None)
+        request: SimRequest = controlled.backend_state
+        request.ended_s, request.error, request.rejected = now, why, controlled.rejected
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         for i in group:

@@ -82,7 +82,7 @@ class ClusterSimulation(EventLoop):
             self.backend,
             placement,
             layers=spec.shape.layers,
-            backends=spec.backends,
+            receive_backends=spec.backends,
             order=spec.handshake,
             stopwatch=stopwatch,
         )
@@ -95,7 +95,7 @@ class ClusterSimulation(EventLoop):
         if kind == EventKind.SPAN_END:
             outcome, entry, *rest = what
             # stale: the span was paused or stopped after this end was scheduled
-            if entry.driver.serial == rest[0] and entry.state == "running":
+            if entry.backend_state.serial == rest[0] and entry.state == "running":
                 self._span_done(entry) if outcome == "done" else self._span_paused(entry, *rest[1:])
         elif kind == EventKind.BATCH_END:
             engine, batch = what
@@ -107,15 +107,15 @@ class ClusterSimulation(EventLoop):
                 self._timer_s = NEVER
                 self.controller.woken(self.now)
         elif kind == EventKind.CLIENT_LEAVES:
-            journey, why = what
-            self.controller.drop(journey, why, self.now)
-        self.controller.tell()
+            controlled, why = what
+            self.controller.drop(controlled, why, self.now)
+        self.controller.deliver_events()
 
     def on_arrival(self, source: TraceRequest) -> None:
         request = SimRequest(self.request_of(source, len(self.requests)), source)
         self.requests.append(request)
         self.schedule_departure(self.controller.arrive(request.request, self.now, request))
-        self.controller.tell()
+        self.controller.deliver_events()
 
     def on_instant_end(self) -> None:
         wake_s = self.controller.settle(self.now)
@@ -136,11 +136,11 @@ class ClusterSimulation(EventLoop):
         self._count(entry, "span")
         over = set()
         # all requests of a batch end together
-        for member in (*entry.along, entry):
+        for member in (*entry.batched_with, entry):
             self.backend.send_deferred(member, self.now)
             # the last span of a prompt yields the first output token
-            if member.last and not member.journey.ended:
-                request: SimRequest = member.journey.driver
+            if member.last and not member.controlled.ended:
+                request: SimRequest = member.controlled.backend_state
                 request.times.append(self.now)
                 if request.missing_tokens <= 0:
                     over.add(member.owner)
@@ -158,7 +158,7 @@ class ClusterSimulation(EventLoop):
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """Account for a span that has ended or paused: busy time and Gantt bar."""
-        run: SimulatedSpan = entry.driver
+        run: SimulatedSpan = entry.backend_state
         self.backend.occupy(entry.group, -1)
         for i in entry.group:
             self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
@@ -169,17 +169,17 @@ class ClusterSimulation(EventLoop):
             self._batch_bar(engine)
             self.backend.occupy(engine.group, -1)
             for track in engine.complete(batch, self.now):
-                journey = self.controller.journeys[track.request.id]
-                request: SimRequest = journey.driver
+                controlled = self.controller.requests[track.request.id]
+                request: SimRequest = controlled.backend_state
                 request.take_tokens(track)
-                self.controller.stayed(journey, len(request.times), request.missing_tokens <= 0, self.now)
+                self.controller.left_scheduler(controlled, len(request.times), request.missing_tokens <= 0, self.now)
         self.backend.on_batch_end(engine)
         self.controller.changed(engine.group, self.now)
 
-    def _kv_sent(self, piece: KvSlice) -> None:
-        if not self.backend.defer_transfer(piece):
-            self.bar("transfer", piece.source, piece.began_s, piece.request, f"to {piece.target}")
-            self.controller.sent(piece, self.now)
+    def _kv_sent(self, kv_slice: KvSlice) -> None:
+        if not self.backend.defer_transfer(kv_slice):
+            self.bar("transfer", kv_slice.source, kv_slice.began_s, kv_slice.request, f"to {kv_slice.target}")
+            self.controller.sent(kv_slice, self.now)
 
     def _batch_bar(self, engine: SimulatedInstance) -> None:
         """Keep the bar of a batch that ends; batches without a break between them share one bar."""
@@ -208,7 +208,7 @@ class ClusterSimulation(EventLoop):
         end_s, duration_s = self.observed_s(self.now)
         self.now = end_s
         # spans cut off by the window: an entry runs on every instance of its group, count it once
-        for entry in {id(e): e for e in self.controller.lanes.running if isinstance(e, SpanEntry)}.values():
+        for entry in {id(e): e for e in self.controller.queues.running if isinstance(e, SpanEntry)}.values():
             self._count(entry, "span")
         self.backend.close_busy()
         targets = self.run_spec.targets

@@ -44,10 +44,10 @@ def test_every_request_ends_once_under_random_losses(seed: int) -> None:
     arrived = [event.request.id for event in heard if isinstance(event, RequestArrived)]
     ended = [event.request for event in heard if isinstance(event, RequestFinished | RequestDropped)]
     assert sorted(arrived) == sorted(ended) == sorted(chaos.ended), "each ends once"
-    assert all(holder is None for holder in chaos.machine.lanes.holder)
+    assert all(holder is None for holder in chaos.machine.queues.holder)
     assert not chaos.machine.state.transfers.under_way()
     # counters must return to zero: a drift would bias every later snapshot
-    assert not any(chaos.machine.state.load)
+    assert not any(chaos.machine.state.residents)
     assert max(map(abs, chaos.machine.state.tokens)) < 1e-6
 
 
@@ -110,7 +110,7 @@ def quiet() -> Quiet:
 
 
 def span(chaos: Chaos, name: str, group: tuple[int, ...], start: int = 0, end: int = 100) -> Span:
-    return Span(request=chaos.machine.journeys[name].request, start=start, end=end, group=group)
+    return Span(request=chaos.machine.requests[name].request, start=start, end=end, group=group)
 
 
 def test_named_reservation_survives_a_loss_and_waiting_ones_are_refused(quiet: Quiet) -> None:
@@ -121,10 +121,10 @@ def test_named_reservation_survives_a_loss_and_waiting_ones_are_refused(quiet: Q
     assert machine.lost(1, 0.0) == []
     machine.settle(0.0)
     check(machine)
-    assert machine.lanes.holder[:3] == ["maintenance", None, None]
+    assert machine.queues.holder[:3] == ["maintenance", None, None]
     assert told.last(ActionRefused) == ActionRefused("other", "hold", "instance 1 is gone")
     act(EnqueueRequest("a", (0,)))
-    assert not machine.journeys["a"].staying, "it is held still"
+    assert not machine.requests["a"].resident, "it is held still"
     act(EnqueueRequest("b", (1,)))
     assert told.last(ActionRefused).why == "instance 1 is gone"
     assert machine.lost(1, 0.0) == []
@@ -139,27 +139,27 @@ def test_closed_instance_finishes_its_requests_and_takes_no_new_ones(quiet: Quie
     assert told.last(ActionRefused) == ActionRefused("b", "enqueue", "instance 0 takes nothing new")
     assert not machine.quiet(0)
     chaos.stays.clear()
-    machine.stayed(machine.journeys["a"], 1, False, 0.0)
+    machine.left_scheduler(machine.requests["a"], 1, False, 0.0)
     act(TransferKv("b", 0))
     assert told.last(ActionRefused).action == "transfer"
     act(EnqueueRequest("a", (0,), "decode"))
-    assert machine.journeys["a"].staying, "its KV is there"
-    machine.stayed(machine.journeys["a"], 3, True, 0.0)
+    assert machine.requests["a"].resident, "its KV is there"
+    machine.left_scheduler(machine.requests["a"], 3, True, 0.0)
     machine.settle(0.0)
     assert machine.quiet(0)
-    assert 0 not in ClusterSnapshot(machine.book, 0.0).with_role("mixed")
-    machine.open(machine.book.instances[0], 0.0)
+    assert 0 not in ClusterSnapshot(machine.cluster, 0.0).with_role("mixed")
+    machine.open(machine.cluster.instances[0], 0.0)
     act(EnqueueRequest("b", (0,)))
-    assert machine.journeys["b"].staying
+    assert machine.requests["b"].resident
     with pytest.raises(InvariantError):
-        machine.open(machine.book.instances[0], 0.0)
+        machine.open(machine.cluster.instances[0], 0.0)
 
 
 def test_request_moved_before_a_loss_continues(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
-    act(CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version))
-    entry = machine.journeys["a"].entries[0]
+    act(CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.cluster.version))
+    entry = machine.requests["a"].entries[0]
     act(TransferKv("a", 3, index=0))
     machine.span_done(entry, 1.0)
     for piece in machine.state.transfers.under_way():
@@ -180,38 +180,38 @@ def test_request_moved_before_a_loss_continues(quiet: Quiet) -> None:
 def test_batch_outlives_one_member_and_ends_with_its_instance(quiet: Quiet) -> None:
     chaos, _, act = quiet
     machine = chaos.machine
-    batch = CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.book.version, False, (span(chaos, "b", (0, 1)),))
+    batch = CommitSpans("a", (span(chaos, "a", (0, 1)),), machine.cluster.version, False, (span(chaos, "b", (0, 1)),))
     act(batch)
     # the batch's lead leaves: its entry stays in the queues for the other member
-    machine.drop(machine.journeys["a"], "left", 1.0)
+    machine.drop(machine.requests["a"], "left", 1.0)
     machine.settle(1.0)
     check(machine)
-    assert machine.lanes.running[0] is not None, "the other one goes on"
+    assert machine.queues.running[0] is not None, "the other one goes on"
     assert [request.id for request in machine.lost(1, 2.0)] == ["b"]
     machine.settle(2.0)
     check(machine)
-    assert machine.lanes.running[0] is None
+    assert machine.queues.running[0] is None
     assert machine.quiet(0)
 
 
 def test_group_ends_when_one_instance_is_lost_and_frees_the_others(quiet: Quiet) -> None:
     chaos, told, act = quiet
     machine = chaos.machine
-    version = machine.book.version
+    version = machine.cluster.version
     spans = (span(chaos, "a", (0, 1), 0, 50), span(chaos, "a", (0, 1, 2, 3), 50, 100))
-    act(CommitSpans("a", spans, version), CommitSpans("b", (span(chaos, "b", (0,)),), machine.book.version))
-    act(CommitSpans("b", (span(chaos, "b", (0,)),), machine.book.version))
-    assert [run and run.owner for run in machine.lanes.running] == ["a", "a", None, None, None, None]
-    machine.span_paused(machine.journeys["a"].entries[0], LAYERS // 2, 1.0)
+    act(CommitSpans("a", spans, version), CommitSpans("b", (span(chaos, "b", (0,)),), machine.cluster.version))
+    act(CommitSpans("b", (span(chaos, "b", (0,)),), machine.cluster.version))
+    assert [run and run.owner for run in machine.queues.running] == ["a", "a", None, None, None, None]
+    machine.span_paused(machine.requests["a"].entries[0], LAYERS // 2, 1.0)
     machine.settle(1.0)
-    assert machine.lanes.running[0] is not None
-    assert machine.lanes.running[0].owner == "b"
+    assert machine.queues.running[0] is not None
+    assert machine.queues.running[0].owner == "b"
     assert [request.id for request in machine.lost(3, 2.0)] == ["a"], "a later span of it was to run there"
     machine.settle(2.0)
     check(machine)
     assert machine.quiet(1)
-    machine.open(ClusterInstance(id=len(machine.book.instances), node=7, capacity=10), 2.0)
+    machine.open(ClusterInstance(id=len(machine.cluster.instances), node=7, capacity=10), 2.0)
     machine.settle(2.0)
     # new instances get the next id, also after losses
-    assert machine.book.by_node[7] == (6,)
+    assert machine.cluster.by_node[7] == (6,)
     assert RequestPrefilled not in {type(event) for event in told.heard}

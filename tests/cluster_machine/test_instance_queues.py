@@ -16,16 +16,16 @@ class Bustle:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.lanes = InstanceQueues(i // 4 for i in range(12))
+        self.queues = InstanceQueues(i // 4 for i in range(12))
         self.running: list[QueueEntry] = []
-        self.parked: list[QueueEntry] = []
+        self.unqueued: list[QueueEntry] = []
         self.held: dict[str, tuple[int, ...]] = {}
         self.open = 0
         self.names = 0
         self.starts: dict[int, list[int]] = {i: [] for i in range(12)}
 
     def group(self) -> tuple[int, ...]:
-        return self.lanes.ordered(self.rng.sample(range(12), self.rng.choice((1, 2, 4, 8, 12))))
+        return self.queues.ordered(self.rng.sample(range(12), self.rng.choice((1, 2, 4, 8, 12))))
 
     def step(self) -> None:
         choice = self.rng.random()
@@ -34,18 +34,18 @@ class Bustle:
             before = None
             for _ in range(self.rng.choice((1, 1, 2, 3))):
                 before = QueueEntry("span", f"r{self.names}", self.group(), before)
-                self.lanes.append(before)
+                self.queues.append(before)
                 self.open += 1
         elif choice < 0.45:
             self.names += 1
-            self.lanes.append(QueueEntry("hold", f"h{self.names}", self.group()))
+            self.queues.append(QueueEntry("hold", f"h{self.names}", self.group()))
             self.open += 1
         elif choice < 0.55 and self.running:
             entry = self.running.pop(self.rng.randrange(len(self.running)))
-            self.lanes.park(entry)
-            self.parked.append(entry)
-        elif choice < 0.65 and self.parked:
-            self.lanes.push(self.parked.pop())
+            self.queues.unqueue(entry)
+            self.unqueued.append(entry)
+        elif choice < 0.65 and self.unqueued:
+            self.queues.push(self.unqueued.pop())
         elif choice < 0.75 and self.held:
             self.release(self.rng.choice(sorted(self.held)))
         elif self.running:
@@ -54,28 +54,28 @@ class Bustle:
 
     def release(self, name: str) -> None:
         group = self.held.pop(name)
-        assert self.lanes.release(name) == tuple(sorted(group))
+        assert self.queues.release(name) == tuple(sorted(group))
 
     def finish(self, index: int) -> None:
-        self.lanes.finish(self.running.pop(index))
+        self.queues.finish(self.running.pop(index))
 
     def settle(self) -> None:
         again = True
         while again:
             again = False
-            for entry in self.lanes.candidates(range(12)):
-                if entry.state == "waiting" and self.lanes.ready(entry):
+            for entry in self.queues.candidates(range(12)):
+                if entry.state == "waiting" and self.queues.ready(entry):
                     assert entry.after is None or entry.after.state == "done"
-                    self.lanes.start(entry)
+                    self.queues.start(entry)
                     self.open -= 1
                     again = True
                     if entry.kind == "hold":
                         self.held[entry.owner] = entry.group
                     else:
                         self.running.append(entry)
-        self.lanes.check()
+        self.queues.check()
         for name, group in self.held.items():
-            assert all(self.lanes.holder[i] == name for i in group), "a hold is whole"
+            assert all(self.queues.holder[i] == name for i in group), "a hold is whole"
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -87,26 +87,26 @@ def test_every_queue_entry_gets_its_turn(seed: int) -> None:
     # no new work: end everything that runs or is reserved, until no entry waits
     for _ in range(10_000):
         bustle.settle()
-        if bustle.parked:
-            bustle.lanes.push(bustle.parked.pop())
+        if bustle.unqueued:
+            bustle.queues.push(bustle.unqueued.pop())
         elif bustle.running:
             bustle.finish(0)
         elif bustle.held:
             bustle.release(min(bustle.held))
         else:
             break
-    assert not any(bustle.lanes.waiting), "whoever waits gets its turn once others end"
-    assert not any(bustle.lanes.running)
+    assert not any(bustle.queues.waiting), "whoever waits gets its turn once others end"
+    assert not any(bustle.queues.running)
 
 
 def test_resumed_span_is_queued_before_waiting_ones() -> None:
-    lanes = InstanceQueues([0, 0])
+    queues = InstanceQueues([0, 0])
     first, second = QueueEntry("span", "a", (0, 1)), QueueEntry("span", "b", (0,))
-    lanes.append(first)
-    lanes.append(second)
-    lanes.start(first)
-    lanes.park(first)
-    assert lanes.ready(second)
-    lanes.push(first)
-    assert not lanes.ready(second)
-    assert lanes.ready(first)
+    queues.append(first)
+    queues.append(second)
+    queues.start(first)
+    queues.unqueue(first)
+    assert queues.ready(second)
+    queues.push(first)
+    assert not queues.ready(second)
+    assert queues.ready(first)
