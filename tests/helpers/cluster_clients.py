@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 
 from tests.helpers.fake_instances import FakeCluster
+from tests.helpers.virtual_time import loop_time
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
@@ -55,11 +56,13 @@ def router(
         if pool:
             raise RequestError("pool 0 is the only one", "pool")
         fake.kv_bytes.append(kv_bytes)
-        return LiveInstance(number, roles[0], 0, 0, CONFIG, fake.launcher(number), incarnation)
+        return LiveInstance(number, roles[0], 0, 0, CONFIG, fake.launcher(number), incarnation, clock=loop_time)
 
-    instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i)) for i, role in enumerate(roles)]
+    instances = [LiveInstance(i, role, 0, 0, CONFIG, fake.launcher(i), clock=loop_time) for i, role in enumerate(roles)]
     links = ClusterLinks(inside=HOST, across=HOST)
-    return ClusterClient(instances, links, rules, placement=placement, another=another, in_place=in_place)
+    return ClusterClient(
+        instances, links, rules, placement=placement, another=another, in_place=in_place, clock=loop_time
+    )
 
 
 @contextlib.asynccontextmanager

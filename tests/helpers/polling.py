@@ -17,7 +17,8 @@ def until(condition: Callable[[], object], timeout_s: float = 60.0, what: str = 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it did not happen") -> None:
     """`until`, while the event loop goes on."""
-    deadline = time.monotonic() + timeout_s
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert loop.time() < deadline, what
         await asyncio.sleep(0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running
 from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually
@@ -30,7 +31,7 @@ def test_requests_join_the_shorter_queue_in_seconds() -> None:
             at = {message.id: number for number, message in fake.log if isinstance(message, SubmitRequest)}
             assert at == {"long#1": 0, "s0#1": 1, "s1#1": 1, "s2#1": 1}
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_priorities_deadlines_and_limits_reach_the_instance() -> None:
@@ -42,7 +43,7 @@ def test_priorities_deadlines_and_limits_reach_the_instance() -> None:
             assert (submit.slo, submit.priority) == (Slo(ttft_s=1.0, tbt_s=0.1), -3)
             assert submit.timeout_s is None, "the router keeps time for all attempts"
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_client_that_leaves_frees_its_work_everywhere() -> None:
@@ -58,7 +59,7 @@ def test_a_client_that_leaves_frees_its_work_everywhere() -> None:
                 await all_quiet(client, fake)
                 assert await ask(client, "next", prompt(1, 40)) == answer(prompt(1, 40), 4)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_request_that_is_out_of_time_ends() -> None:
@@ -69,7 +70,7 @@ def test_a_request_that_is_out_of_time_ends() -> None:
             assert await asyncio.wait_for(late, 2) == []
             assert fake.said(ComputeSpan)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 @pytest.mark.parametrize("placement", ["jsq", "fixed-sp"])
@@ -89,7 +90,7 @@ def test_the_queue_is_bounded_and_rejections_have_a_retry_time(placement: str) -
             with pytest.raises(RequestError, match="largest instance's KV pool holds 1000"):
                 await ask(client, "large", prompt(0, 990), 20)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_the_bound_is_that_of_the_instances_that_are_in_the_cluster() -> None:
@@ -110,7 +111,7 @@ def test_the_bound_is_that_of_the_instances_that_are_in_the_cluster() -> None:
             for each in asks:
                 each.cancel()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_long_run_pauses_for_a_short_one() -> None:
@@ -129,11 +130,10 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
             assert len(fake.said(PauseSpan)) == 1
             assert len(fake.said(ResumeSpan)) == len(fake.said(ComputeSpan)) == 1
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_lost_span_is_retried_after_a_pause_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.001)
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)
@@ -157,7 +157,7 @@ def test_a_lost_span_is_retried_after_a_pause_a_limited_number_of_times(monkeypa
             with pytest.raises(UnavailableError, match="lost 5 times"):
                 await ask(client, "b", prompt(0, 50))
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_late_loss_report_of_a_continued_decode_is_ignored() -> None:
@@ -171,7 +171,7 @@ def test_a_late_loss_report_of_a_continued_decode_is_ignored() -> None:
             assert await asked == answer(prompt(0, 300), 4)
             assert [message.id for message in fake.said(SubmitRequest)] == ["a#1"]
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_request_that_loses_instance_after_instance_fails_and_others_continue() -> None:
@@ -188,7 +188,7 @@ def test_a_request_that_loses_instance_after_instance_fails_and_others_continue(
             assert client.stats.lost_tokens_total == 21 * 300
             assert await ask(client, "next", prompt(1, 20)) == answer(prompt(1, 20), 4)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_joining_instance_needs_the_kv_room_of_its_pool() -> None:
@@ -202,7 +202,7 @@ def test_a_joining_instance_needs_the_kv_room_of_its_pool() -> None:
             assert fake.kv_bytes == [1001]
             assert await ask(client, "a", prompt(0, 30)) == answer(prompt(0, 30), 4)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +238,7 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
             assert client.report().instances[0].incarnation == 1
             assert await ask(client, "d", prompt(3, 300)) == answer(prompt(3, 300), 4)
 
-    asyncio.run(run())
+    virtual_time.run(run())
     said = [record.getMessage() for record in caplog.records]
     assert [line for line in said if "is ready" in line or "has left" in line or "is lost" in line] == [
         "instance 2 is ready", "instance 0 has left", "instance 1 has left", "instance 0 is ready",
@@ -278,7 +278,7 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         assert "the disk is gone" in (client.report().instances[0].failure or "")
         await client.close()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_output_sent_by_an_earlier_router_is_not_sent_again() -> None:
@@ -290,7 +290,7 @@ def test_output_sent_by_an_earlier_router_is_not_sent_again() -> None:
             said = await ask(client, "a", ids, 10, output=known, resubmitted=True)
             assert [*known, *said] == answer(ids, 10)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
@@ -306,7 +306,7 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
             assert await asyncio.gather(*asks) == [answer(prompt(n, 20), 4) for n in range(3)]
             await asyncio.wait_for(drained, 5)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_cluster_fails_to_start_when_instances_differ_or_cannot_start() -> None:
@@ -323,7 +323,7 @@ def test_a_cluster_fails_to_start_when_instances_differ_or_cannot_start() -> Non
             await client.start()
         await client.close()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypa
                 await ask(client, "b", prompt(0, 50), 100)
             assert client.state == "ready"
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_an_abort_is_sent_where_the_request_is() -> None:
@@ -362,7 +362,7 @@ def test_an_abort_is_sent_where_the_request_is() -> None:
             await eventually(lambda: fake.said(AbortRequest))
             assert [(n, m.id) for n, m in fake.log if isinstance(m, AbortRequest)] == [(0, "gone#1")]
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_prefill_progress_is_spread_over_the_waiting_prompts() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
@@ -53,7 +54,7 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
             assert [each.state for each in client.fleet] == ["ready", "ready"]
             assert client.stats.engine_restarts_total == 0
 
-    asyncio.run(run())
+    virtual_time.run(run())
     assert "the router has failed at what was said of bad#1" in caplog.text
 
 
@@ -68,7 +69,7 @@ def test_a_policy_whose_next_wakeup_raises_is_still_used(monkeypatch: pytest.Mon
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 10, "long_sp": 2}) as client:
             assert await ask(client, "a", prompt(0, 50)) == answer(prompt(0, 50), 4)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_an_error_while_settling_is_attributed_to_no_request(
@@ -92,7 +93,7 @@ def test_an_error_while_settling_is_attributed_to_no_request(
             found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10.0)
             assert found == [answer(prompt(i, 50), 4) for i in range(4)]
 
-    asyncio.run(run())
+    virtual_time.run(run())
     assert "the router has failed at what follows" in caplog.text
 
 
@@ -116,4 +117,4 @@ def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.Mon
             assert isinstance(found[1], InvariantError)
             assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
 
-    asyncio.run(run())
+    virtual_time.run(run())

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
@@ -132,14 +133,12 @@ class Crossing:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.live_controller.EVERY_S", 0.03)
-    monkeypatch.setattr("headway.runtime.cluster.deadlock._SURE_S", 0.25)
+def crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.helpers.cluster_clients.make_placement", lambda *given: Crossing())
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_of_deadlocked_requests_the_youngest_restarts(quick: None, count: int) -> None:
+def test_of_deadlocked_requests_the_youngest_restarts(crossing: None, count: int) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.01, kv_tokens=100, full=True)
         async with running(fake, ("mixed", "mixed"), "tetris") as client:
@@ -148,7 +147,7 @@ def test_of_deadlocked_requests_the_youngest_restarts(quick: None, count: int) -
                 while True:
                     for process in fake.processes.values():
                         process.beat()
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
 
             beats = asyncio.create_task(beat())
             prompts = {f"{'ab'[i % 2]}{i}": prompt(i, 60) for i in range(count)}
@@ -162,12 +161,12 @@ def test_of_deadlocked_requests_the_youngest_restarts(quick: None, count: int) -
             assert "a0#2" not in asked, "the oldest goes on as it is"
             assert "b1#2" in asked, "they did wait for each other"
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
-def test_a_request_behind_a_long_decode_is_not_deadlocked(quick: None) -> None:
+def test_a_request_behind_a_long_decode_is_not_deadlocked(crossing: None) -> None:
     async def run() -> None:
-        fake = FakeCluster(run_s=0.01, token_s=0.06, kv_tokens=130, full=True)
+        fake = FakeCluster(run_s=0.01, token_s=0.6, kv_tokens=130, full=True)
         async with running(fake, ("mixed", "mixed"), "tetris") as client:
 
             async def beat() -> None:
@@ -175,14 +174,14 @@ def test_a_request_behind_a_long_decode_is_not_deadlocked(quick: None) -> None:
                     for process in fake.processes.values():
                         process.counted += 1  # it computes
                         process.beat()
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
 
             beats = asyncio.create_task(beat())
             first = asyncio.create_task(ask(client, "a0", prompt(0, 70), 16))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(2.0)
             assert await ask(client, "a1", prompt(1, 70), 3) == answer(prompt(1, 70), 3)
             assert await first == answer(prompt(0, 70), 16)
             beats.cancel()
             assert {message.id for message in fake.said(ReserveKv)} == {"a0#1", "a1#1"}
 
-    asyncio.run(run())
+    virtual_time.run(run())

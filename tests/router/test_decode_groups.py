@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
@@ -236,7 +237,7 @@ def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:
             )
             assert await asyncio.wait_for(asked, 20) == answer(prompt(1, 60), 20)
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
@@ -252,4 +253,4 @@ def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
             assert report.groups_grown
             assert any(message.home is not None for message in fake.said(ComputeSpan))
 
-    asyncio.run(run())
+    virtual_time.run(run())

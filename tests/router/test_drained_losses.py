@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, router, running
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 from tests.helpers.polling import eventually
@@ -34,7 +35,7 @@ def test_an_instance_that_dies_while_draining_counts_as_left() -> None:
 
             await eventually(lambda: client.report().instances[0].state == "ready")
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_cluster_without_instances_keeps_its_counters_and_can_be_joined() -> None:
@@ -53,7 +54,7 @@ def test_a_cluster_without_instances_keeps_its_counters_and_can_be_joined() -> N
         await eventually(lambda: client.state != "recovering")
         await client.close()
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> 
             await eventually(lambda: len(client.report().instances) == 1)
             assert client.join(0).incarnation == 2
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_an_instance_that_cannot_start_is_reported_and_not_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +103,4 @@ def test_an_instance_that_cannot_start_is_reported_and_not_a_member(monkeypatch:
                 client.join(0)
             assert [each.id for each in client.report().instances] == [0]
 
-    asyncio.run(run())
+    virtual_time.run(run())

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 
@@ -102,17 +103,14 @@ def test_restarts_follow_losses_and_are_final_after_both_were_tried(
     ],
 )
 def test_two_instances_that_cannot_reach_each_other_cost_no_request(
-    placement: str, options: dict[str, object], roles: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    placement: str, options: dict[str, object], roles: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
-    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
-
     async def run() -> None:
         fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
         async with running(fake, roles, placement, options) as client:  # type: ignore[arg-type]
 
             async def one(number: int) -> None:
-                await asyncio.sleep(0.01 * (number % 20))
+                await asyncio.sleep(0.25 * (number % 20))
                 assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
             ends = client.report().instances[:2]
@@ -127,12 +125,10 @@ def test_two_instances_that_cannot_reach_each_other_cost_no_request(
             assert "do not work together: instance" in failed.failure
             assert [instance.restarts_total for instance in ends] == [1, 1]
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.peer_health._APART_S", 0.01)
-    monkeypatch.setattr("headway.runtime.cluster.retries.PAUSE_S", 0.02)
     whole = FakeProcess._compute
 
     def fails(process: FakeProcess, message: ComputeSpan) -> None:
@@ -147,7 +143,7 @@ def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch:
             monkeypatch.setattr(FakeProcess, "_compute", fails)
 
             async def one(number: int) -> None:
-                await asyncio.sleep(0.01 * (number % 20))
+                await asyncio.sleep(0.25 * (number % 20))
                 assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
             for turn in range(20):
@@ -156,12 +152,10 @@ def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch:
                     break
             assert [instance.restarts_total for instance in client.report().instances] == [0, 1, 0, 0]
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.cluster.live_controller.SILENT_S", 1.5)
-
     async def run() -> None:
         fake = FakeCluster(run_s=0.01)
         async with running(fake, ("mixed",) * 2, "jsq") as client:
@@ -171,7 +165,7 @@ def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None
                     for process in list(fake.processes.values()):
                         if process.serial or process.number:
                             process._say(IterationOutputs(deltas=(), stats=process.stats()))
-                    await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.1)
 
             monkeypatch.setattr(FakeProcess, "_submit", stuck)
             beats = asyncio.create_task(beat())
@@ -186,4 +180,4 @@ def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None
         if process.serial or process.number:
             whole(process, submit, ids)
 
-    asyncio.run(run())
+    virtual_time.run(run())

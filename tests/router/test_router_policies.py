@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
@@ -61,7 +62,7 @@ def test_every_policy_answers_long_and_short_requests(
             if roles is APART and placement != "fifo":
                 assert {message.to for message in fake.said(SendKv)} >= {2}
 
-    asyncio.run(run())
+    virtual_time.run(run())
 
 
 @pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])
@@ -100,4 +101,4 @@ def test_no_answer_is_lost_or_changed_when_instances_die_or_leave(
                 if number not in left:
                     assert said == answer(ids, 8)
 
-    asyncio.run(run())
+    virtual_time.run(run())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import cast
@@ -63,14 +64,16 @@ class ClusterClient:
         another: Another | None = None,
         backends: int = 16,
         in_place: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """make: called with the instances' reports once all are ready. placement: the policy's name. another: starts
         one more instance; None: none can join. backends: KV slices that an instance receives at a time. in_place:
-        groups decode where their KV lies, instead of gathering it on one instance.
+        groups decode where their KV lies, instead of gathering it on one instance. clock: seconds, of the same clock as
+        the event loop's.
         """
         self.fleet = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement
-        self._backends, self._in_place = backends, in_place
+        self._backends, self._in_place, self._clock = backends, in_place, clock
         self._roster = ClusterMembership(self.fleet, self, another)
         self._live: LiveController | None = None
         self._ready: dict[int, asyncio.Future[None]] = {}
@@ -163,6 +166,7 @@ class ClusterClient:
                 self._in_place,
                 rules.rows,
                 rules.log,
+                self._clock,
             )
             live.renew()
             live.look_out()

@@ -74,15 +74,16 @@ class LiveController:
         in_place: bool = False,
         rows: int = 0,
         log: DecisionLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open all instances of `fleet`; those that are not ready yet are closed again at once.
 
         make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
         most_losses: instances that may be lost with a request on them; with one more the request counts as the cause.
         in_place: groups decode where their KV lies (`LiveResidency`). rows: see `SpanTask.rows`. log: of all decisions,
-        for a replay.
+        for a replay. clock: seconds, of the same clock as the event loop's.
         """
-        self.fleet, self._make = fleet, make
+        self.fleet, self._make, self._clock = fleet, make, clock
         self.attempts = AttemptTable()
         self.asked: dict[str, ClusterRequest] = {}
         self.retries = RetryQueue(self.settle, most_losses)
@@ -106,7 +107,7 @@ class LiveController:
             rows,
             self._sent.append,
             lambda name: self.machine.cancel(name),
-            time.monotonic,
+            clock,
         )
         self.policies = PlacementChain(make, lambda name, number: self._may(name, number))
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
@@ -119,7 +120,7 @@ class LiveController:
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:
             if each.state != "ready":
-                self.machine.lost(each.number, time.monotonic())
+                self.machine.lost(each.number, self._clock())
 
     @property
     def waiting(self) -> int:
@@ -140,7 +141,7 @@ class LiveController:
     @property
     def patience_s(self) -> float:
         """Seconds for Retry-After: until the first instance is expected to be free, between 1 and 30."""
-        now = time.monotonic()
+        now = self._clock()
         free = [self.book.instances[number].free_at_s - now for number in self._there()]
         return min(30.0, max(1.0, min(free, default=1.0)))
 
@@ -154,7 +155,7 @@ class LiveController:
         if number >= len(self.book.instances):
             return 0, 0.0
         seen = self.book.instances[number]
-        return seen.queued, max(0.0, seen.free_at_s - time.monotonic())
+        return seen.queued, max(0.0, seen.free_at_s - self._clock())
 
     def give_up(self, error: Exception) -> None:
         """Fail all requests: no instance is left, and none will join."""
@@ -178,7 +179,7 @@ class LiveController:
         if attempt is None:
             return
         try:
-            self.machine.drop(attempt.controlled, why, time.monotonic())
+            self.machine.drop(attempt.controlled, why, self._clock())
         except Exception:
             # The controller's own clean-up did not finish: free the instances directly, or their KV would leak.
             log.exception("the router has failed at letting go of %s", attempt.wire)
@@ -204,7 +205,7 @@ class LiveController:
             return
         attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
-        attempt.controlled = self.machine.arrive(attempt.request, time.monotonic(), attempt)
+        attempt.controlled = self.machine.arrive(attempt.request, self._clock(), attempt)
 
     def _retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """Drop a failed attempt and queue the next one.
@@ -212,7 +213,7 @@ class LiveController:
         later: begin it after a pause, or as soon as membership changes; otherwise in the same settling.
         """
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
-        self.machine.drop(attempt.controlled, why, time.monotonic())
+        self.machine.drop(attempt.controlled, why, self._clock())
         self.retries.count(attempt)
         if later:
             self.retries.later(attempt.asked)
@@ -270,7 +271,7 @@ class LiveController:
         # A token in the middle of an answer changes no plan: settling for each would cost a policy call per token.
         if delta.finish is None and not first:
             return False
-        now = time.monotonic()
+        now = self._clock()
         if delta.finish in ("stop", "length"):
             attempt.finished = True
             # It ended with the token under way when it was told to stop: its pending slices count as arrived.
@@ -291,7 +292,7 @@ class LiveController:
         attempt = self.attempts.get(message.id)
         if attempt is None:
             return False
-        now = time.monotonic()
+        now = self._clock()
         # Before the message is handled, which takes the sender out of `running`: all links of the group have worked.
         if isinstance(message, SpanTaskDone):
             self._suspects.worked({number, *attempt.running})
@@ -334,14 +335,14 @@ class LiveController:
 
     def measured(self, number: int) -> None:
         """See `InstanceListener`."""
-        self._knots.heard(number, time.monotonic())
+        self._knots.heard(number, self._clock())
         self._changed(number)
         # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
         if self.hands.rooms.waiting:
             self.settle()
 
     def _changed(self, number: int) -> None:
-        self.machine.changed((number,), time.monotonic())
+        self.machine.changed((number,), self._clock())
 
     def _complete(self, entry: SpanEntry | None) -> None:
         """Report a complete span, or batch of spans, to the controller. None: nothing is complete yet."""
@@ -351,7 +352,7 @@ class LiveController:
         self.hands.rooms.done(entry)
         # Taken before `span_done`, which may begin the requests' next spans.
         members = [member.controlled.backend_state for member in (entry, *entry.batched_with)]
-        self.machine.span_done(entry, time.monotonic(), entry.backend_state.over)
+        self.machine.span_done(entry, self._clock(), entry.backend_state.over)
         for attempt in members:
             self.hands.moves.computed(attempt)
 
@@ -360,7 +361,7 @@ class LiveController:
     def joined(self, number: int) -> None:
         """See `InstanceListener`."""
         log.info("instance %d is ready", number)
-        self.machine.open(self.fleet[number].seen, time.monotonic())
+        self.machine.open(self.fleet[number].seen, self._clock())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
@@ -375,7 +376,7 @@ class LiveController:
         # A restart that `PeerHealth` asked for says nothing about the requests that were there.
         innocent = self._suspects.gone(number)
         # The controller has dropped these itself; the others with anything there are dropped by `_retry` below.
-        for request in self.machine.lost(number, time.monotonic()):
+        for request in self.machine.lost(number, self._clock()):
             self.retries.count(known[request.id])
             self.retries.soon(known[request.id].asked)
         for attempt in on_it:
@@ -392,7 +393,7 @@ class LiveController:
         other = None if by is None else self.fleet.get(by)
         if by is None or other is None or not other.serves:
             return
-        verdict = self._suspects.lost(number, by, request, time.monotonic())
+        verdict = self._suspects.lost(number, by, request, self._clock())
         if verdict is not None:
             # Never give up an instance without which the policy could not place requests.
             for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
@@ -401,7 +402,7 @@ class LiveController:
 
     def close(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
-        self.machine.close(number, time.monotonic())
+        self.machine.close(number, self._clock())
         self.leaving.add(number)
         self.renew()
 
@@ -412,7 +413,7 @@ class LiveController:
     def reserve(self, number: int) -> None:
         """Extend the cluster state by an instance that is starting under a new number."""
         if number == len(self.book.instances):
-            now = time.monotonic()
+            now = self._clock()
             # Opened and closed at once: the number exists from now on, and `joined` opens it again.
             self.machine.open(self.fleet[number].seen, now)
             self.machine.lost(number, now)
@@ -480,7 +481,7 @@ class LiveController:
         try:
             # To a fixed point: what `_follow` reports back to the controller can make further actions possible.
             while True:
-                now = time.monotonic()
+                now = self._clock()
                 # Remaining prefill time shrinks with the clock, not with an event: refresh it before policies look.
                 self.machine.changed(self.hands.expecting(), now)
                 wake_s = self.machine.settle(now)
@@ -493,9 +494,7 @@ class LiveController:
             self._alarm.cancel()
             self._alarm = None
         if wake_s is not None:
-            self._alarm = asyncio.get_running_loop().call_later(
-                max(0.0, wake_s - time.monotonic()), self._woken, wake_s
-            )
+            self._alarm = asyncio.get_running_loop().call_later(max(0.0, wake_s - self._clock()), self._woken, wake_s)
         # The deadlock search runs only while a migration waits for KV blocks somewhere.
         if self._watch is None and self.hands.moves.waiting:
             self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
@@ -504,14 +503,14 @@ class LiveController:
         self._alarm = None
         try:
             # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
-            self.machine.woken(max(at_s, time.monotonic()))
+            self.machine.woken(max(at_s, self._clock()))
         except Exception:
             log.exception("the router has failed at waking policies")
         self.settle()
 
     def look_out(self) -> None:
         """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
-        now = time.monotonic()
+        now = self._clock()
         for each in self.fleet:
             if each.serves and now - each.heard_s > SILENT_S:
                 why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
@@ -522,7 +521,7 @@ class LiveController:
         """Restart the youngest of a set of deadlocked requests, which frees its KV blocks for the others."""
         self._watch = None
         try:
-            found = self._knots.find(time.monotonic(), self.asked)
+            found = self._knots.find(self._clock(), self.asked)
             if found is not None:
                 attempt, helps = found
                 self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
@@ -544,7 +543,7 @@ class LiveController:
 
         Each list is swapped for an empty one before it is walked: what the calls add is left for the next round.
         """
-        now, hands, some = time.monotonic(), self.hands, False
+        now, hands, some = self._clock(), self.hands, False
         # `_sent` and `policies.stranded` are emptied in place: others hold a reference to the list itself.
         sent, self._sent[:] = list(self._sent), []
         for piece in sent:

@@ -121,11 +121,12 @@ class LiveInstance:
         launch: Launch,
         incarnation: int = 0,
         host: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """pool: index of the cluster file's pool. incarnation: number of processes that had the number before. host:
-        where `launch` starts them."""
+        where `launch` starts them. clock: seconds, of the same clock as the controller's."""
         self.number, self.role, self.node, self.pool, self.host = number, role, node, pool, host
-        self.config = config
+        self.config, self._clock = config, clock
         self.state: InstanceState = "starting"
         self.incarnation = incarnation
         self.info: EngineInfo | None = None
@@ -140,7 +141,7 @@ class LiveInstance:
         self._given_up = False
         self._process = launch(config, incarnation)
         self._restarts = RestartLimit(config.max_restarts, f"instance {number}")
-        self.heard_s = time.monotonic()
+        self.heard_s = self._clock()
         """Time of the last message: an engine sends stats several times a second, whatever it does."""
 
     @property
@@ -286,7 +287,7 @@ class LiveInstance:
         process = self._process
         while True:
             message = await process.receive()
-            self.heard_s = time.monotonic()
+            self.heard_s = self._clock()
             if isinstance(message, IterationOutputs):
                 # Before the deltas: what follows from a token is decided by the newest free blocks.
                 if message.stats is not None:
@@ -296,7 +297,7 @@ class LiveInstance:
                     listener.heard(self.number, delta)
             elif isinstance(message, EngineInfo):
                 process.ready()
-                self._restarts.record_up(time.monotonic())
+                self._restarts.record_up(self._clock())
                 self.info = message
                 if self.state != "draining":
                     self.state = "ready"
@@ -321,7 +322,7 @@ class LiveInstance:
             self._fail(why)
             return False
         try:
-            self._restarts.spend(time.monotonic(), why)
+            self._restarts.spend(self._clock(), why)
         except GaveUpError as error:
             self._fail(str(error))
             return False
