@@ -131,7 +131,7 @@ def command_section(command: argparse.ArgumentParser, about: str | None, served:
     text = f"## `{command.prog}`\n\n{sentence(about)}\n\n"
     rows, nested = [], []
     for action in command._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
             continue
         if isinstance(action, argparse._SubParsersAction):
             nested += list(action.choices.values())

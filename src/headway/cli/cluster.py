@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
-from headway.cli.serve import model_folder
 from headway.core.errors import ConfigError
 from headway.core.settings import resolve
 from headway.core.strict_yaml import read_yaml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -17,6 +18,19 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; a flag may also be spelt with underscores."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._dashed(word) for word in words], namespace)
+
+    def _dashed(self, word: str) -> str:
+        """Return a flag that is known with dashes only in that spelling, and any other word unchanged."""
+        flag, equals, value = word.partition("=")
+        if not word.startswith("--") or flag in self._option_string_actions:
+            return word
+        dashed = flag.replace("_", "-")
+        return dashed + equals + value if dashed in self._option_string_actions else word
+
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line, without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists what there is)\n")
@@ -24,9 +38,10 @@ class CommandParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit because of unknown arguments, with suggestions of flags that are spelt alike."""
         hints = []
+        shown = [flag for flag, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
         # Only flags get hints; a surplus word could be anything.
         for word in unknown:
             flag = word.partition("=")[0]
-            close = get_close_matches(flag, self._option_string_actions, 1, 0.7) if flag.startswith("--") else []
+            close = get_close_matches(flag, shown, 1, 0.7) if flag.startswith("--") else []
             hints += [f"{flag}: did you mean {close[0]}?" for _ in close]
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints))

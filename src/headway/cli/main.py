@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -58,6 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     # Before the main parser: `headway profile` takes a model folder where these have their second word.
     if tuple(words[:2]) in NESTED:
         return _nested(words)
+    if words[:1] == ["serve"]:
+        status = _other_engine(words[1:])
+        if status is not None:
+            return status
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser = CommandParser(prog="headway", description="Long-context LLM serving.")
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
@@ -76,6 +81,26 @@ def main(argv: list[str] | None = None) -> int:
         asked.refuse(unknown)
     assert run is not None
     return _guarded(run, arguments)
+
+
+def _other_engine(words: list[str]) -> int | None:
+    """Start vLLM where `headway serve` is to do that; None: the native engine is to serve."""
+    # Plain starts pay for no second look at their words.
+    if (
+        not any("engine" in word or word.startswith("--config") for word in words)
+        and "HEADWAY_ENGINE" not in os.environ
+    ):
+        return None
+    from headway.cli import vllm_engine
+
+    taken: list[int | None] = []
+
+    def take_over(_: argparse.Namespace) -> int:
+        taken.append(vllm_engine.take_over(words))
+        return 0
+
+    failed = _guarded(take_over, argparse.Namespace())
+    return failed or taken[0]
 
 
 def _nested(words: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from headway.core.settings import SettingsModel, flag_of
 
@@ -23,14 +23,23 @@ def add_options(parser: argparse.ArgumentParser, model: type[SettingsModel], lea
         if _is_boolean(field.annotation):
             # A boolean flag may stand alone, or have a value: --flag, --flag false.
             extra |= {"nargs": "?", "const": "true"}
+        elif _is_text_list(field.annotation):
+            # As in vLLM: --flag a b; --flag a,b too.
+            extra["nargs"] = "+"
         # SUPPRESS leaves absent flags out of the namespace: `given_flags` tells them from defaults.
         extra |= {"dest": name, "default": argparse.SUPPRESS, "help": text}
         parser.add_argument(flag_of(name), **extra)
+        if _is_boolean(field.annotation):
+            no = flag_of(f"no_{name}")
+            parser.add_argument(
+                no, action="store_const", const="false", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
 
 def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings given on the command line, by name."""
-    return {name: getattr(arguments, name) for name in model.model_fields if hasattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in model.model_fields if hasattr(arguments, name)}
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def environment() -> Mapping[str, str]:
@@ -40,3 +49,7 @@ def environment() -> Mapping[str, str]:
 
 def _is_boolean(annotation: Any) -> bool:
     return annotation is bool or any(_is_boolean(each) for each in get_args(annotation))
+
+
+def _is_text_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(_is_text_list(each) for each in get_args(annotation))

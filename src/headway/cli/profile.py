@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
-from headway.cli.serve import model_folder
 from headway.core.errors import HeadwayError
 from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig

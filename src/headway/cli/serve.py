@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from headway.cli.model_folder import is_hub_id, model_folder
 from headway.cli.options import add_options, environment, given_flags
+from headway.cli.start_settings import StartSettings
+from headway.cli.vllm_flags import add_vllm_flags
 from headway.core.errors import ConfigError
 from headway.core.settings import print_config, resolve
 from headway.runtime.build import hosts
 from headway.runtime.engine.numerics import settle
-from headway.serving.serve_settings import ServeSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `headway serve`."""
-    parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
+    parser.add_argument(
+        "model_tag",
+        metavar="MODEL",
+        nargs="?",
+        help="folder of a Hugging Face checkpoint, or a hub id in the local hub cache (default: the embedded model)",
+    )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags and environment win over it")
     parser.add_argument("--print-config", action="store_true", help="print the settings that result, as YAML, and exit")
     parser.add_argument(
@@ -24,31 +30,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
-    add_options(parser, ServeSettings)
+    add_options(parser, StartSettings)
+    add_vllm_flags(parser)
 
 
-def model_folder(named: str | None) -> str:
-    """Return the folder of the checkpoint to serve; raises ConfigError when there is no such folder."""
-    if named is None:
-        from headway.runtime.embedded import model_path
-
-        return str(model_path())
-    if not Path(named).is_dir():
-        raise ConfigError(
-            f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)"
-        )
-    return named
-
-
-def settings_of(arguments: argparse.Namespace) -> ServeSettings:
+def settings_of(arguments: argparse.Namespace) -> StartSettings:
     """Resolve the settings from flags, environment and `--config`, in this order of precedence. Raises ConfigError."""
     file = {}
     if arguments.config:
         from headway.core.strict_yaml import read_yaml
 
         file = read_yaml(arguments.config)
-    flags = given_flags(ServeSettings, arguments)
-    return resolve(ServeSettings, flags=flags, environment=environment(), file=file, origin=str(arguments.config))
+    flags = given_flags(StartSettings, arguments)
+    if arguments.model_tag is not None:
+        if flags.setdefault("model", arguments.model_tag) != arguments.model_tag:
+            raise ConfigError(f"two models are named: {arguments.model_tag} and --model {flags['model']}")
+    elif "model" not in flags and "," in flags.get("served_model_name", ""):
+        # The last of several names may have been meant as the model.
+        names = flags["served_model_name"].replace(",", " ")
+        raise ConfigError(f"--served-model-name takes all the words after it ({names}): put MODEL before it")
+    return resolve(StartSettings, flags=flags, environment=environment(), file=file, origin=str(arguments.config))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,7 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(print_config(settings.effective()), end="")
         return 0
-    model = model_folder(arguments.model)
+    model = model_folder(settings.model, settings.revision, settings.download_dir)
+    if is_hub_id(settings.model) and not settings.served_model_name:
+        # The cache's folder is named after a commit.
+        settings = settings.model_copy(update={"served_model_name": (settings.model,)})
     config = hosts.settle_token(settings.engine_config(model), settings.node_rank)
     # Only node 0 has the endpoint; the other hosts run workers until node 0 ends.
     if settings.node_rank:

@@ -103,7 +103,8 @@ def _serve(
     from headway.serving.run import serve
     from headway.serving.tokenizer import ModelTokenizer
 
-    app = create_app(client, ModelTokenizer.load(Path(model)), settings)
+    template = None if settings.chat_template is None else Path(settings.chat_template)
+    app = create_app(client, ModelTokenizer.load(Path(model), chat_template=template), settings)
     return serve(app, settings, force_binding=allow_public, sockets=sockets)
 
 

@@ -56,6 +56,11 @@ class EndpointSettings(SettingsModel):
     journal_keep_s: Number = Field(
         3600.0, gt=0, description="seconds that the answers of requests that were taken up again are kept"
     )
+    chat_template: Text | None = Field(
+        None,
+        description="file of a Jinja chat template, instead of the model's own",
+        json_schema_extra={"metavar": "FILE"},
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field("text", description="text (key=value) or json (one object a line)")
 

@@ -44,6 +44,11 @@ def check(asked: str) -> str:
     return asked
 
 
+def has_driver() -> bool:
+    """Return whether this host has the driver of an accelerator that CUDA programs use."""
+    return any(Path(path).exists() for path in _DRIVERS)
+
+
 def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAssignment | None:
     """Return the CUDA devices of `workers` workers; None: the CPU.
 
@@ -51,7 +56,7 @@ def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAs
     called for "auto" without a driver. Raises ConfigError when the requested devices do not exist.
     """
     check(asked)
-    if asked == "cpu" or (asked == "auto" and not any(Path(path).exists() for path in _DRIVERS)):
+    if asked == "cpu" or (asked == "auto" and not has_driver()):
         return None
     # Imports torch; every case above is decided without it.
     found = look()
