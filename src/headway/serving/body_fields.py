@@ -17,6 +17,8 @@ from headway.core.errors import RequestError
 _ENVELOPE = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
 _FIELD_NAME = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
+_LOOK_BACK = 256 << 10
+"""Bytes before an error in which the field's name is sought: the search holds the interpreter's lock."""
 _POSITION = re.compile(r"\(byte (\d+)\)")
 # A high surrogate that no low one follows; JSON escapes may hold one, UTF-8 text cannot.
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
@@ -124,6 +126,9 @@ def _malformed(data: bytes, error: Exception, name: str | None) -> RequestError:
 
 
 def _field_before(data: bytes, position: int) -> str | None:
-    """Return the last `"name":` up to `position`. Quotes inside strings are escaped, so text cannot match."""
-    names = _FIELD_NAME.findall(data, 0, position + 1)
+    """Return the last `"name":` up to `position`; None when it is far before.
+
+    Quotes inside strings are escaped, so text cannot match.
+    """
+    names = _FIELD_NAME.findall(data, max(0, position - _LOOK_BACK), position + 1)
     return names[-1].decode() if names else None

@@ -105,7 +105,8 @@ class ServerContext:
     def prompts(self, info: EngineInfo) -> PromptReader:
         """Return the prompt reader for the engine's vocabulary, made on first use."""
         if self._reader is None:
-            self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts)
+            most_tokens = min(info.max_model_len, info.kv_tokens_total)
+            self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts, most_tokens)
         return self._reader
 
     async def parse(self, request: Request, parse: Callable[[BodyFields, RequestContext, PromptReader], T]) -> T:

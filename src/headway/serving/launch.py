@@ -104,7 +104,8 @@ def _serve(
     from headway.serving.tokenizer import ModelTokenizer
 
     template = None if settings.chat_template is None else Path(settings.chat_template)
-    app = create_app(client, ModelTokenizer.load(Path(model), chat_template=template), settings)
+    tokenizer = ModelTokenizer.load(Path(model), chat_template=template, memory=settings.tokenizer_memory)
+    app = create_app(client, tokenizer, settings)
     return serve(app, settings, force_binding=allow_public, sockets=sockets)
 
 

@@ -40,13 +40,17 @@ class TokenPrompt:
 class PromptReader:
     """Reader of prompts: text, token ids or messages. Safe to use from several threads.
 
-    vocab_size: exclusive bound of the token ids; max_prompts: most prompts in one request.
+    vocab_size: exclusive bound of the token ids; max_prompts: most prompts in one request; most_tokens: longest text,
+    in tokens.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, vocab_size: int, max_prompts: int) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, vocab_size: int, max_prompts: int, most_tokens: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_prompts = max_prompts
+        self._most_tokens = most_tokens
         token = Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]
         self._ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(list[token])
         self._many: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(list[msgspec.Raw])
@@ -74,7 +78,7 @@ class PromptReader:
         Special tokens are part of the template, so the tokenizer adds none. Raises RequestError.
         """
         text = self._tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, variables=variables)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._encode(text, "messages", add_special_tokens=False)
         if not ids:
             raise RequestError("the chat template makes an empty prompt of 'messages'", "messages")
         return TokenPrompt.of(ids)
@@ -97,10 +101,19 @@ class PromptReader:
         """Tokenize a text. label: what errors call it in the body's field `name`. Raises RequestError when empty."""
         if not text:
             raise RequestError(f"'{label}' is empty", name)
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids = self._encode(text, name, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError(f"'{label}' is empty: the text has no tokens", name)
         return TokenPrompt.of(ids)
+
+    def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> array[int]:
+        """Tokenize a text of the body's field `name`. Raises RequestError."""
+        try:
+            return self._tokenizer.encode_long(
+                text, add_special_tokens=add_special_tokens, most_tokens=self._most_tokens
+            )
+        except RequestError as error:
+            raise RequestError(str(error), name) from None
 
     def _token_ids(self, raw: msgspec.Raw, name: str, label: str) -> TokenPrompt:
         ids = self._decode_ids(raw, name, label)

@@ -48,7 +48,10 @@ class EndpointSettings(SettingsModel):
     slo_max_tbt_s: Number = Field(60.0, description="loosest time between tokens that a client may ask for")
     drain_timeout_s: Number = Field(300.0, description="seconds that a SIGTERM waits for accepted requests to finish")
     worker_threads: WholeNumber = Field(
-        2, gt=0, description="threads that parse and tokenise bodies above 8 KiB, and as many for those above 256 KiB"
+        2, gt=0, description="threads that parse and tokenise bodies above 2 KiB, and as many for those above 256 KiB"
+    )
+    tokenizer_memory: ByteSize = Field(
+        1 << 30, gt=0, description="memory for tokenising texts that cannot be cut into pieces, in bytes"
     )
     journal: Text | None = Field(
         None, description="folder of a journal from which the next server takes up accepted requests; it holds prompts"

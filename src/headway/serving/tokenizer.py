@@ -1,11 +1,13 @@
 """Tokenizer of a checkpoint's folder: text to ids, ids to text, messages to text. Optional: without it, ids only.
 
-All functions block; large texts are encoded in the body reader's threads (the tokenizers library releases the GIL).
+All functions block; large texts are encoded in the body reader's threads, in pieces and without the interpreter's lock.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,27 +21,46 @@ from headway.serving.detokenizer import (
     WindowDetokenizer,
     byte_level_bytes,
 )
+from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
+from headway.serving.token_bound import characters_per_token
+from headway.serving.tokenizing_memory import TokenizingMemory
 
 if TYPE_CHECKING:
     import tokenizers
 
+DEFAULT_MEMORY = 1 << 30
+"""Memory for texts that cannot be cut, in bytes."""
+
 
 class ModelTokenizer:
-    """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads."""
+    """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
+
+    memory: bytes that tokenising texts may take at one time.
+    """
 
     def __init__(
         self, backend: tokenizers.Tokenizer | None, *, chat_template: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None, memory: int = DEFAULT_MEMORY,
     ) -> None:  # fmt: skip
         self._backend = backend
+        self._memory = TokenizingMemory(memory)
+        self._pieces: TextPieces | None = None
+        # Most characters that one token stands for; None: no bound is known.
+        self.characters_per_token: float | None = None
         self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special = frozenset(ident for ident, token in added.items() if token.special)
         # Bytes of each token id of a byte-level BPE vocabulary; None for other tokenizers.
         self._bytes = _byte_table(backend) if backend is not None else None
+        self._around: tuple[list[int], list[int]] = ([], [])
+        if backend is not None:
+            description = json.loads(backend.to_str())
+            self._around, exact = _special_around(backend)
+            self._pieces = TextPieces.of(description) if exact else None
+            self.characters_per_token = characters_per_token(description, backend.get_vocab(with_added_tokens=True))
 
     @classmethod
-    def load(cls, folder: Path, *, chat_template: Path | None = None) -> ModelTokenizer:
+    def load(cls, folder: Path, *, chat_template: Path | None = None, memory: int = DEFAULT_MEMORY) -> ModelTokenizer:
         """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
         chat_template: a file to use instead of the folder's own. Raises CheckpointError for an unreadable file.
@@ -49,6 +70,8 @@ class ModelTokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None)
+        # One thread encodes one text: how many do is decided by the body reader.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
 
         try:
@@ -58,7 +81,7 @@ class ModelTokenizer:
         # tokenizer.json may hold the padding and truncation of training, which would alter prompts.
         backend.no_padding()
         backend.no_truncation()
-        return cls(backend, chat_template=template, special_tokens=_special_tokens(config))
+        return cls(backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory)
 
     @classmethod
     def none(cls) -> ModelTokenizer:
@@ -72,15 +95,53 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text. Raises RequestError when there is no tokenizer."""
+        return self.encode_long(text, add_special_tokens=add_special_tokens).tolist()
+
+    def encode_long(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> array[int]:
+        """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it.
+
+        Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer.
+        """
         if self._backend is None:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if most_tokens is not None:
+            self._check_characters(text, most_tokens)
+        if self._pieces is None or len(text) <= PIECE_CHARACTERS:
+            return array("i", self._encoded(text, add_special_tokens))
+        before, after = self._around if add_special_tokens else ([], [])
+        ids = array("i", before)
+        for piece in self._pieces.cut(text):
+            if most_tokens is not None and len(ids) > most_tokens:
+                raise RequestError(
+                    f"the text has more than the {most_tokens} tokens that the model's context holds", "prompt"
+                )
+            ids.extend(self._encoded(piece, add_special_tokens=False))
+        ids.extend(after)
+        return ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert self._backend is not None
+        with self._memory.hold(len(text)):
+            # A batch of one: `encode` of the library would hold the interpreter's lock all the time.
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return found.ids
+
+    def _check_characters(self, text: str, most_tokens: int) -> None:
+        """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
+        each = self.characters_per_token
+        if each is not None and len(text) > each * most_tokens:
+            raise RequestError(
+                f"the text has {len(text)} characters; at most {int(each * most_tokens)} can fit into the model's "
+                f"context of {most_tokens} tokens (none stands for more than {each:g} characters)",
+                "prompt",
+            )
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of all `ids` together; empty when there is no tokenizer."""
         if self._backend is None:
             return ""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        # A batch of one, as for `encode`.
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def detokeniser(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
         """Make an incremental decoder for one answer."""
@@ -111,6 +172,15 @@ class ModelTokenizer:
             what = "chat template" if self.has_text else "tokenizer"
             raise RequestError(f"'messages' cannot be used: this model has no {what}; use /v1/completions", "messages")
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, variables=variables)
+
+
+def _special_around(backend: tokenizers.Tokenizer) -> tuple[tuple[list[int], list[int]], bool]:
+    """Return the special tokens that the tokenizer puts before and behind a text, and whether it does only that."""
+    with_special, plain = backend.encode("a", add_special_tokens=True), backend.encode("a", add_special_tokens=False)
+    first = next((at for at, special in enumerate(with_special.special_tokens_mask) if not special), 0)
+    last = first + len(plain.ids)
+    before, after = with_special.ids[:first], with_special.ids[last:]
+    return (before, after), bool(plain.ids) and with_special.ids == before + plain.ids + after
 
 
 def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:

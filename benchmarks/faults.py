@@ -1,0 +1,187 @@
+"""Faults and attacks on a real server, and what a client beside them sees: longest gap of a stream, slowest `/health`.
+
+Run: python -m benchmarks.faults [--only WORD]. Each fault has a server of its own on the embedded model. A chat is
+streamed all the while; `gap` is the longest time between two of its events during the fault, `quiet` the longest
+before it. Times in milliseconds; on a machine that does other things they are upper bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from headway.serving.load.server_process import ServerProcess
+
+QUIET_S = 2.0
+ENGLISH = "The quick brown fox, 12 years old, jumped over the lazy dog's house and didn't look back. "
+MB = 1 << 20
+
+
+def connection(url: str, timeout: float = 120.0) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    return http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=timeout)
+
+
+def post(url: str, body: dict[str, object], path: str) -> tuple[int, str]:
+    """Send a request; return its status and the beginning of what it says."""
+    one = connection(url)
+    one.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    answer = one.getresponse()
+    text = answer.read().decode()
+    one.close()
+    return answer.status, text
+
+
+def model(url: str) -> str:
+    one = connection(url)
+    one.request("GET", "/v1/models")
+    name: str = json.loads(one.getresponse().read())["data"][0]["id"]
+    one.close()
+    return name
+
+
+@dataclass
+class Bystander:
+    """A client that streams one chat after another and asks for `/health`, in two threads."""
+
+    url: str
+    model: str
+    events: list[float] = field(default_factory=list)
+    """When events of the streams came, seconds; `inf` between two streams."""
+    healths: list[tuple[float, float]] = field(default_factory=list)
+    """When `/health` was asked for, and how long it took, seconds; infinite when it failed."""
+    failures: list[str] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Bystander:
+        self._threads = [threading.Thread(target=work) for work in (self._chat, self._ask)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def gap_ms(self, since: float, until: float) -> float:
+        """Longest time between two events of one stream."""
+        inside = [at for at in self.events if at == float("inf") or since <= at <= until]
+        gaps = [b - a for a, b in zip(inside, inside[1:], strict=False) if float("inf") not in (a, b)]
+        return 1000.0 * max(gaps, default=float("nan"))
+
+    def health_ms(self, since: float, until: float) -> float:
+        return 1000.0 * max((took for at, took in self.healths if since <= at <= until), default=float("nan"))
+
+    def _chat(self) -> None:
+        while not self._over.is_set():
+            body = {"model": self.model, "prompt": [3, 4, 5], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+            one = connection(self.url, 30.0)
+            try:
+                one.request("POST", "/v1/completions", json.dumps(body))
+                answer = one.getresponse()
+                while not self._over.is_set() and (line := answer.readline()):
+                    if line.startswith(b"data: {"):
+                        self.events.append(time.monotonic())
+            except OSError as error:
+                self.failures.append(f"chat: {error}")
+                self._over.wait(0.2)
+            finally:
+                self.events.append(float("inf"))
+                one.close()
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.02):
+            began = time.monotonic()
+            one = connection(self.url, 30.0)
+            try:
+                one.request("GET", "/health")
+                one.getresponse().read()
+                self.healths.append((began, time.monotonic() - began))
+            except OSError as error:
+                self.failures.append(f"/health: {error}")
+                self.healths.append((began, float("inf")))
+            finally:
+                one.close()
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    attack: Callable[[str, str], str]
+    """Called with the server's URL and model; returns what came of it."""
+    flags: tuple[str, ...] = ()
+
+
+def prompts(*texts: str) -> Callable[[str, str], str]:
+    """Send texts as prompts, all at once. They ask for too much output, so that none reaches the engine once tokenised:
+    else its iterations beside a document's count as well."""
+
+    def attack(url: str, name: str) -> str:
+        said: list[str] = []
+
+        def send(text: str) -> None:
+            try:
+                status, answer = post(url, {"model": name, "prompt": text, "max_tokens": 1 << 20}, "/v1/completions")
+                said.append(f"{status} {answer[21:100]}")
+            except OSError as error:
+                said.append(str(error))
+
+        threads = [threading.Thread(target=send, args=(text,)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return "; ".join(sorted(set(said)))[:100]
+
+    return attack
+
+
+def english(size: int) -> str:
+    return (ENGLISH * (size // len(ENGLISH) + 1))[:size]
+
+
+FAULTS = (
+    Fault("4 prompts of 1 MB of English", prompts(*[english(MB)] * 4)),
+    Fault("4 prompts of 1 MB of hex", prompts(*[os.urandom(MB // 2).hex() for _ in range(4)])),
+    Fault("4 prompts of 1 MB of one letter", prompts(*["a" * MB] * 4)),
+    Fault("a prompt of 60 MB of English", prompts(english(60 * MB))),
+)
+
+
+def run(fault: Fault) -> str:
+    """Return the fault's row."""
+    with ServerProcess(fault.flags) as server:
+        name = model(server.url)
+        with Bystander(server.url, name) as beside:
+            time.sleep(1.0)  # the first prefill, and imports at the first request
+            began = time.monotonic()
+            time.sleep(QUIET_S)
+            middle = time.monotonic()
+            what = fault.attack(server.url, name)
+            end = time.monotonic()
+        quiet, gap, health = beside.gap_ms(began, middle), beside.gap_ms(middle, end), beside.health_ms(middle, end)
+        more = f"; {len(beside.failures)} failures beside: {beside.failures[0]}" if beside.failures else ""
+        return f"{fault.name:40} {quiet:7.0f} {gap:7.0f} {health:7.0f} {end - middle:7.1f}  {what}{more}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="faults whose name has this")
+    only = parser.parse_args(arguments).only
+    print(f"{'fault':40} {'quiet':>7} {'gap':>7} {'/health':>7} {'lasted':>7}  what came of it")
+    for fault in FAULTS:
+        if only in fault.name:
+            print(run(fault), flush=True)
+
+
+if __name__ == "__main__":
+    main()

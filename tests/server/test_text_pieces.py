@@ -1,0 +1,215 @@
+"""Long texts: tokens of the pieces are those of the whole, bounds hold before tokenising, and no lock is held."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import RequestError
+from headway.runtime import embedded
+from headway.serving import text_pieces
+from headway.serving.text_pieces import TextPieces
+from headway.serving.token_bound import characters_per_token
+from headway.serving.tokenizer import ModelTokenizer
+from headway.serving.tokenizing_memory import BYTES_PER_CHARACTER, TokenizingMemory
+
+EMBEDDED = Path(embedded.__file__).parent
+CORPUS = [
+    "the quick brown fox's 12 jobs, don't you'll 3.14 over a lazy dog!",
+    "привет, мир",
+    "漢字、かな。1a2b3c",
+    "  \n\n",
+]
+ALPHABET = "ab sZ'.,;!?()-_/\n\r\t 019éяМ漢か。，\u0301\u00a0\u212a\U0001f600<|x>"
+
+
+def trained(pattern: str | None, *, normalizer: str | None = None, added: Sequence[str] = ()) -> ModelTokenizer:
+    """A small byte-level BPE with the given pattern; None: GPT-2's, inside the ByteLevel stage."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Tokenizer as Backend
+
+    backend: Any = Backend(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    backend.normalizer = getattr(normalizers, normalizer)() if normalizer else None
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        CORPUS * 4,
+        trainers.BpeTrainer(
+            vocab_size=420,
+            special_tokens=["<s>", "</s>", *added],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return ModelTokenizer(backend)
+
+
+TOKENIZERS = {
+    "embedded": ModelTokenizer.load(EMBEDDED),
+    "gpt2": trained(None, added=["<|x|>"]),
+    **{f"known {at}": trained(each) for at, each in enumerate(sorted(text_pieces._KNOWN_PATTERNS))},
+    **{name: trained(None, normalizer=name) for name in ("NFC", "NFKC", "NFD", "Lowercase")},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.lists(
+        st.one_of(
+            st.text(ALPHABET, max_size=12), st.sampled_from(["<|x|>", "<|end|>", "'ll", "  ", "don't", "漢字", "\r\n"])
+        ),
+        max_size=12,
+    ).map("".join),
+    least=st.integers(1, 9),
+)
+def test_the_tokens_of_the_pieces_are_those_of_the_whole(name: str, text: str, least: int) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer._pieces is not None
+    pieces = list(tokenizer._pieces.cut(text, least))
+    assert "".join(pieces) == text
+    joined = [token for piece in pieces for token in tokenizer._encoded(piece, add_special_tokens=False)]
+    assert joined == tokenizer._encoded(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_long_prose_is_cut_and_keeps_its_special_tokens(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer._pieces is not None
+    text = "".join(CORPUS) * 2000
+    assert len(list(tokenizer._pieces.cut(text))) > 5
+    for special in (True, False):
+        assert tokenizer.encode(text, add_special_tokens=special) == tokenizer._encoded(text, special)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.text(max_size=60), st.text(ALPHABET, max_size=60), st.sampled_from(["a\u0301" * 9, " " * 50])))
+def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert tokenizer.characters_per_token is not None
+    tokens = tokenizer._encoded(text, add_special_tokens=False)
+    assert len(text) <= tokenizer.characters_per_token * len(tokens)
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    """The embedded tokenizer's description with other parts."""
+    return {**json.loads((EMBEDDED / "tokenizer.json").read_text()), **parts}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "a|b"}, "behavior": "Isolated"}},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
+    ],
+)
+def test_tokenizers_without_a_known_cut_get_whole_texts(parts: dict[str, Any]) -> None:
+    assert TextPieces.of(changed(**parts)) is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "StripAccents"}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"model": {"type": "Unigram"}},
+        {"model": {"type": "BPE", "unk_token": None}, "pre_tokenizer": None},
+        {"added_tokens": [{"content": "<mask>", "rstrip": True}]},
+    ],
+)
+def test_tokenizers_that_drop_characters_have_no_bound(parts: dict[str, Any]) -> None:
+    assert characters_per_token(changed(**parts), ["a", "bc"]) is None
+
+
+def test_a_normalizer_that_shortens_text_counts_in_the_bound() -> None:
+    parts = {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}, "pre_tokenizer": None}
+    replace = {"type": "Replace", "pattern": {"String": "abc"}, "content": "x"}
+    parts["normalizer"]["normalizers"].append(replace)  # type: ignore[index]
+    model = {"type": "BPE", "unk_token": "<unk>", "fuse_unk": False}
+    assert characters_per_token(changed(**parts, model=model), ["a", "bcd"]) == 3 * 4 * 3
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TOKENIZERS["embedded"]
+    monkeypatch.setattr(tokenizer, "_encoded", None)
+    most = int(100 * (tokenizer.characters_per_token or 0))
+    with pytest.raises(RequestError, match=f"{most + 1} characters; at most {most} can fit"):
+        tokenizer.encode_long("a" * (most + 1), add_special_tokens=False, most_tokens=100)
+
+
+def test_tokenising_stops_where_the_context_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, seen = TOKENIZERS["embedded"], [0]
+    encoded = tokenizer._encoded
+
+    def counted(text: str, add_special_tokens: bool) -> list[int]:
+        seen[0] += len(text)
+        return encoded(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "_encoded", counted)
+    with pytest.raises(RequestError, match="more than the 30000 tokens"):
+        tokenizer.encode_long("a quick 1 2 3 4 5 6 " * 50_000, add_special_tokens=False, most_tokens=30_000)
+    assert seen[0] < 200_000
+
+
+@pytest.mark.parametrize("text", ["some words of english, " * 20_000, "9f" * 200_000, "a" * 300_000])
+def test_other_threads_run_while_a_text_is_tokenised(text: str) -> None:
+    tokenizer, turns, over = TOKENIZERS["embedded"], [0], threading.Event()
+
+    def turn() -> None:
+        while not over.is_set():
+            time.sleep(0.0005)
+            turns[0] += 1
+
+    other = threading.Thread(target=turn)
+    other.start()
+    turns[0] = 0
+    tokenizer.encode(text, add_special_tokens=False)
+    count = turns[0]
+    over.set()
+    other.join()
+    # With the lock held throughout, a turn or two.
+    assert count >= 8
+
+
+def test_texts_that_cannot_be_cut_share_a_bounded_memory() -> None:
+    length = 100_000
+    memory = TokenizingMemory(2 * length * BYTES_PER_CHARACTER)
+    with pytest.raises(RequestError, match=f"allows {2 * length}: send token ids"), memory.hold(2 * length + 1):
+        pass
+    together, most, guard = [0], [0], threading.Lock()
+    barrier = threading.Barrier(6)
+
+    def work() -> None:
+        barrier.wait()
+        with memory.hold(length):
+            with guard:
+                together[0] += 1
+                most[0] = max(most[0], together[0])
+            time.sleep(0.002)
+            with guard:
+                together[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 <= most[0] <= 2
