@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
 import threading
@@ -75,7 +76,7 @@ class Bystander:
     def gap_ms(self, since: float, until: float) -> float:
         """Longest time between two events of one stream."""
         inside = [at for at in self.events if at == float("inf") or since <= at <= until]
-        gaps = [b - a for a, b in zip(inside, inside[1:], strict=False) if float("inf") not in (a, b)]
+        gaps = [b - a for a, b in itertools.pairwise(inside) if float("inf") not in (a, b)]
         return 1000.0 * max(gaps, default=float("nan"))
 
     def health_ms(self, since: float, until: float) -> float:
