@@ -77,8 +77,8 @@ def test_a_request_times_out_and_is_aborted_in_every_phase(phase: Phase) -> None
         core = make_core(FakeExecutor(hold=True))
         output = ()
         if phase == "decode":
-            core.scheduler.custody.request("a", len(PROMPT), 0.0)  # type: ignore[union-attr]
-            core.scheduler.custody.admit()  # type: ignore[union-attr]
+            core.scheduler.staged_kv.request("a", len(PROMPT), 0.0)  # type: ignore[union-attr]
+            core.scheduler.staged_kv.admit()  # type: ignore[union-attr]
             output = tuple(answer(PROMPT, 1))
         assert submit_phase(core, "a", phase, output, timeout_s=1.0) is None
         core.executor.residents["a"].computed = len(PROMPT) if phase == "decode" else 0  # type: ignore[attr-defined]
@@ -110,10 +110,10 @@ def test_a_decode_without_kv_is_refused_and_nothing_stays() -> None:
 def test_what_was_accepted_elsewhere_is_not_refused_for_a_queue_or_a_drain() -> None:
     core = make_core(info=replace(INFO, max_queued_requests=0))
     core.draining = True
-    custody = core.scheduler.custody
-    assert custody is not None
-    custody.request("a", len(PROMPT), 0.0)
-    custody.admit()
+    staged_kv = core.scheduler.staged_kv
+    assert staged_kv is not None
+    staged_kv.request("a", len(PROMPT), 0.0)
+    staged_kv.admit()
     whole = answer(PROMPT, 6)
     take_up(core, "a", (whole[0],))
     assert run(core).tokens["a"] == whole[1:]

@@ -17,7 +17,7 @@ from headway.core.clock import ManualClock
 from headway.core.errors import UnavailableError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.kv.staged_kv import runs_of
+from headway.kv.staged_kv import span_kv_name
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import (
     AdmitRequest,
@@ -140,7 +140,7 @@ def compute(loop: Turning, name: str, end: int = 40, index: int = 0, **fields: b
 
 
 def used(loop: Turning) -> int:
-    return loop.core.scheduler.ledgers[0].used_tokens
+    return loop.core.scheduler.block_managers[0].used_tokens
 
 
 def test_spans_are_computed_in_the_order_of_their_messages(world: tuple[Computing, Turning]) -> None:
@@ -245,7 +245,7 @@ def test_blocks_of_a_former_layout_are_freed(world: tuple[Computing, Turning]) -
     compute(loop, "a", 20, index=0)
     compute(loop, "a", 40, index=1)
     loop.work()
-    assert [lease.request for lease in loop.core.scheduler.ledgers[0].leases()] == [f"{runs_of('a')}/1"]
+    assert [lease.request for lease in loop.core.scheduler.block_managers[0].leases()] == [span_kv_name("a", 1)]
     places = [np.concatenate([np.arange(f, f + n) for f, n in runs]) for runs in computing.slots["a"]]
     assert not np.intersect1d(*places).size
     loop.member.take(ForgetRequest("a"), None)
@@ -263,14 +263,14 @@ def test_a_decode_leaves_the_scheduler_for_a_group_that_takes_over_its_kv(world:
     while not core.staged:
         core.step()
     (staged,) = core.staged
-    lease = core.scheduler.custody.lease("a")  # type: ignore[union-attr]
+    lease = core.scheduler.staged_kv.lease("a")  # type: ignore[union-attr]
     assert lease is not None
     assert staged.tokens >= 40
     admit(loop, "a")
     run = SpanTask(staged.tokens, staged.tokens + 1, (0,), in_place=True)
     loop.member.take(ComputeSpan(id="a", index=1, run=run, home=0), None)
     assert loop.work() == ["SpanTaskDone a"]
-    assert lease.request == runs_of("a"), "its KV is where it was"
+    assert lease.request == span_kv_name("a"), "its KV is where it was"
     loop.member.take(
         ComputeSpan(id="a", index=2, run=SpanTask(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None
     )

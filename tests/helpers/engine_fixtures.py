@@ -42,8 +42,8 @@ def make_core(executor: FakeExecutor | None = None, info: EngineInfo = INFO, **f
     """An engine on a manual clock."""
     executor = executor or FakeExecutor()
     config = SchedulerConfig.named("default", **{"t_target_s": 0.02, "reserve_tokens": 16, **fields})
-    ledger = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
-    return EngineCore(Scheduler(config, RowLatency(), ledger), executor, ManualClock(), info)
+    block_manager = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
+    return EngineCore(Scheduler(config, RowLatency(), block_manager), executor, ManualClock(), info)
 
 
 def frame(tokens: list[int]) -> memoryview:

@@ -60,12 +60,12 @@ class GroupedWorld:
 
     def __post_init__(self) -> None:
         self.model = small_machine()
-        ledgers = [BlockManager(self.pool_tokens, BLOCK) for _ in range(self.config.kv_parallel)]
-        self.scheduler = GroupedScheduler(self.config, self.model, ledgers, self.exchange)
-        self.tables = [BlockTables(ledger.n_blocks) for ledger in ledgers]
+        block_managers = [BlockManager(self.pool_tokens, BLOCK) for _ in range(self.config.kv_parallel)]
+        self.scheduler = GroupedScheduler(self.config, self.model, block_managers, self.exchange)
+        self.tables = [BlockTables(block_manager.n_blocks) for block_manager in block_managers]
         self.books: dict[str, Book] = {}
         self.flights: list[tuple[float, int, Batch]] = []
-        self.free_s = [0.0] * len(ledgers)
+        self.free_s = [0.0] * len(block_managers)
         self.now = 0.0
         self.steps = self.lost = self.preempted = self.assisted = self.lockstep = 0
         self.widest = 1
@@ -96,9 +96,9 @@ class GroupedWorld:
                 assert not self.books, f"livelock: {sorted(self.books)} wait and nothing runs"
             self.scheduler.check()
         assert self.scheduler.idle
-        assert (self.scheduler.running, self.scheduler.waiting, self.scheduler._longs) == (0, 0, {})
+        assert (self.scheduler.running, self.scheduler.waiting, self.scheduler.shard_table.longs) == (0, 0, {})
         for group in self.scheduler.groups:
-            assert group.ledger.free_blocks == group.ledger.n_blocks
+            assert group.block_manager.free_blocks == group.block_manager.n_blocks
             assert group.policy.targets.held == {}
         assert self.finished | self.aborted == {request.id for request, _ in self.plan}
         return self

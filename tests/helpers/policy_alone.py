@@ -55,16 +55,16 @@ class PolicyBesideScheduler:
 
     def __init__(self, scheduler: Scheduler, latency: LatencyModel) -> None:
         self._scheduler = scheduler
-        ledger = scheduler.ledger
-        self.pool = CountedPool(ledger.n_blocks, ledger.block_tokens)
+        block_manager = scheduler.block_manager
+        self.pool = CountedPool(block_manager.n_blocks, block_manager.block_tokens)
         self.policy = IterationPolicy(scheduler.config, latency, self.pool)
         self.picked = 0
         self._known: dict[str, int] = {}
         self._aborted: set[str] = set()
         self._flights: dict[int, tuple[Batch, Any]] = {}
         self._preempts = False
-        self._grow, self._free = ledger.grow, ledger.free
-        ledger.grow, ledger.free = self.grow, self.free  # type: ignore[method-assign]
+        self._grow, self._free = block_manager.grow, block_manager.free
+        block_manager.grow, block_manager.free = self.grow, self.free  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scheduler, name)
@@ -72,7 +72,7 @@ class PolicyBesideScheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._scheduler
 
-    # -- what the ledger does -----------------------------------------------------------------------------------
+    # -- what the block manager does ---------------------------------------------------------------------------------
 
     def grow(self, lease: KvLease, tokens: int) -> bool:
         grown = self._grow(lease, tokens)
@@ -106,7 +106,7 @@ class PolicyBesideScheduler:
         skip = flying if config.pipeline_schedule == "microbatch" else ()
         decision = self.policy.pick(decode_load(self.policy.latency, decodes, kv_sum), now, skip=skip)
         assert [(quota.request, quota.tokens) for quota in decision.quotas] == [(c.request, c.tokens) for c in chunks]
-        assert self.pool.free_blocks == self._scheduler.ledger.free_blocks
+        assert self.pool.free_blocks == self._scheduler.block_manager.free_blocks
         if batch is None:
             return None
         assert batch.predicted_s == load_s(self.policy.latency, decision.load)

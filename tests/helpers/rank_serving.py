@@ -58,8 +58,8 @@ def make_core(
         kv_bytes=4,
     )  # fmt: skip
     config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
-    ledgers = [BlockManager(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
-    return EngineCore(make_scheduler(config, RowLatency(), ledgers), executor, ManualClock(), info, log)
+    block_managers = [BlockManager(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
+    return EngineCore(make_scheduler(config, RowLatency(), block_managers), executor, ManualClock(), info, log)
 
 
 def serve(

@@ -54,7 +54,7 @@ class World:
         self.truth = base
         self.model: LatencyModel = CorrectedLatency(base) if self.learns else base
         self.scheduler = Scheduler(self.config, self.model, BlockManager(self.pool_tokens, BLOCK))
-        self.tables = BlockTables(self.scheduler.ledger.n_blocks)
+        self.tables = BlockTables(self.scheduler.block_manager.n_blocks)
         self.books: dict[str, Book] = {}
         self.flights: deque[tuple[Batch, float]] = deque()
         self.arrivals = deque(sorted(self.plan, key=lambda item: item[0].arrival_s))
@@ -81,7 +81,7 @@ class World:
                 assert not self.books, f"livelock: {sorted(self.books)} wait and nothing runs"
             self.scheduler.check()
         assert self.scheduler.idle
-        assert self.scheduler.ledger.free_blocks == self.scheduler.ledger.n_blocks
+        assert self.scheduler.block_manager.free_blocks == self.scheduler.block_manager.n_blocks
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
         assert self.told_preempted == self.preempted
         assert self.scheduler.policy.targets.held == {}
@@ -210,7 +210,9 @@ class World:
                 book.lives += 1
                 self.preempted += 1
         self.tables.check()
-        leases = {lease.request: self.scheduler.ledger.runs(lease) for lease in self.scheduler.ledger.leases()}
+        leases = {
+            lease.request: self.scheduler.block_manager.runs(lease) for lease in self.scheduler.block_manager.leases()
+        }
         assert leases == {name: self.tables.runs(name) for name in self.tables.owners()}
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills)]
         assert names, "an empty batch"

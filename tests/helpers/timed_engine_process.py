@@ -39,7 +39,7 @@ def timed(
     own, spec = config.instance, spec_of(scenario_of(Path(config.model)))
     assert own is not None, "a timed engine is an instance of a cluster"
     made = spec.engine([spec.instances[own.number]])
-    ledger = BlockManager(made.kv_tokens, made.block_tokens)
+    block_manager = BlockManager(made.kv_tokens, made.block_tokens)
     alarm = TimedCalls(clock)
     executor = TimedExecutor(clock, alarm)
     peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret.encode())
@@ -48,9 +48,9 @@ def timed(
         architecture="timed",
         dtype="none",
         device="none",
-        max_model_len=ledger.total_tokens,
+        max_model_len=block_manager.total_tokens,
         vocab_size=VOCAB,
-        kv_tokens_total=ledger.total_tokens,
+        kv_tokens_total=block_manager.total_tokens,
         kv_block_tokens=made.block_tokens,
         policy=made.config.policy,
         chunking=made.config.chunking,
@@ -60,10 +60,10 @@ def timed(
         max_queued_requests=config.max_queued_requests,
         parameters=spec.shape.parameters,
         weights_bytes=0,
-        kv_bytes=ledger.total_tokens * spec.shape.kv_bytes_per_token,
+        kv_bytes=block_manager.total_tokens * spec.shape.kv_bytes_per_token,
         peer_address=peers.address,
     )
-    core = EngineCore(make_scheduler(made.config, made.latency, [ledger]), executor, clock, info)
+    core = EngineCore(make_scheduler(made.config, made.latency, [block_manager]), executor, clock, info)
     mail = TimedMail(peers, service.wake)
     times = ClusterTimes(spec, own.number)
     runs = TimedSpanExecutor(times, mail, clock)

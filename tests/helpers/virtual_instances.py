@@ -43,7 +43,7 @@ class VirtualInstance:
         self.world = VirtualWorld(model, ParallelLayout(tp=tp), BLOCKS, BLOCK, peer=peer)
         self.executor = self.world.executor
         self.core = make_core(self.executor, BLOCKS, BLOCK, **scheduler)
-        port = MultiRankKvTransfer(self.executor, self.core.scheduler.ledgers[0].drain_ops)
+        port = MultiRankKvTransfer(self.executor, self.core.scheduler.block_managers[0].drain_ops)
         desk = KvConnectorScheduler(self.core, port, self.executor.replay, ManualClock())
         self.member = InstanceAgent(self.core, port.computes, MultiRankPeers(number, port), ManualClock(), 5.0, desk)
         self.words: list[FromInstance] = []

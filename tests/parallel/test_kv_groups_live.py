@@ -295,7 +295,7 @@ def test_aborts_at_any_moment_leave_no_blocks_and_disturb_no_request(seed: int) 
             if step > 120 and core.idle:
                 break
         assert core.idle
-        assert all(ledger.used_tokens == 0 for ledger in core.scheduler.ledgers)
+        assert all(block_manager.used_tokens == 0 for block_manager in core.scheduler.block_managers)
 
 
 # -- real processes --------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Ranks:
         self.told: list[object] = []
         self.replayed: list[tuple[KvOp, ...]] = []
         self._answers, self._mail = answers, list[tuple[int, RunFromRank]]()
-        self.runs = MultiRankSpanExecutor(self, lambda: (KvOp("reassign", "r", 0, before="r/runs"),))  # type: ignore[arg-type]
+        self.runs = MultiRankSpanExecutor(self, lambda: (KvOp("reassign", "r", 0, before="r/spans"),))  # type: ignore[arg-type]
 
     def send_control(self, body: bytes) -> None:
         word = to_rank.decode(body)

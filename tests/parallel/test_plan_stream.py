@@ -91,12 +91,12 @@ def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     """Reassigning blocks, as of spans, changes nothing at the ranks."""
     numbers: dict[str, int] = {}
     writer = PlanWriter(8, numbers)
-    (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/runs", 2),))).ops
-    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reassign", "a", 0, before="a/runs"),))).ops == ()
+    (reserved,) = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a/spans", 2),))).ops
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reassign", "a", 0, before="a/spans"),))).ops == ()
     number = writer.holder_number("a")
     assert number == reserved[0] < 0
     numbers["a"] = number
-    assert writer.holder_number("a/runs") is None
+    assert writer.holder_number("a/spans") is None
     ops = (KvOp("grow", "a", 1), KvOp("free", "a", 0))
     assert writer.write(GroupBatch(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
 

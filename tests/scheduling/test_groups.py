@@ -25,8 +25,9 @@ from headway.perf.latency.base import BatchLoad, load_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.group_state import GroupState
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
-from headway.policy.iteration.lockstep import LockstepBatch, connected
+from headway.policy.iteration.lockstep import LockstepBatch
 from headway.policy.iteration.scheduler import Scheduler
+from headway.policy.iteration.shard_table import connected
 from headway.policy.iteration.shards import limit_of, shard_tokens
 
 
@@ -92,9 +93,9 @@ def test_audit_finds_a_shard_that_is_never_freed(monkeypatch: pytest.MonkeyPatch
 def test_one_group_decides_as_a_plain_scheduler(seed: int) -> None:
     one, two = random_world(seed), random_world(seed)
     one.ahead = two.ahead = 1
-    ledger = BlockManager(two.pool_tokens, two.scheduler.ledger.block_tokens)
-    grouped = GroupedScheduler(two.config, two.model, [ledger])
-    grouped.ledger, grouped.policy = ledger, grouped.groups[0].policy  # type: ignore[attr-defined]
+    block_manager = BlockManager(two.pool_tokens, two.scheduler.block_manager.block_tokens)
+    grouped = GroupedScheduler(two.config, two.model, [block_manager])
+    grouped.block_manager, grouped.policy = block_manager, grouped.groups[0].policy  # type: ignore[attr-defined]
     two.scheduler = grouped  # type: ignore[assignment]
     assert one.run().log == two.run().log
 
@@ -188,7 +189,7 @@ def test_groups_join_as_a_prompt_grows_and_shard_holders_attend() -> None:
     ]
     assert scheduler.idle
     assert scheduler.lockstep_groups() == [(0,), (1,), (2,)]
-    assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
+    assert [block_manager.free_blocks for block_manager in scheduler.block_managers] == [16, 16, 16]
 
 
 def test_decode_moves_to_the_next_group_when_its_shard_is_full() -> None:
@@ -229,7 +230,7 @@ def test_lockstep_groups_wait_until_all_are_free() -> None:
     assert [event.kind for event in scheduler.complete(first.id, [], 0.1)] == ["started"]
     assert [event.kind for event in scheduler.complete(second.id, [], 0.2)] == ["aborted"]
     scheduler.check()
-    assert [ledger.free_blocks for ledger in scheduler.ledgers] == [16, 16, 16]
+    assert [block_manager.free_blocks for block_manager in scheduler.block_managers] == [16, 16, 16]
 
 
 def test_shortest_tbt_target_bounds_all_lockstep_groups() -> None:

@@ -29,7 +29,7 @@ def test_a_request_that_cannot_ever_be_served_is_refused_with_the_numbers() -> N
         step(scheduler)
     step(scheduler, 0.0, "a")
     assert scheduler.idle
-    assert scheduler.ledger.free_blocks == 10
+    assert scheduler.block_manager.free_blocks == 10
 
 
 def test_no_more_batches_than_stages_are_in_flight() -> None:

@@ -72,9 +72,9 @@ class Engine:
         assert self.core.submit(message, memoryview(prompt.tobytes())) is None
 
     def step(self) -> None:
-        custody = self.core.scheduler.custody
-        assert custody is not None
-        for name in custody.admit():
+        staged_kv = self.core.scheduler.staged_kv
+        assert staged_kv is not None
+        for name in staged_kv.admit():
             self.desk.granted(name)
         self.core.step()
         self.words += self.desk.turn()
@@ -121,7 +121,7 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     while not engine.core.staged:
         engine.step()
     receiver.until(lambda: bool(receiver.received))
-    runs = engine.core.scheduler.ledgers[0].where("p")
+    runs = engine.core.scheduler.block_managers[0].where("p")
     slots = np.concatenate([np.arange(first * BLOCK, (first + count) * BLOCK) for first, count in runs])[:80]
     kept = engine.pool.data[:, :, :, torch.from_numpy(slots)].numpy()
     got = receiver.cache[:, :, :, :80].view(np.float32)
@@ -142,25 +142,25 @@ def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End
         KvReserved("a"),
     ]
     engine.words.clear()
-    custody = engine.core.scheduler.custody
-    assert custody is not None
+    staged_kv = engine.core.scheduler.staged_kv
+    assert staged_kv is not None
     engine.desk.forget("a")
-    custody.release("a")
+    staged_kv.release("a")
     engine.step()
     assert engine.words == [KvReserved("b")]
 
 
 def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End]) -> None:
-    """Nothing is computed here, and the ledger's operations do not pile up."""
+    """Nothing is computed here, and the block manager's operations do not pile up."""
     engine = Engine(ends[0])
-    custody = engine.core.scheduler.custody
-    assert custody is not None
+    staged_kv = engine.core.scheduler.staged_kv
+    assert staged_kv is not None
     for i in range(2000):
         engine.desk.take(ReserveKv(f"r{i}", 30))
         engine.step()
         engine.desk.forget(f"r{i}")
-        custody.release(f"r{i}")
-    assert engine.core.scheduler.ledgers[0].pending_ops <= 1100
+        staged_kv.release(f"r{i}")
+    assert engine.core.scheduler.block_managers[0].pending_ops <= 1100
     executor = engine.core.executor
     assert isinstance(executor, SingleProcessExecutor)
     engine.submit("x", 20, 2, "all")

@@ -163,7 +163,7 @@ class BlockManager:
     def _own(self, lease: KvLease) -> None:
         """Raise InvariantError unless the lease is current: a freed one must not touch a successor of the same name."""
         if self._leases.get(lease.request) is not lease:
-            raise InvariantError(f"the lease of {lease.request} is not of this ledger, or was freed")
+            raise InvariantError(f"the lease of {lease.request} is not of this block manager, or was freed")
 
     def _add(self, lease: KvLease, blocks: int, verb: KvVerb, start: int = 0) -> None:
         """Allocate blocks to a lease and record the operation."""

@@ -15,7 +15,7 @@ class KvShardLease(NamedTuple):
     """Tokens [start, start + tokens) of a request, leased from the block manager of `group`."""
 
     group: int
-    ledger: BlockManager
+    block_manager: BlockManager
     lease: KvLease
     start: int
     tokens: int

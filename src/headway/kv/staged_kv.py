@@ -14,16 +14,21 @@ from typing import NamedTuple
 from headway.core.errors import InvariantError, RequestError
 from headway.kv.block_manager import BlockManager, KvLease
 
-_RUNS = "/runs"
+_SPANS = "/spans"
 
 
-def runs_of(request: str) -> str:
+def span_kv_name(request: str, task: int | None = None) -> str:
     """Return the name under which a request's KV is staged while spans of a group compute it.
 
     Such KV lies in the order of a layout. KV staged under the request's own id lies in the order of its tokens, and
     only that may be claimed by a scheduled request. Two names let an instance that computes spans receive the whole KV
-    next to its own share."""
-    return request + _RUNS
+    next to its own share. `task`: number of the task that gives the KV another layout, while both copies exist."""
+    return request + _SPANS if task is None else f"{request}{_SPANS}/{task}"
+
+
+def is_span_kv(name: str) -> bool:
+    """Whether KV under this name is of spans (`span_kv_name`)."""
+    return _SPANS in name
 
 
 class _PendingRequest(NamedTuple):
@@ -36,8 +41,8 @@ class _PendingRequest(NamedTuple):
 class StagedKv:
     """Staged KV of one block manager, which keeps its operations in order with those of the scheduler."""
 
-    def __init__(self, ledger: BlockManager) -> None:
-        self._ledger = ledger
+    def __init__(self, block_manager: BlockManager) -> None:
+        self._block_manager = block_manager
         self._held: dict[str, KvLease] = {}
         # Pending requests by name, in order of arrival (dicts keep it).
         self._line: dict[str, _PendingRequest] = {}
@@ -73,10 +78,12 @@ class StagedKv:
 
         Raises RequestError when the pool could never hold that many, when the name waits already, and when a scheduled
         request holds KV under it."""
-        if name in self._line or (name in self._ledger and name not in self._held):
+        if name in self._line or (name in self._block_manager and name not in self._held):
             raise RequestError(f"{name} waits for room already, or is computed here", "id")
-        if self._ledger.blocks_for(tokens) > self._ledger.n_blocks:
-            raise RequestError(f"{tokens} tokens do not fit the KV cache of {self._ledger.total_tokens}", "tokens")
+        if self._block_manager.blocks_for(tokens) > self._block_manager.n_blocks:
+            raise RequestError(
+                f"{tokens} tokens do not fit the KV cache of {self._block_manager.total_tokens}", "tokens"
+            )
         self._line[name] = _PendingRequest(tokens, now)
 
     def admit(self) -> list[str]:
@@ -95,14 +102,14 @@ class StagedKv:
 
     def _turn(self, name: str) -> int:
         """Return the rank of a pending name: holders of some KV, then spans, then others."""
-        return 0 if name in self._held else 1 if _RUNS in name else 2
+        return 0 if name in self._held else 1 if is_span_kv(name) else 2
 
     def _give(self, name: str, tokens: int) -> bool:
         """Grow or reserve the lease of a name. False: too few free blocks."""
         lease = self._held.get(name)
         if lease is not None:
-            return self._ledger.grow(lease, tokens)
-        lease = self._ledger.reserve(name, tokens)
+            return self._block_manager.grow(lease, tokens)
+        lease = self._block_manager.reserve(name, tokens)
         if lease is None:
             return False
         self._held[name] = lease
@@ -113,7 +120,7 @@ class StagedKv:
     def store(self, lease: KvLease) -> None:
         """Stage the lease of a request that leaves the scheduler, under its own id."""
         if lease.request in self._held:
-            raise InvariantError(f"{lease.request} has KV in custody already")
+            raise InvariantError(f"{lease.request} has staged KV already")
         self._held[lease.request] = lease
 
     def claim(self, name: str) -> KvLease:
@@ -130,12 +137,12 @@ class StagedKv:
         """Move the KV that spans have left to the request's own id. False: nothing is staged for the request.
 
         If KV was received under that id already, the spans' copy is freed. Only for KV in the order of tokens."""
-        name = runs_of(request)
+        name = span_kv_name(request)
         lease = self._held.get(name)
         if lease is not None and request not in self._held:
             self._line.pop(name, None)
             del self._held[name]
-            self._ledger.reassign(lease, request)
+            self._block_manager.reassign(lease, request)
             self._held[request] = lease
         else:
             self.release(name)
@@ -145,12 +152,12 @@ class StagedKv:
         """Move KV staged under the request's own id to its spans, the reverse of `to_request`.
 
         False, and no change: nothing is staged, or the spans hold something already."""
-        name, lease = runs_of(request), self._held.get(request)
+        name, lease = span_kv_name(request), self._held.get(request)
         if lease is None or name in self._held:
             return False
         self._line.pop(request, None)
         del self._held[request]
-        self._ledger.reassign(lease, name)
+        self._block_manager.reassign(lease, name)
         self._held[name] = lease
         return True
 
@@ -159,7 +166,7 @@ class StagedKv:
         waited = self._line.pop(name, None) is not None
         lease = self._held.pop(name, None)
         if lease is not None:
-            self._ledger.free(lease)
+            self._block_manager.free(lease)
         return waited or lease is not None
 
     def lost(self) -> None:

@@ -14,18 +14,21 @@ def audit(state: GroupState, remote: frozenset[str] = frozenset()) -> None:
     """Raise InvariantError unless cursors, sets and the block manager agree.
 
     `remote`: requests that have a shard in this group and whose rows another group computes."""
-    ledger, sequences = state.ledger, state.sequences
-    ledger.check()
+    block_manager, sequences = state.block_manager, state.sequences
+    block_manager.check()
     sets = (state.ready, *(batch.decodes for batch in state.in_flight.values()))
     for group in sets:
         group.settle_all()
     # Every lease has exactly one owner: a sequence, a remote shard, or staged KV.
     leased = {s.request.id for s in sequences.values() if s.lease is not None}
-    kept = set(state.custody.names())
-    if leased | remote | kept != {lease.request for lease in ledger.leases()} or leased != state.policy.holders.keys():
+    kept = set(state.staged_kv.names())
+    if (
+        leased | remote | kept != {lease.request for lease in block_manager.leases()}
+        or leased != state.policy.holders.keys()
+    ):
         raise InvariantError("sequences, staged KV and blocks disagree on which requests hold KV")
     if kept & (leased | remote):
-        raise InvariantError(f"KV of {min(kept & (leased | remote))} is in custody and has an owner")
+        raise InvariantError(f"KV of {min(kept & (leased | remote))} is staged and has an owner")
     for sequence in sequences.values():
         # `computed` is below `base` only while chunks of the previous shard are in flight.
         landed = sequence.in_flight or sequence.base <= sequence.computed

@@ -7,7 +7,7 @@ batches. Implemented by `scheduler.Scheduler` (one group) and `grouped_scheduler
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -17,9 +17,7 @@ from headway.core.span import Phase, Span
 from headway.kv.block_manager import BlockManager
 from headway.kv.staged_kv import StagedKv
 from headway.perf.latency.base import LatencyModel
-from headway.policy.iteration.candidates import RemoteCost
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.sequence import SequenceState
 
 
 class InstanceScheduler(Protocol):
@@ -32,7 +30,7 @@ class InstanceScheduler(Protocol):
     def latency(self) -> LatencyModel: ...
 
     @property
-    def ledgers(self) -> Seq[BlockManager]:
+    def block_managers(self) -> Seq[BlockManager]:
         """The block manager of each group, in order of the groups."""
 
     @property
@@ -55,7 +53,7 @@ class InstanceScheduler(Protocol):
         """Return how many tokens of a request have their KV in place; for one that decodes, a lower bound."""
 
     @property
-    def custody(self) -> StagedKv | None:
+    def staged_kv(self) -> StagedKv | None:
         """Staged KV, which no scheduled request owns; None: this instance stages none."""
 
     def add(self, span: Span, now: float, phase: Phase = "all") -> None:
@@ -89,7 +87,7 @@ class InstanceScheduler(Protocol):
     def stage(self, request_id: str, now: float) -> list[RequestEvent]:
         """End a request that will decode on another instance, and stage its KV: at once, or when its batch completes.
 
-        Unknown ids (ended) are ignored, as is every call if `custody` is None."""
+        Unknown ids (ended) are ignored, as is every call if `staged_kv` is None."""
 
     def lost(self, instance: int, now: float) -> list[RequestEvent]:
         """Reset after the instance has lost its KV, in all groups: batches in flight are void, all progress is redone.
@@ -100,27 +98,3 @@ class InstanceScheduler(Protocol):
         """Raise InvariantError unless cursors, sets and block managers agree.
 
         Called when idle and by tests each step."""
-
-
-class NeighbourGroups(Protocol):
-    """Operations that one group's scheduler needs of the other groups of its instance. A single group has none."""
-
-    def extend_shards(self, sequence: SequenceState, now: float) -> bool:
-        """Transfer a decode, whose shard here is full or cannot grow, to another group. False: none has blocks."""
-
-    def remote_holders(self, group: int) -> Iterable[SequenceState]:
-        """Return the requests that have a shard in `group` and whose rows another group computes."""
-
-    def is_in_flight(self, sequence: SequenceState) -> bool:
-        """Whether a request with a shard in this group is in a batch in flight."""
-
-    def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
-        """Preempt a request that is computed in another group: free its KV in all groups."""
-
-    def shards_freed(self) -> None:
-        """Note that a request has freed its shards: fewer groups may have to compute in lockstep."""
-
-    def remote_cost(self, request_id: str) -> RemoteCost:
-        """Return what the holders of a request's earlier shards add to its chunk.
-
-        Only while a lockstep batch is packed."""

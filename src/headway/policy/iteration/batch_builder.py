@@ -10,13 +10,16 @@ from headway.policy.iteration.decodes import DecodeSet
 from headway.policy.iteration.group_state import BatchInFlight, GroupState
 from headway.policy.iteration.prefill import WHOLE
 from headway.policy.iteration.sequence import SequenceState
+from headway.policy.iteration.shard_placement import ShardPlacement
 
 
 class BatchBuilder:
     """Batch builder of one group. `Scheduler` calls `build`; `LockstepBatch` calls the steps one by one."""
 
-    def __init__(self, state: GroupState) -> None:
+    def __init__(self, state: GroupState, placement: ShardPlacement | None = None) -> None:
+        """placement: of shards, over all groups of the instance; None: this is its only group."""
         self._state = state
+        self._placement = placement
         # Number of the last decode group that was put into a batch (`DecodeGroup.epoch`).
         self._epochs = 0
 
@@ -47,7 +50,7 @@ class BatchBuilder:
         # `microbatch`: a prompt's next chunk enters after the previous one has left the last stage.
         skip = self._prefills_in_flight() if config.pipeline_schedule == "microbatch" else ()
         # A transfer that has waited too long for blocks goes before new requests, which would take those blocks.
-        admits_new = not state.custody.blocked(now, config.admission_age_s)
+        admits_new = not state.staged_kv.blocked(now, config.admission_age_s)
         decision = policy.pick(load, now, budget_s, skip, admits_new, shorts_elsewhere)
         chunks = []
         for quota in decision.quotas:
@@ -55,7 +58,7 @@ class BatchBuilder:
             sequence = state.sequences[name]
             # `pick` has made the policy pledge KV, which here is a lease in the block manager.
             if sequence.lease is None:
-                sequence.lease = state.ledger.lease(name)
+                sequence.lease = state.block_manager.lease(name)
             start = sequence.scheduled
             sequence.in_flight += 1
             # Move the cursor now: with several stages the next chunk is scheduled before this one returns.
@@ -77,7 +80,9 @@ class BatchBuilder:
         decodes, state.ready = state.ready, DecodeSet()
         self._epochs += 1
         # Drain here: leases and evictions made while packing must reach executors with the rows that use these blocks.
-        part = GroupBatch(state.group, decodes.group(self._epochs), tuple(chunks), state.ledger.drain_ops(), assists)
+        part = GroupBatch(
+            state.group, decodes.group(self._epochs), tuple(chunks), state.block_manager.drain_ops(), assists
+        )
         state.count_iterations()
         sequences = [state.sequences[chunk.request] for chunk in chunks]
         state.in_flight[number] = BatchInFlight(decodes, part.prefills, sequences, load, repeat)
@@ -100,7 +105,7 @@ class BatchBuilder:
                 continue
             self._allocate(sequence, now)
             name = sequence.request.id
-            # `extend_shards` has transferred it to another group.
+            # `ShardPlacement.extend` has transferred it to another group.
             if name not in state.sequences:
                 continue
             # True if the lease has a slot for the next token, whose index in this shard is `computed - base`.
@@ -120,8 +125,8 @@ class BatchBuilder:
         Return without it if there is none: the request then waits in `waiting_for_kv`."""
         state = self._state
         while not state.growth.grow(sequence):
-            others = state.neighbours
-            if others is not None and sequence.limit != WHOLE and others.extend_shards(sequence, now):
+            placement = self._placement
+            if placement is not None and sequence.limit != WHOLE and placement.extend(sequence, now):
                 return
             # A full shard cannot grow here whatever is evicted; else retry after each victim.
             if sequence.computed - sequence.base >= sequence.limit or not state.evict_behind(sequence, now):

@@ -152,7 +152,7 @@ class BatchCompletion:
                 events.append(state.end(sequence, now))
             elif sequence.lease is not None:
                 events.append(state.preempt(sequence, now))
-        state.custody.lost()
+        state.staged_kv.lost()
         # Executors start from empty tables: operations that freed the lost KV must not be replayed.
-        state.ledger.drain_ops()
+        state.block_manager.drain_ops()
         return events

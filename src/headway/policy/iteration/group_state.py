@@ -9,14 +9,14 @@ from headway.core.batch import Chunk
 from headway.core.events import RequestEvent
 from headway.kv.block_manager import BlockManager
 from headway.kv.staged_kv import StagedKv
-from headway.perf.latency.base import BatchLoad, LatencyModel
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.base import NeighbourGroups
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.decodes import DecodeSet
 from headway.policy.iteration.kv_growth import KvGrowth
 from headway.policy.iteration.sequence import SequenceState
+from headway.policy.iteration.shard_table import ShardTable
 
 
 class BatchInFlight:
@@ -50,20 +50,23 @@ class GroupState:
         self,
         config: SchedulerConfig,
         latency: LatencyModel,
-        ledger: BlockManager,
+        block_manager: BlockManager,
         group: int = 0,
-        neighbours: NeighbourGroups | None = None,
+        shard_table: ShardTable | None = None,
         prefill_times: PrefillCache | None = None,
     ) -> None:
         self.config = config
         self.latency = latency
-        self.ledger = ledger
+        self.block_manager = block_manager
         self.group = group
-        self.neighbours = neighbours
-        remote_cost = neighbours.remote_cost if neighbours is not None else None
-        self.policy = IterationPolicy(config, latency, ledger, prefill_times, remote_cost)
-        self.growth = KvGrowth(config, ledger, self.policy.admission)
-        self.custody = StagedKv(ledger)
+        # Of the whole instance; None: this is its only group.
+        self.shard_table = shard_table
+        if shard_table is not None:
+            shard_table.states.append(self)
+        remote_cost = shard_table.remote_cost if shard_table is not None else None
+        self.policy = IterationPolicy(config, latency, block_manager, prefill_times, remote_cost)
+        self.growth = KvGrowth(config, block_manager, self.policy.admission)
+        self.staged_kv = StagedKv(block_manager)
         self.sequences: dict[str, SequenceState] = {}
         # Decodes that the next batch takes, all of them.
         self.ready = DecodeSet()
@@ -88,6 +91,13 @@ class GroupState:
         """Return the pending events and clear them."""
         events, self.pending_events = self.pending_events, []
         return events
+
+    def outstanding_s(self) -> float:
+        """Return the predicted seconds of work ahead of a new request: waiting prefills, and one decode iteration."""
+        count = len(self.ready) + sum(len(batch.decodes) for batch in self.in_flight.values())
+        # All leased KV, not the decodes' exact sum: it is the same however many steps a repeated batch takes at once.
+        load = BatchLoad(count, count, self.block_manager.used_tokens)
+        return self.policy.waiting_s + (load_s(self.latency, load) if count else 0.0)
 
     def count_iterations(self, iterations: int = 1) -> None:
         """Count scheduled iterations, here and in the policy."""
@@ -116,18 +126,17 @@ class GroupState:
 
         Return False if there is none."""
         holders = (self.sequences[name] for name in self.policy.holders)
-        behind = [s for s in holders if s.order > sequence.order and not self.is_in_flight(s)]
-        others = self.neighbours
-        if others is not None:
+        # With the group that computes each one's rows: it preempts the request, whose state is there.
+        behind = [(self, s) for s in holders if s.order > sequence.order]
+        if self.shard_table is not None:
             # Shards of requests that other groups compute occupy blocks here as well.
-            remote = others.remote_holders(self.group)
-            behind += [s for s in remote if s.order > sequence.order and not others.is_in_flight(s)]
-        victim = max(behind, key=lambda s: s.order, default=None)
+            remote = self.shard_table.remote_holders(self.group)
+            behind += [(self.shard_table.owner(s.request.id), s) for s in remote if s.order > sequence.order]
+        free = ((owner, s) for owner, s in behind if not owner.is_in_flight(s))
+        owner, victim = max(free, key=lambda found: found[1].order, default=(self, None))
         if victim is None:
             return False
-        # The group that computes the victim's rows preempts it: its state is there.
-        here = victim.request.id in self.sequences
-        self.pending_events.append(self.preempt(victim, now) if here or others is None else others.preempt(victim, now))
+        self.pending_events.append(owner.preempt(victim, now))
         return True
 
     def preempt(self, sequence: SequenceState, now: float) -> RequestEvent:
@@ -156,7 +165,7 @@ class GroupState:
         assert lease is not None
         self._remove(sequence)
         sequence.lease = None
-        self.custody.store(lease)
+        self.staged_kv.store(lease)
         return RequestEvent("staged", sequence.request.id, now, sequence.computed)
 
     def transfer_out(self, sequence: SequenceState) -> None:
@@ -184,11 +193,11 @@ class GroupState:
         """Free the lease and all shards."""
         if sequence.lease is None:
             return
-        self.ledger.free(sequence.lease)
+        self.block_manager.free(sequence.lease)
         sequence.lease = None
         if sequence.shards:
             for shard in sequence.shards:
-                shard.ledger.free(shard.lease)
+                shard.block_manager.free(shard.lease)
             sequence.shards, sequence.base = (), 0
-            if self.neighbours is not None:
-                self.neighbours.shards_freed()
+            if self.shard_table is not None:
+                self.shard_table.changed()

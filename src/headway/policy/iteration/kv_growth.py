@@ -11,9 +11,9 @@ from headway.policy.iteration.sequence import SequenceState
 class KvGrowth:
     """Growth within one group's blocks."""
 
-    def __init__(self, config: SchedulerConfig, ledger: BlockManager, admission: KvBlockAdmission) -> None:
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, admission: KvBlockAdmission) -> None:
         self._reserve_tokens = config.reserve_tokens
-        self._ledger = ledger
+        self._block_manager = block_manager
         self._admission = admission
 
     def grow(self, sequence: SequenceState) -> bool:
@@ -28,7 +28,7 @@ class KvGrowth:
             return False
         # A larger step grows rarely; it stops at the request's own end and at the edge of its shard.
         wanted = max(need, min(need + self._reserve_tokens, most - sequence.base, sequence.limit))
-        return self._ledger.grow(lease, wanted) or self._ledger.grow(lease, need)
+        return self._block_manager.grow(lease, wanted) or self._block_manager.grow(lease, need)
 
     def next_shard(self, sequence: SequenceState, start: int) -> KvLease | None:
         """Reserve the next shard, from token `start` on, of a request that has filled its shard in another group.
@@ -38,8 +38,10 @@ class KvGrowth:
         most = sequence.prompt + sequence.request.max_output_tokens
         known = max(1, min(sequence.known, start + sequence.limit) - start)
         tokens = max(1, min(sequence.known + self._reserve_tokens, most, start + sequence.limit) - start)
-        blocks = self._ledger.blocks_for(tokens)
+        blocks = self._block_manager.blocks_for(tokens)
         headroom = 0 if sequence.decoding else self._admission.headroom(sequence, blocks)
         name = sequence.request.id
         # First with room for output, then for the known tokens only.
-        return self._ledger.reserve(name, tokens, headroom, start) or self._ledger.reserve(name, known, headroom, start)
+        return self._block_manager.reserve(name, tokens, headroom, start) or self._block_manager.reserve(
+            name, known, headroom, start
+        )

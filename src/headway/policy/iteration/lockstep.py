@@ -8,7 +8,6 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from headway.core.batch import Batch, Chunk, RemoteAttention
@@ -18,19 +17,6 @@ from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.candidates import RemoteCost
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.sequence import SequenceState
-
-
-def connected(groups: int, spread: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Partition groups 0..groups-1 into sets that compute in lockstep, in order: the connected components.
-
-    `spread`: for each request with shards in several groups, these groups."""
-    # Groups with the same label are connected; the label is the smallest group number of the set.
-    label = list(range(groups))
-    for holders in spread:
-        joined = {label[group] for group in holders}
-        least = min(joined)
-        label = [least if c in joined else c for c in label]
-    return [tuple(g for g in range(groups) if label[g] == c) for c in sorted(set(label))]
 
 
 class LockstepBatch:

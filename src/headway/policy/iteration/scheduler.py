@@ -19,13 +19,13 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.audit import audit
-from headway.policy.iteration.base import NeighbourGroups
 from headway.policy.iteration.batch_builder import BatchBuilder
 from headway.policy.iteration.completion import BatchCompletion
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.group_state import GroupState
 from headway.policy.iteration.prefill import WHOLE
 from headway.policy.iteration.sequence import SequenceState
+from headway.policy.iteration.shard_placement import ShardPlacement
 
 
 class Scheduler:
@@ -34,35 +34,36 @@ class Scheduler:
     At most `config.stages` batches are in flight. A prefill is preempted at chunk edges and keeps its KV. KV is evicted
     (and computed again later) only when decodes cannot grow, youngest request first. Staged KV is never evicted.
 
-    As one of several groups (`grouped_scheduler.GroupedScheduler`) it has `neighbours` and is driven a step at a time,
-    through `state` and `builder`.
+    As one of several groups (`grouped_scheduler.GroupedScheduler`) it has a `ShardPlacement` and is driven a step at a
+    time, through `state` and `builder`.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
         latency: LatencyModel,
-        ledger: BlockManager,
+        block_manager: BlockManager,
         group: int = 0,
-        neighbours: NeighbourGroups | None = None,
+        placement: ShardPlacement | None = None,
         prefill_times: PrefillCache | None = None,
     ) -> None:
         self.config = config
         self.latency = latency
-        self.ledger = ledger
+        self.block_manager = block_manager
         self.group = group
-        self.state = GroupState(config, latency, ledger, group, neighbours, prefill_times)
-        self.builder = BatchBuilder(self.state)
+        table = placement.table if placement is not None else None
+        self.state = GroupState(config, latency, block_manager, group, table, prefill_times)
+        self.builder = BatchBuilder(self.state, placement)
         self.completion = BatchCompletion(self.state)
         self.policy = self.state.policy
-        self.custody = self.state.custody
+        self.staged_kv = self.state.staged_kv
         self._arrivals = 0
 
     # -- questions ----------------------------------------------------------------------------------------------
 
     @property
-    def ledgers(self) -> tuple[BlockManager, ...]:
-        return (self.ledger,)
+    def block_managers(self) -> tuple[BlockManager, ...]:
+        return (self.block_manager,)
 
     @property
     def running(self) -> int:
@@ -94,14 +95,6 @@ class Scheduler:
         """See `InstanceScheduler`."""
         return self.state.sequences[request_id].computed
 
-    def outstanding_s(self) -> float:
-        """Return the predicted seconds of work ahead of a new request: waiting prefills, and one decode iteration."""
-        state = self.state
-        count = len(state.ready) + sum(len(batch.decodes) for batch in state.in_flight.values())
-        # All leased KV, not the decodes' exact sum: it is the same however many steps a repeated batch takes at once.
-        decodes_s = load_s(self.latency, BatchLoad(count, count, self.ledger.used_tokens)) if count else 0.0
-        return self.policy.waiting_s + decodes_s
-
     def check(self) -> None:
         """Raise InvariantError unless cursors, sets and the block manager agree.
 
@@ -112,12 +105,12 @@ class Scheduler:
 
     def add(self, span: Span, now: float, phase: Phase = "all") -> None:
         """See `InstanceScheduler`."""
-        request, custody = span.request, self.custody
-        if request.id in self.state.sequences or custody.waits(request.id):
+        request, staged_kv = span.request, self.staged_kv
+        if request.id in self.state.sequences or staged_kv.waits(request.id):
             raise RequestError(f"request id {request.id!r} is in use", "id")
         # All checks come before `claim`: a refused request changes nothing.
-        refuse_unservable(request, self.ledger.total_tokens)
-        lease = custody.lease(request.id)
+        refuse_unservable(request, self.block_manager.total_tokens)
+        lease = staged_kv.lease(request.id)
         # A decode-only request needs the KV of all its tokens but the last, whose row yields the next token.
         if phase == "decode" and (lease is None or request.cached_tokens < request.prompt_tokens - 1):
             raise RequestError(f"KV of {request.id!r} is not here", "id")
@@ -125,7 +118,7 @@ class Scheduler:
         decodes = request.cached_tokens == request.prompt_tokens - 1
         if lease is not None and lease.tokens < request.prompt_tokens - decodes:
             raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
-        sequence = self.enter(request, self._arrivals, lease=custody.claim(request.id) if lease is not None else None)
+        sequence = self.enter(request, self._arrivals, lease=staged_kv.claim(request.id) if lease is not None else None)
         sequence.hands_over = phase == "prefill"
         self._arrivals += 1
 

@@ -14,11 +14,11 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import WHOLE
 
 
-def shard_tokens(config: SchedulerConfig, latency: LatencyModel, ledger: BlockManager) -> int:
+def shard_tokens(config: SchedulerConfig, latency: LatencyModel, block_manager: BlockManager) -> int:
     """Return the limit of a shard in tokens: whole blocks, at least one, at most the pool."""
     given = config.kv_shard_tokens
-    tokens = given if given is not None else _decodable(config.t_target_s, latency, ledger.total_tokens)
-    return max(1, min(tokens, ledger.total_tokens) // ledger.block_tokens) * ledger.block_tokens
+    tokens = given if given is not None else _decodable(config.t_target_s, latency, block_manager.total_tokens)
+    return max(1, min(tokens, block_manager.total_tokens) // block_manager.block_tokens) * block_manager.block_tokens
 
 
 def limit_of(request: Request, shard: int, groups: int, block_tokens: int) -> int:

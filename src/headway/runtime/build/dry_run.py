@@ -40,7 +40,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
         shard = scheduler.shard_tokens
         # A prompt longer than a shard is spread over KV groups: predict with the exchange between them.
         latency = ShardedModel(latency, shard)
-        share = f"{len(scheduler.groups)}, each with {scheduler.ledgers[0].total_tokens:,} of these tokens"
+        share = f"{len(scheduler.groups)}, each with {scheduler.block_managers[0].total_tokens:,} of these tokens"
         groups = [f"KV groups            {share}; of one request a group holds {shard:,}, then another joins"]
     lines = [
         f"model                {info.model}",

@@ -102,11 +102,11 @@ def _engine(
 ) -> EngineCore:
     """Make scheduler, latency model and core around a loaded model."""
     # One block manager per KV group.
-    ledgers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
+    block_managers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
-    scheduler = make_scheduler(schedule, latency, ledgers, exchange_of(source))
-    kv_tokens = sum(ledger.total_tokens for ledger in ledgers)
+    scheduler = make_scheduler(schedule, latency, block_managers, exchange_of(source))
+    kv_tokens = sum(block_manager.total_tokens for block_manager in block_managers)
     info = EngineInfo(
         model=model_name(config.model),
         architecture=built.shape.architecture,

@@ -50,7 +50,7 @@ def _join_one(
     # Instances may be cut into different numbers of ranks: `CutConnector` splits KV by heads accordingly.
     inner = make_connector(own.kv_connector, peers, ring)
     connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
-    port = KvPort(worker, core.scheduler.ledgers[0].block_tokens, runs, connector, own.number)
+    port = KvPort(worker, core.scheduler.block_managers[0].block_tokens, runs, connector, own.number)
     return InstanceAgent(
         core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock)
     )
@@ -70,7 +70,7 @@ def _join_ranks(own: InstanceConfig, core: EngineCore, clock: ClockProtocol) -> 
         return None
     first, *others = executor.peer_addresses
     core.info = msgspec.structs.replace(core.info, peer_address=first, peer_others=tuple(others))
-    port = MultiRankKvTransfer(executor, core.scheduler.ledgers[0].drain_ops)
+    port = MultiRankKvTransfer(executor, core.scheduler.block_managers[0].drain_ops)
     peers = MultiRankPeers(own.number, port)
     return InstanceAgent(
         core, port.computes, peers, clock, own.room_s, KvConnectorScheduler(core, port, executor.replay, clock)

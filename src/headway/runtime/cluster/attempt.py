@@ -27,16 +27,16 @@ class RequestAttempt:
     """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
     __slots__ = ("admitted", "asked", "asked_as", "at", "base", "controlled", "count", "early", "entry", "finished",
-                 "gathers", "halts", "home", "late", "left", "moving", "request", "room", "running", "runs", "space",
-                 "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole", "wire")  # fmt: skip
+                 "gathers", "halts", "home", "late", "left", "moving", "request", "restarts", "room", "running", "runs",
+                 "space", "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole")  # fmt: skip
 
     controlled: ControlledRequest
 
     def __init__(self, asked: ClusterRequest, request: Request) -> None:
         # `request` is what the policy sees.
         self.asked, self.request = asked, request
-        self.wire = request.id
-        """Id on the instances: the request's name, with a suffix after it restarted on another scheduler."""
+        self.restarts = 0
+        """How often the request has restarted on another scheduler, under another id on the instances."""
         self.base = len(asked.told)
         """Output tokens that earlier attempts had emitted; they are part of this attempt's prompt."""
         self.admitted: set[int] = set()
@@ -87,6 +87,11 @@ class RequestAttempt:
         """Slices that wait until the last span is computed, or blocks are reserved."""
         self.early: list[KvSlice] = []
         """Slices that arrived before their span was complete on the whole group."""
+
+    @property
+    def wire(self) -> str:
+        """Id on the instances. Another one after each restart: what the earlier attempt still reports is ignored."""
+        return self.request.id + "'" * self.restarts
 
     @property
     def said(self) -> int:
@@ -147,7 +152,7 @@ class AttemptTable:
     def rename(self, attempt: RequestAttempt) -> None:
         """Give an attempt a new id on the instances: messages under the old one are ignored from now on."""
         del self._of[attempt.wire]
-        attempt.wire += "'"
+        attempt.restarts += 1
         attempt.admitted.clear()
         attempt.left.clear()
         self._of[attempt.wire] = attempt

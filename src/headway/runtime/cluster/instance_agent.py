@@ -20,7 +20,7 @@ from headway.core.clock import ClockProtocol
 from headway.core.errors import HeadwayError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.kv.staged_kv import StagedKv, runs_of
+from headway.kv.staged_kv import StagedKv, span_kv_name
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
@@ -187,11 +187,11 @@ class InstanceAgent:
         moves: KvTransferManager | None = None,
     ) -> None:
         """room_s: seconds for which a task waits for blocks of the pool."""
-        custody = core.scheduler.custody
-        assert custody is not None, "an instance of several KV groups takes no part in runs"
+        staged_kv = core.scheduler.staged_kv
+        assert staged_kv is not None, "an instance of several KV groups takes no part in runs"
         self._core, self._computes, self._peers, self._clock = core, computes, peers, clock
-        self._custody: StagedKv = custody
-        self._ledger = core.scheduler.ledgers[0]
+        self._staged_kv: StagedKv = staged_kv
+        self._block_manager = core.scheduler.block_managers[0]
         self._room_s, self._moves = room_s, moves
         self._requests: dict[str, _AgentRequest] = {}
         self._jobs: dict[str, _SpanJob] = {}
@@ -240,8 +240,8 @@ class InstanceAgent:
         name = submit.id
         known = submit.prompt_tokens + len(submit.output)
         # Only KV of all tokens in one place and in their order; the newest token has none yet (`known - 1`).
-        if self._computes.whole(name, known - 1) and self._places.get(name) == [runs_of(name)]:
-            self._custody.to_request(name)
+        if self._computes.whole(name, known - 1) and self._places.get(name) == [span_kv_name(name)]:
+            self._staged_kv.to_request(name)
         self._give_back(name)
         self._drop(name)
 
@@ -262,13 +262,13 @@ class InstanceAgent:
         if not for_good:
             self._peers.cease(name)
         self._give_back(name)
-        self._custody.release(name)
+        self._staged_kv.release(name)
         self._drop(name)
 
     def turn(self, loop: EngineLoop) -> None:
         """Grant blocks to waiting reservations, and report transfers. Called in every turn of the loop."""
-        if self._custody.waiting:
-            for name in self._custody.admit():
+        if self._staged_kv.waiting:
+            for name in self._staged_kv.admit():
                 if self._moves is not None and name not in self._asked:
                     self._moves.granted(name)
         if self._moves is not None:
@@ -362,10 +362,10 @@ class InstanceAgent:
 
     def _take_up(self, name: str) -> None:
         """Give the KV that a scheduler has left here to the request's span tasks."""
-        if name in self._places or not self._custody.to_span(name):
+        if name in self._places or not self._staged_kv.to_span(name):
             raise HeadwayError("its KV is not here")
-        self._places[name] = [runs_of(name)]
-        self._asked.add(runs_of(name))
+        self._places[name] = [span_kv_name(name)]
+        self._asked.add(span_kv_name(name))
 
     def _room(self, job: _SpanJob, tokens: int, anew: bool, loop: EngineLoop) -> Slots:
         """Return slots of the pool, (first, count), for a task that is about to begin; anew: in a place of its own.
@@ -373,25 +373,25 @@ class InstanceAgent:
         The scheduler continues while the task waits for blocks: its requests' ends free them. Raises HeadwayError after
         `room_s`.
         """
-        name, custody = job.compute.id, self._custody
+        name, staged_kv = job.compute.id, self._staged_kv
         places = self._places.setdefault(name, [])
         if anew or not places:
-            places.append(f"{runs_of(name)}/{job.compute.index}" if anew else runs_of(name))
+            places.append(span_kv_name(name, job.compute.index if anew else None))
         place = places[-1]
-        custody.request(place, tokens, self._clock.now())
+        staged_kv.request(place, tokens, self._clock.now())
         self._asked.add(place)
         until_s = self._clock.now() + self._room_s
         self.turn(loop)
-        while custody.waits(place):
+        while staged_kv.waits(place):
             if self._clock.now() > until_s:
                 raise HeadwayError(f"no room for {tokens} tokens of KV within {self._room_s:g} s")
             loop.turn(True, _NAP_S)
             if job.forgotten:
                 raise _EndedError
-        lease = custody.lease(place)
+        lease = staged_kv.lease(place)
         assert lease is not None
-        block = self._ledger.block_tokens
-        return [(first * block, count * block) for first, count in self._ledger.runs(lease)]
+        block = self._block_manager.block_tokens
+        return [(first * block, count * block) for first, count in self._block_manager.runs(lease)]
 
     def _done(self, job: _SpanJob) -> SpanTaskDone:
         compute, name = job.compute, job.compute.id
@@ -448,7 +448,7 @@ class InstanceAgent:
             self._leave(place)
 
     def _leave(self, place: str) -> None:
-        self._custody.release(place)
+        self._staged_kv.release(place)
         self._asked.discard(place)
 
     def _drop(self, name: str) -> None:

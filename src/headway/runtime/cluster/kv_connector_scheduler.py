@@ -53,9 +53,13 @@ class KvConnectorScheduler:
         self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol
     ) -> None:
         """replay: the executor's, for KV operations that no batch carries."""
-        custody = core.scheduler.custody
-        assert custody is not None, "KV does not move between instances of several KV groups"
-        self._scheduler, self._custody, self._ledger = core.scheduler, custody, core.scheduler.ledgers[0]
+        staged_kv = core.scheduler.staged_kv
+        assert staged_kv is not None, "KV does not move between instances of several KV groups"
+        self._scheduler, self._staged_kv, self._block_manager = (
+            core.scheduler,
+            staged_kv,
+            core.scheduler.block_managers[0],
+        )
         self._port, self._replay, self._clock = port, replay, clock
         self._asked: dict[str, ReserveKv] = {}
         self._words: list[FromInstance] = []
@@ -71,7 +75,7 @@ class KvConnectorScheduler:
             self._advance(name)
             return
         try:
-            self._custody.request(name, message.tokens, self._clock.now())
+            self._staged_kv.request(name, message.tokens, self._clock.now())
             self._asked[name] = message
         except RequestError as error:
             self._words.append(SpanTaskLost(name, str(error)))
@@ -79,7 +83,7 @@ class KvConnectorScheduler:
     def granted(self, name: str) -> None:
         """See `KvTransferManager.granted`."""
         self._came[name] = self._asked[name].tokens
-        self._port.receive(name, self._asked[name].tokens, self._ledger.where(name))
+        self._port.receive(name, self._asked[name].tokens, self._block_manager.where(name))
 
     def kv_incomplete(self, name: str, tokens: int) -> bool:
         """Whether KV of the first `tokens` tokens is missing for a decode that is about to begin.
@@ -113,8 +117,8 @@ class KvConnectorScheduler:
         words += [KvReserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
         words += [KvArrived(*one) for one in received]
         words += [SpanTaskLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
-        if self._ledger.pending_ops > _UNTOLD:
-            self._replay(self._ledger.drain_ops())
+        if self._block_manager.pending_ops > _UNTOLD:
+            self._replay(self._block_manager.drain_ops())
         return words
 
     def forget(self, name: str) -> None:
@@ -127,8 +131,8 @@ class KvConnectorScheduler:
         """Send the available part of the slices that were requested."""
         # A scheduled request first: its staged KV, if it had any, has become the scheduler's.
         if name in self._scheduler:
-            self._port.tokens_are_there(name, self._scheduler.progress(name), self._ledger.where(name))
-        elif (lease := self._custody.lease(name)) is not None and not self._port.awaits(name):
-            self._port.tokens_are_there(name, lease.tokens, self._ledger.where(name))
+            self._port.tokens_are_there(name, self._scheduler.progress(name), self._block_manager.where(name))
+        elif (lease := self._staged_kv.lease(name)) is not None and not self._port.awaits(name):
+            self._port.tokens_are_there(name, lease.tokens, self._block_manager.where(name))
         else:
             self._port.layers_are_there(name)

@@ -78,12 +78,12 @@ class EngineCore:
         self._poison_requests = PoisonRequestTracker()
         self._lost_s: float | None = None
         if log is not None:
-            ledger = scheduler.ledgers[0]
+            block_manager = scheduler.block_managers[0]
             self._log_event(
                 "start",
                 config=asdict(scheduler.config),
-                kv_tokens=ledger.total_tokens,
-                block_tokens=ledger.block_tokens,
+                kv_tokens=block_manager.total_tokens,
+                block_tokens=block_manager.block_tokens,
                 latency=describe(scheduler.latency),
             )
 
@@ -272,7 +272,7 @@ class EngineCore:
                 return
             self._batches[batch.id] = (batch, now)
             # Logged only where some KV groups were busy.
-            some = free is not None and len(free) < len(self.scheduler.ledgers)
+            some = free is not None and len(free) < len(self.scheduler.block_managers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self.executor.submit(batch)
@@ -336,8 +336,8 @@ class EngineCore:
             running=self.scheduler.running,
             waiting=self.scheduler.waiting,
             in_flight=len(self._batches),
-            kv_tokens_used=sum(ledger.used_tokens for ledger in self.scheduler.ledgers),
-            kv_tokens_total=sum(ledger.total_tokens for ledger in self.scheduler.ledgers),
+            kv_tokens_used=sum(block_manager.used_tokens for block_manager in self.scheduler.block_managers),
+            kv_tokens_total=sum(block_manager.total_tokens for block_manager in self.scheduler.block_managers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             recovering=self.recovering,
             **self._stats,  # type: ignore[arg-type]

@@ -12,18 +12,18 @@ from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
 from headway.kv.block_allocator import BlockTables
 from headway.kv.block_manager import BlockManager
-from headway.kv.staged_kv import StagedKv, runs_of
+from headway.kv.staged_kv import StagedKv, is_span_kv, span_kv_name
 
 BLOCKS, BLOCK = 20, 4
 
 
-class CustodyMachine(RuleBasedStateMachine):
+class StagedKvMachine(RuleBasedStateMachine):
     """Asks, grants, releases and adoptions beside a scheduler's own leases; a replica replays the operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = BlockManager(BLOCKS * BLOCK, BLOCK)
-        self.custody = StagedKv(self.ledger)
+        self.block_manager = BlockManager(BLOCKS * BLOCK, BLOCK)
+        self.staged_kv = StagedKv(self.block_manager)
         self.replica = BlockTables(BLOCKS)
         self.line: list[tuple[str, int]] = []
         self.kept: dict[str, int] = {}
@@ -35,9 +35,9 @@ class CustodyMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 80), runs=st.booleans())
     def ask(self, tokens: int, runs: bool) -> None:
-        name = runs_of(f"r{self.named}") if runs else f"r{self.named}"
+        name = span_kv_name(f"r{self.named}") if runs else f"r{self.named}"
         self.named += 1
-        self.custody.request(name, tokens, float(self.named))
+        self.staged_kv.request(name, tokens, float(self.named))
         self.line.append((name, -(-tokens // BLOCK)))
 
     @precondition(lambda self: self.kept)
@@ -46,174 +46,174 @@ class CustodyMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.kept)))
         if name in dict(self.line):
             with pytest.raises(RequestError, match="waits for room already"):
-                self.custody.request(name, tokens, 0.0)
+                self.staged_kv.request(name, tokens, 0.0)
             return
-        self.custody.request(name, tokens, float(self.named))
+        self.staged_kv.request(name, tokens, float(self.named))
         self.line.append((name, -(-tokens // BLOCK)))
 
     @rule()
     def grant(self) -> None:
         expected = []
-        for name, blocks in sorted(self.line, key=lambda item: (item[0] not in self.kept, "/runs" not in item[0])):
+        for name, blocks in sorted(self.line, key=lambda item: (item[0] not in self.kept, not is_span_kv(item[0]))):
             more = max(0, blocks - self.kept.get(name, 0))
             if more > self.free():
                 break
             self.kept[name] = self.kept.get(name, 0) + more
             self.line.remove((name, blocks))
             expected.append(name)
-        assert self.custody.admit() == expected
+        assert self.staged_kv.admit() == expected
 
     @rule(blocks=st.integers(1, 8))
     def enter(self, blocks: int) -> None:
         """A request of the scheduler's own."""
         name = f"r{self.named}"
         self.named += 1
-        if self.ledger.reserve(name, blocks * BLOCK) is not None:
+        if self.block_manager.reserve(name, blocks * BLOCK) is not None:
             self.others[name] = blocks
 
     @precondition(lambda self: self.others)
     @rule(data=st.data(), stays=st.booleans())
     def end(self, data: st.DataObject, stays: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.others)))
-        lease = next(lease for lease in self.ledger.leases() if lease.request == name)
+        lease = next(lease for lease in self.block_manager.leases() if lease.request == name)
         blocks = self.others.pop(name)
         if stays:
-            self.custody.store(lease)
+            self.staged_kv.store(lease)
             self.kept[name] = blocks
         else:
-            self.ledger.free(lease)
+            self.block_manager.free(lease)
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.kept)))
-        lease = self.custody.claim(name)
+        lease = self.staged_kv.claim(name)
         self.line = [ask for ask in self.line if ask[0] != name]
         assert lease.blocks == self.kept[name]
         self.others[name] = self.kept.pop(name)
         with pytest.raises(InvariantError, match="no KV is held"):
-            self.custody.claim(name)
+            self.staged_kv.claim(name)
 
     @precondition(lambda self: self.kept or self.line)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted({*self.kept, *dict(self.line)})))
-        assert self.custody.release(name)
-        assert not self.custody.release(name)
+        assert self.staged_kv.release(name)
+        assert not self.staged_kv.release(name)
         self.kept.pop(name, None)
         self.line = [ask for ask in self.line if ask[0] != name]
 
-    @precondition(lambda self: any(name.endswith("/runs") for name in self.kept))
+    @precondition(lambda self: any(is_span_kv(name) for name in self.kept))
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(name for name in self.kept if name.endswith("/runs"))))
-        request = name.removesuffix("/runs")
+        name = data.draw(st.sampled_from(sorted(name for name in self.kept if is_span_kv(name))))
+        request = name.removesuffix("/spans")
         blocks = self.kept.pop(name)
         self.line = [ask for ask in self.line if ask[0] != name]
-        assert self.custody.to_request(request)
+        assert self.staged_kv.to_request(request)
         self.kept.setdefault(request, blocks)
-        assert self.custody.to_request(request)
+        assert self.staged_kv.to_request(request)
 
-    @precondition(lambda self: any(not name.endswith("/runs") for name in self.kept))
+    @precondition(lambda self: any(not is_span_kv(name) for name in self.kept))
     @rule(data=st.data())
     def lend(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(sorted(name for name in self.kept if not name.endswith("/runs"))))
-        runs = runs_of(request)
+        request = data.draw(st.sampled_from(sorted(name for name in self.kept if not is_span_kv(name))))
+        runs = span_kv_name(request)
         if runs in self.kept:
-            assert not self.custody.to_span(request)
+            assert not self.staged_kv.to_span(request)
             return
-        assert self.custody.to_span(request)
-        assert not self.custody.to_span(request)
+        assert self.staged_kv.to_span(request)
+        assert not self.staged_kv.to_span(request)
         self.line = [ask for ask in self.line if ask[0] != request]
         self.kept[runs] = self.kept.pop(request)
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.ledger.drain_ops())
-        held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
+        apply_ops(self.replica, self.block_manager.drain_ops())
+        held = {lease.request: self.block_manager.runs(lease) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
 
     @rule()
     def lose(self) -> None:
         if self.named % 5 == 0:
-            self.custody.lost()
+            self.staged_kv.lost()
             self.kept, self.line = {}, []
 
     @invariant()
     def blocks_are_conserved(self) -> None:
-        self.ledger.check()
-        assert self.ledger.free_blocks == self.free()
-        assert {lease.request: lease.blocks for lease in self.ledger.leases()} == {**self.kept, **self.others}
-        assert set(self.custody.names()) == set(self.kept)
-        assert self.custody.waiting == tuple(name for name, _ in self.line)
+        self.block_manager.check()
+        assert self.block_manager.free_blocks == self.free()
+        assert {lease.request: lease.blocks for lease in self.block_manager.leases()} == {**self.kept, **self.others}
+        assert set(self.staged_kv.names()) == set(self.kept)
+        assert self.staged_kv.waiting == tuple(name for name, _ in self.line)
 
 
-TestCustody = CustodyMachine.TestCase
-TestCustody.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
+TestStagedKv = StagedKvMachine.TestCase
+TestStagedKv.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 
 
 def test_pending_requests_are_served_whole_and_in_order() -> None:
-    ledger = BlockManager(64, 4)
-    custody = StagedKv(ledger)
-    other = ledger.reserve("other", 32)
+    block_manager = BlockManager(64, 4)
+    staged_kv = StagedKv(block_manager)
+    other = block_manager.reserve("other", 32)
     assert other is not None
-    custody.request("large", 48, 0.0)
-    custody.request("small", 4, 1.0)
-    assert custody.admit() == []
-    assert (custody.lease("large"), custody.lease("small"), ledger.free_blocks) == (None, None, 8)
-    assert not custody.blocked(1.9, 2.0)
-    assert custody.blocked(2.0, 2.0)
-    ledger.free(other)
-    assert custody.admit() == ["large", "small"]
-    assert not custody.blocked(9.0, 2.0)
+    staged_kv.request("large", 48, 0.0)
+    staged_kv.request("small", 4, 1.0)
+    assert staged_kv.admit() == []
+    assert (staged_kv.lease("large"), staged_kv.lease("small"), block_manager.free_blocks) == (None, None, 8)
+    assert not staged_kv.blocked(1.9, 2.0)
+    assert staged_kv.blocked(2.0, 2.0)
+    block_manager.free(other)
+    assert staged_kv.admit() == ["large", "small"]
+    assert not staged_kv.blocked(9.0, 2.0)
 
 
 def test_names_that_hold_kv_are_served_before_new_ones() -> None:
-    custody = StagedKv(BlockManager(64, 4))
-    custody.request("old", 16, 0.0)
-    assert custody.admit() == ["old"]
-    custody.request("new", 60, 1.0)
-    custody.request("old", 40, 2.0)
-    assert custody.admit() == ["old"]
-    lease = custody.lease("old")
+    staged_kv = StagedKv(BlockManager(64, 4))
+    staged_kv.request("old", 16, 0.0)
+    assert staged_kv.admit() == ["old"]
+    staged_kv.request("new", 60, 1.0)
+    staged_kv.request("old", 40, 2.0)
+    assert staged_kv.admit() == ["old"]
+    lease = staged_kv.lease("old")
     assert lease is not None
     assert lease.tokens == 40
-    assert custody.waiting == ("new",)
+    assert staged_kv.waiting == ("new",)
 
 
 def test_requests_that_never_fit_or_are_computed_here_are_refused() -> None:
-    ledger = BlockManager(64, 4)
-    custody = StagedKv(ledger)
+    block_manager = BlockManager(64, 4)
+    staged_kv = StagedKv(block_manager)
     with pytest.raises(RequestError, match="65 tokens do not fit the KV cache of 64"):
-        custody.request("a", 65, 0.0)
-    ledger.reserve("b", 4)
+        staged_kv.request("a", 65, 0.0)
+    block_manager.reserve("b", 4)
     with pytest.raises(RequestError, match="b waits for room already, or is computed here"):
-        custody.request("b", 4, 0.0)
+        staged_kv.request("b", 4, 0.0)
 
 
 def test_kv_of_spans_becomes_the_requests_without_moving() -> None:
-    ledger = BlockManager(64, 4)
-    custody = StagedKv(ledger)
-    custody.request(runs_of("a"), 10, 0.0)
-    custody.admit()
-    lease = custody.lease(runs_of("a"))
+    block_manager = BlockManager(64, 4)
+    staged_kv = StagedKv(block_manager)
+    staged_kv.request(span_kv_name("a"), 10, 0.0)
+    staged_kv.admit()
+    lease = staged_kv.lease(span_kv_name("a"))
     assert lease is not None
-    runs = ledger.runs(lease)
-    assert custody.to_request("a")
-    assert custody.lease("a") is lease
-    assert ledger.runs(lease) == runs
-    assert ledger.drain_ops() == (KvOp("reserve", "a/runs", 3), KvOp("reassign", "a", 0, before="a/runs"))
+    runs = block_manager.runs(lease)
+    assert staged_kv.to_request("a")
+    assert staged_kv.lease("a") is lease
+    assert block_manager.runs(lease) == runs
+    assert block_manager.drain_ops() == (KvOp("reserve", "a/spans", 3), KvOp("reassign", "a", 0, before="a/spans"))
 
 
 def test_kv_of_spans_is_freed_if_the_whole_was_received() -> None:
-    ledger = BlockManager(64, 4)
-    custody = StagedKv(ledger)
-    for name in (runs_of("a"), "a"):
-        custody.request(name, 10, 0.0)
-    custody.admit()
-    whole = custody.lease("a")
-    assert custody.to_request("a")
-    assert custody.lease("a") is whole
-    assert list(custody.names()) == ["a"]
-    assert not custody.to_request("b")
+    block_manager = BlockManager(64, 4)
+    staged_kv = StagedKv(block_manager)
+    for name in (span_kv_name("a"), "a"):
+        staged_kv.request(name, 10, 0.0)
+    staged_kv.admit()
+    whole = staged_kv.lease("a")
+    assert staged_kv.to_request("a")
+    assert staged_kv.lease("a") is whole
+    assert list(staged_kv.names()) == ["a"]
+    assert not staged_kv.to_request("b")

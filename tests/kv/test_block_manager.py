@@ -16,12 +16,12 @@ from headway.kv.block_manager import BlockManager, KvLease
 BLOCKS, BLOCK = 20, 4
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class BlockManagerMachine(RuleBasedStateMachine):
     """Random reserve, grow and free; a replica replays the operations in batches of any size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = BlockManager(BLOCKS * BLOCK, BLOCK)
+        self.block_manager = BlockManager(BLOCKS * BLOCK, BLOCK)
         self.replica = BlockTables(BLOCKS)
         self.blocks: dict[str, int] = {}
         self.named = 0
@@ -37,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.named += 1
         need = max(1, -(-tokens // BLOCK))
         fits = need + headroom <= self.free()
-        lease = self.ledger.reserve(name, tokens, headroom)
+        lease = self.block_manager.reserve(name, tokens, headroom)
         assert (lease is not None) == fits
         if lease is not None:
             self.blocks[name] = need
@@ -51,73 +51,73 @@ class LedgerMachine(RuleBasedStateMachine):
         before = lease.tokens
         more = max(0, -(-tokens // BLOCK) - self.blocks[lease.request])
         fits = more <= self.free()
-        assert self.ledger.grow(lease, tokens) == fits
+        assert self.block_manager.grow(lease, tokens) == fits
         self.blocks[lease.request] += more if fits else 0
         assert lease.tokens == max(before, -(-tokens // BLOCK) * BLOCK) if fits else lease.tokens == before
 
     @rule(lease=consumes(leases))
     def give_back(self, lease: KvLease | None) -> None:
         if lease is not None:
-            self.ledger.free(lease)
+            self.block_manager.free(lease)
             del self.blocks[lease.request]
             with pytest.raises(InvariantError):
-                self.ledger.free(lease)
+                self.block_manager.free(lease)
             with pytest.raises(InvariantError):
-                self.ledger.grow(lease, 1)
+                self.block_manager.grow(lease, 1)
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.ledger.drain_ops())
-        held = {lease.request: self.ledger.runs(lease) for lease in self.ledger.leases()}
+        apply_ops(self.replica, self.block_manager.drain_ops())
+        held = {lease.request: self.block_manager.runs(lease) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
 
     @invariant()
     def counts_agree(self) -> None:
-        self.ledger.check()
-        assert self.ledger.free_blocks == self.free()
-        assert self.ledger.used_tokens == sum(self.blocks.values()) * BLOCK
-        assert {lease.request: lease.blocks for lease in self.ledger.leases()} == self.blocks
+        self.block_manager.check()
+        assert self.block_manager.free_blocks == self.free()
+        assert self.block_manager.used_tokens == sum(self.blocks.values()) * BLOCK
+        assert {lease.request: lease.blocks for lease in self.block_manager.leases()} == self.blocks
 
 
-TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40)
+TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_operations_are_drained_once_and_in_order() -> None:
-    ledger = BlockManager(64, 4)
-    lease = ledger.reserve("a", 5)
+    block_manager = BlockManager(64, 4)
+    lease = block_manager.reserve("a", 5)
     assert lease is not None
-    assert ledger.grow(lease, 8)  # fits already: no operation
-    assert ledger.grow(lease, 9)
-    ledger.free(lease)
-    assert ledger.drain_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
-    assert ledger.drain_ops() == ()
+    assert block_manager.grow(lease, 8)  # fits already: no operation
+    assert block_manager.grow(lease, 9)
+    block_manager.free(lease)
+    assert block_manager.drain_ops() == (KvOp("reserve", "a", 2), KvOp("grow", "a", 1), KvOp("free", "a", 0))
+    assert block_manager.drain_ops() == ()
 
 
 def test_freed_lease_cannot_change_a_later_lease_of_the_same_request() -> None:
-    ledger = BlockManager(64, 4)
-    old = ledger.reserve("a", 4)
+    block_manager = BlockManager(64, 4)
+    old = block_manager.reserve("a", 4)
     assert old is not None
-    ledger.free(old)
-    new = ledger.reserve("a", 4)
+    block_manager.free(old)
+    new = block_manager.reserve("a", 4)
     assert new is not None
     with pytest.raises(InvariantError, match="lease of a"):
-        ledger.free(old)
+        block_manager.free(old)
     with pytest.raises(InvariantError, match="lease of a"):
-        ledger.grow(old, 8)
-    ledger.check()
-    assert list(ledger.leases()) == [new]
-    ledger.free(new)
-    assert ledger.free_blocks == ledger.n_blocks
+        block_manager.grow(old, 8)
+    block_manager.check()
+    assert list(block_manager.leases()) == [new]
+    block_manager.free(new)
+    assert block_manager.free_blocks == block_manager.n_blocks
 
 
 def test_a_second_lease_for_the_same_request_is_an_error() -> None:
-    ledger = BlockManager(64, 4)
-    ledger.reserve("a", 4)
+    block_manager = BlockManager(64, 4)
+    block_manager.reserve("a", 4)
     with pytest.raises(InvariantError, match="a has a lease already"):
-        ledger.reserve("a", 4)
-    ledger.check()
+        block_manager.reserve("a", 4)
+    block_manager.check()
 
 
 @pytest.mark.parametrize(("tokens", "block"), [(10, 16), (16, 0), (0, 1)])
@@ -127,23 +127,23 @@ def test_a_pool_that_cannot_be_cut_into_blocks_is_refused_with_the_numbers(token
 
 
 def test_a_partial_block_at_the_end_is_not_used() -> None:
-    ledger = BlockManager(67, 4)
-    assert (ledger.n_blocks, ledger.total_tokens) == (16, 64)
+    block_manager = BlockManager(67, 4)
+    assert (block_manager.n_blocks, block_manager.total_tokens) == (16, 64)
 
 
 @pytest.mark.parametrize("field", ["blocks", "tokens"])
 def test_check_notices_a_lease_with_wrong_counts(field: str) -> None:
-    ledger = BlockManager(64, 4)
-    lease = ledger.reserve("a", 9)
+    block_manager = BlockManager(64, 4)
+    lease = block_manager.reserve("a", 9)
     assert lease is not None
     setattr(lease, field, getattr(lease, field) + 1)
     with pytest.raises(InvariantError, match="lease of a"):
-        ledger.check()
+        block_manager.check()
 
 
 def test_check_notices_blocks_without_a_lease() -> None:
-    ledger = BlockManager(64, 4)
-    ledger.reserve("a", 9)
-    ledger._leases.clear()
+    block_manager = BlockManager(64, 4)
+    block_manager.reserve("a", 9)
+    block_manager._leases.clear()
     with pytest.raises(InvariantError, match="owners and leases differ"):
-        ledger.check()
+        block_manager.check()

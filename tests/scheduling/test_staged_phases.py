@@ -41,19 +41,19 @@ def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> No
     assert [(e.kind, e.request, e.tokens) for e in events] == [("started", "a", 0), ("staged", "a", 40)]
     scheduler.check()
     assert scheduler.idle
-    lease = scheduler.custody.lease("a")
+    lease = scheduler.staged_kv.lease("a")
     assert lease is not None
-    runs = scheduler.ledger.runs(lease)
+    runs = scheduler.block_manager.runs(lease)
     add_phase(scheduler, "a", 41, "decode", cached=40)
     scheduler.check()
-    assert scheduler.custody.lease("a") is None
+    assert scheduler.staged_kv.lease("a") is None
     batch = step(scheduler)
     assert batch.parts[0].decodes.members == ("a",)
     assert batch.parts[0].decodes.kv_sum == 41
     assert batch.tokens == 1
-    assert scheduler.ledger.runs(lease)[0][0] == runs[0][0]
+    assert scheduler.block_manager.runs(lease)[0][0] == runs[0][0]
     step(scheduler, 0.0, "a")
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
 def test_prefill_phase_that_ends_with_its_first_token_stages_nothing() -> None:
@@ -63,8 +63,8 @@ def test_prefill_phase_that_ends_with_its_first_token_stages_nothing() -> None:
     assert batch is not None
     events = scheduler.complete(batch.id, [RequestProgress("a", 1, True)], 0.0)
     assert [event.kind for event in events] == ["started", "finished"]
-    assert list(scheduler.custody.names()) == []
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert list(scheduler.staged_kv.names()) == []
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
 def test_prefill_phase_aborted_in_flight_stages_nothing() -> None:
@@ -76,14 +76,14 @@ def test_prefill_phase_aborted_in_flight_stages_nothing() -> None:
     events = scheduler.complete(batch.id, [RequestProgress("a", 0, True)], 0.0)
     assert [event.kind for event in events] == ["started", "aborted"]
     scheduler.check()
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
 def test_staged_part_of_a_prompt_is_not_computed_again() -> None:
     """What runs of a group have left, say: the scheduler goes on behind it."""
     scheduler = make_scheduler()
-    scheduler.custody.request("a", 50, 0.0)
-    assert scheduler.custody.admit() == ["a"]
+    scheduler.staged_kv.request("a", 50, 0.0)
+    assert scheduler.staged_kv.admit() == ["a"]
     add_phase(scheduler, "a", 50, "all", cached=30)
     assert chunks(step(scheduler)) == [("a", 30, 20)]
     scheduler.abort("a", 0.0)
@@ -99,7 +99,7 @@ def test_a_decode_without_its_kv_is_refused_and_changes_nothing(known: int, cach
     with pytest.raises(RequestError, match="KV of 'a'"):
         add_phase(scheduler, "a", known, "decode", cached=cached)
     assert "a" not in scheduler
-    assert "a" in scheduler.custody
+    assert "a" in scheduler.staged_kv
     scheduler.check()
 
 
@@ -107,7 +107,7 @@ def test_name_with_a_pending_request_is_in_use() -> None:
     scheduler = make_scheduler(pool=160)
     add_request(scheduler, "b", 150)
     step(scheduler)
-    scheduler.custody.request("a", 100, 0.0)
+    scheduler.staged_kv.request("a", 100, 0.0)
     with pytest.raises(RequestError, match="'a' is in use"):
         add_request(scheduler, "a", 10)
 
@@ -116,15 +116,15 @@ def test_new_requests_wait_once_a_transfer_has_waited_too_long() -> None:
     scheduler = make_scheduler(pool=160, admission_age_s=1.0)
     add_request(scheduler, "a", 60, 80)
     step(scheduler)
-    scheduler.custody.request("large", 128, 0.0)
-    assert scheduler.custody.admit() == []
+    scheduler.staged_kv.request("large", 128, 0.0)
+    assert scheduler.staged_kv.admit() == []
     add_request(scheduler, "b", 20, 20)
     assert chunks(step(scheduler, 0.9)) == [("b", 0, 20)]
     add_request(scheduler, "c", 20, 20)
     for _ in range(3):
         assert chunks(step(scheduler, 1.0)) == []
     step(scheduler, 1.0, "a", "b")
-    assert scheduler.custody.admit() == ["large"]
+    assert scheduler.staged_kv.admit() == ["large"]
     assert chunks(step(scheduler, 1.0)) == [("c", 0, 20)]
 
 
@@ -132,8 +132,8 @@ def test_transferred_decode_may_be_evicted_and_computed_again() -> None:
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
-    scheduler.custody.request("new", 50, 0.0)
-    assert scheduler.custody.admit() == ["new"]
+    scheduler.staged_kv.request("new", 50, 0.0)
+    assert scheduler.staged_kv.admit() == ["new"]
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
     batches = [step(scheduler) for _ in range(40)]
     assert KvOp("free", "new", 0) in [op for batch in batches for op in batch.parts[0].kv_ops]
@@ -160,12 +160,12 @@ def test_decode_that_moves_to_another_instance_stages_its_kv(flying: bool) -> No
     assert [(event.kind, event.request) for event in events] == [("staged", "goes")]
     known = events[0].tokens + 1
     assert known == 40 + 4 + flying
-    assert list(scheduler.custody.names()) == ["goes"]
+    assert list(scheduler.staged_kv.names()) == ["goes"]
     assert step(scheduler).parts[0].decodes.members == ("stays",)
     add_phase(scheduler, "goes", known, "decode", cached=known - 1)
     assert set(step(scheduler).parts[0].decodes.members) == {"stays", "goes"}
     step(scheduler, 0.0, "goes", "stays")
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
 @pytest.mark.parametrize("end", ["finished", "aborted"])
@@ -181,15 +181,15 @@ def test_decode_that_ends_with_the_token_in_flight_stages_nothing(end: str) -> N
     events = scheduler.complete(batch.id, [RequestProgress("a", 1, True)] if end == "finished" else [], 0.0)
     assert [event.kind for event in events] == [end]
     assert scheduler.idle
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
 
 def test_evicted_decode_is_staged_with_its_next_token() -> None:
     scheduler = make_scheduler(pool=128)
     add_request(scheduler, "old", 60, 60)
     step(scheduler)
-    scheduler.custody.request("new", 50, 0.0)
-    scheduler.custody.admit()
+    scheduler.staged_kv.request("new", 50, 0.0)
+    scheduler.staged_kv.admit()
     add_phase(scheduler, "new", 51, "decode", cached=50, output=30)
     while "new" in scheduler.policy.holders:
         step(scheduler)
@@ -198,7 +198,7 @@ def test_evicted_decode_is_staged_with_its_next_token() -> None:
         step(scheduler, 0.0, "old")
     while "new" in scheduler:
         step(scheduler)
-    lease = scheduler.custody.lease("new")
+    lease = scheduler.staged_kv.lease("new")
     assert lease is not None
     assert lease.tokens > 51
     scheduler.check()
@@ -207,11 +207,11 @@ def test_evicted_decode_is_staged_with_its_next_token() -> None:
 def test_loss_of_kv_drops_all_staged_kv() -> None:
     scheduler = make_scheduler(pool=160)
     prefill(scheduler, "a", 40)
-    scheduler.custody.request("b", 160, 0.0)
+    scheduler.staged_kv.request("b", 160, 0.0)
     scheduler.lost(0, 0.0)
     scheduler.check()
-    assert scheduler.ledger.free_blocks == scheduler.ledger.n_blocks
-    assert scheduler.custody.waiting == ()
+    assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
+    assert scheduler.staged_kv.waiting == ()
 
 
 @dataclass
@@ -230,7 +230,7 @@ class PhasesWorld:
     scheduler: Scheduler
     stays: dict[str, _Stay] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
-    """What is in custody: tokens whose KV is there (0: it has not come)."""
+    """What is staged: tokens whose KV is there (0: it has not come)."""
     flights: list[Batch] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
     named: int = 0
@@ -239,13 +239,13 @@ class PhasesWorld:
     granted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tables = BlockTables(self.scheduler.ledger.n_blocks)
+        self.tables = BlockTables(self.scheduler.block_manager.n_blocks)
 
     def step(self, now: float, arrivals: bool) -> None:
-        rng, scheduler, custody = self.rng, self.scheduler, self.scheduler.custody
+        rng, scheduler, staged_kv = self.rng, self.scheduler, self.scheduler.staged_kv
         if arrivals and rng.random() < 0.3:
             self._arrive(now)
-        for name in custody.admit():
+        for name in staged_kv.admit():
             self.granted.append(name)
             self.kept[name] = 0
         for name, there in list(self.kept.items()):
@@ -258,7 +258,7 @@ class PhasesWorld:
         if batch is not None:
             self._take(batch)
         elif self.flights or rng.random() < 0.5:
-            self._replay(scheduler.ledger.drain_ops())
+            self._replay(scheduler.block_manager.drain_ops())
         if self.flights and (batch is None or rng.random() < 0.7):
             self._complete(self.flights.pop(0), now)
         scheduler.check()
@@ -267,7 +267,7 @@ class PhasesWorld:
         name, self.named = f"r{self.named}", self.named + 1
         known = self.rng.choice((3, 40, 200))
         if self.rng.random() < 0.5:
-            self.scheduler.custody.request(name, known, now)
+            self.scheduler.staged_kv.request(name, known, now)
             self.asked.append(name)
             return
         self._enter(name, known, self.rng.choice(("all", "prefill")), 0)
@@ -278,7 +278,7 @@ class PhasesWorld:
         self.stays[name] = _Stay(known, phase, left, cached)
 
     def _tend(self, name: str, there: int, arrivals: bool) -> None:
-        lease = self.scheduler.custody.lease(name)
+        lease = self.scheduler.staged_kv.lease(name)
         assert lease is not None
         if not there:
             self.kept[name] = lease.tokens if self.rng.random() < 0.3 else 0
@@ -287,7 +287,7 @@ class PhasesWorld:
             if self.rng.random() < 0.5:
                 self._enter(name, there + 1, "decode", there)
             else:
-                self.scheduler.custody.release(name)
+                self.scheduler.staged_kv.release(name)
 
     def _replay(self, ops: tuple[KvOp, ...]) -> None:
         parts = [batch.parts[0] for batch in self.flights]
@@ -305,8 +305,8 @@ class PhasesWorld:
     def _take(self, batch: Batch) -> None:
         part = batch.parts[0]
         self._replay(part.kv_ops)
-        ledger = self.scheduler.ledger
-        assert {lease.request: ledger.runs(lease) for lease in ledger.leases()} == {
+        block_manager = self.scheduler.block_manager
+        assert {lease.request: block_manager.runs(lease) for lease in block_manager.leases()} == {
             name: self.tables.runs(name) for name in self.tables.owners()
         }
         for name, start, tokens in (
@@ -334,7 +334,7 @@ class PhasesWorld:
         for event in events:
             kind, name = event.kind, event.request
             if kind in ("finished", "aborted"):
-                assert name not in self.scheduler.custody
+                assert name not in self.scheduler.staged_kv
                 del self.stays[name]
                 self.done += 1
             elif kind == "staged":
@@ -364,11 +364,11 @@ def test_blocks_are_conserved_and_every_request_ends(seed: int) -> None:
     for _ in range(400):
         world.step(now := now + 0.01, True)
     for _ in range(4000):
-        if world.scheduler.idle and not world.kept and not world.scheduler.custody.waiting:
+        if world.scheduler.idle and not world.kept and not world.scheduler.staged_kv.waiting:
             break
         world.step(now := now + 0.01, False)
     assert world.scheduler.idle
-    assert world.scheduler.ledger.free_blocks == world.scheduler.ledger.n_blocks
+    assert world.scheduler.block_manager.free_blocks == world.scheduler.block_manager.n_blocks
     assert world.granted == world.asked, "who asks first is served first, and everybody is"
     assert len(world.granted) > 10
     assert world.done > 10
