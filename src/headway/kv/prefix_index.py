@@ -1,0 +1,202 @@
+"""Index of cached KV blocks by the prefix that they end.
+
+A block's key stands for all tokens up to the block's end (vLLM's hash chain: the hash of the parent's key and of the
+block's tokens), so one hash table finds the longest cached prefix, and a tree of parents keeps the order of eviction:
+only leaves are evicted, hence a cached block's ancestors are cached too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+
+import msgspec
+
+from headway.core.errors import InvariantError
+from headway.kv.eviction import EvictionPolicy
+
+_KEY_BYTES = 16
+"""Bytes of a block's key: 128 bits of BLAKE2b, so that prompts cannot be made to collide."""
+_UNLISTED = -1
+"""Ticket of a node that is not a candidate for eviction."""
+
+
+def block_keys(token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> list[bytes]:
+    """Return the keys of all full blocks of a prompt: int32 token ids, little-endian. Different salts share no key."""
+    ids, size = memoryview(token_ids).cast("B"), 4 * block_tokens
+    # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
+    key = hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"headway-prefix").digest()
+    keys: list[bytes] = []
+    for start in range(0, ids.nbytes - size + 1, size):
+        # The parent's key first: equal tokens behind different prefixes have different keys.
+        key = hashlib.blake2b(key + ids[start : start + size], digest_size=_KEY_BYTES).digest()
+        keys.append(key)
+    return keys
+
+
+class PrefixNode(msgspec.Struct, gc=False, eq=False):
+    """One cached block. Created and changed by `PrefixIndex` only.
+
+    Nodes refer to their parents and to nothing that refers to them, so the collector need not look at them."""
+
+    parent: PrefixNode | None
+    key: Hashable
+    block: int
+    """Number of the block in the KV pool."""
+    depth: int
+    """Blocks of the prefix, this one included; 0 for the root."""
+    children: int = 0
+    """Cached blocks that extend this prefix by one block."""
+    users: int = 0
+    """Users that end here, and children in use: above 0 exactly while the block is in use."""
+    stamp: float = 0.0
+    """The eviction policy's mark of the last use."""
+    ticket: int = _UNLISTED
+    """Number of the valid entry in the heap of candidates for eviction."""
+
+
+class PrefixIndex:
+    """Cached prefixes as a tree over a hash table. O(1) a block, O(log n) a block that is evicted."""
+
+    def __init__(self, eviction: EvictionPolicy) -> None:
+        self.eviction = eviction
+        # The empty prefix: always there, never evicted, no block.
+        self.root = PrefixNode(None, None, -1, 0)
+        # Blocks with users.
+        self.in_use = 0
+        self._nodes: dict[Hashable, PrefixNode] = {}
+        # Unused leaves by (rank, ticket); entries whose ticket is not the node's are stale.
+        self._leaves: list[tuple[float, int, PrefixNode]] = []
+        self._tickets = 0
+        self._listed = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    @property
+    def evictable(self) -> int:
+        """Blocks without users. All of them can be evicted: whatever extends an unused prefix is unused."""
+        return len(self._nodes) - self.in_use
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Yield all cached blocks, in order of insertion."""
+        return iter(self._nodes.values())
+
+    def match(self, keys: Sequence[Hashable], start: PrefixNode | None = None) -> PrefixNode:
+        """Return the node of the longest cached prefix.
+
+        `keys`: those of the prompt's blocks, in order. `start`: a cached node known to be on the path."""
+        node = start if start is not None else self.root
+        find = self._nodes.get
+        for key in keys[node.depth :] if node.depth else keys:
+            found = find(key)
+            if found is None:
+                break
+            node = found
+        return node
+
+    def extend(self, node: PrefixNode, keys: Sequence[Hashable], blocks: Sequence[int]) -> PrefixNode:
+        """Insert blocks behind a cached prefix and return the last node. Keys that are cached keep their block.
+
+        Raises InvariantError when a key is cached behind another prefix: keys must stand for whole prefixes."""
+        nodes, find = self._nodes, self._nodes.get
+        for key, block in zip(keys, blocks, strict=True):
+            found = find(key)
+            if found is None:
+                found = nodes[key] = PrefixNode(node, key, block, node.depth + 1)
+                if node.ticket != _UNLISTED:
+                    self._unlist(node)
+                node.children += 1
+            elif found.parent is not node:
+                raise InvariantError(f"key {key!r} stands for two prefixes")
+            node = found
+        if not (node.users or node.children or node.ticket != _UNLISTED or node is self.root):
+            node.stamp = self.eviction.stamp()
+            self._list(node)
+        return node
+
+    def acquire(self, node: PrefixNode) -> None:
+        """Keep a prefix from eviction until `release`. O(blocks that were unused)."""
+        while node.parent is not None:
+            node.users += 1
+            if node.users > 1:
+                return
+            self.in_use += 1
+            if node.ticket != _UNLISTED:
+                self._unlist(node)
+            node = node.parent
+
+    def release(self, node: PrefixNode) -> None:
+        """Undo one `acquire`. O(blocks that become unused)."""
+        stamp = self.eviction.stamp()
+        while node.parent is not None:
+            if node.users < 1:
+                raise InvariantError(f"block {node.block} is released more often than acquired")
+            node.users -= 1
+            if node.users:
+                return
+            self.in_use -= 1
+            node.stamp = stamp
+            if not node.children:
+                self._list(node)
+            node = node.parent
+
+    def evict(self) -> PrefixNode | None:
+        """Remove the unused leaf that the policy ranks lowest and return it. None: every block is in use."""
+        while self._leaves:
+            rank, ticket, node = heapq.heappop(self._leaves)
+            if node.ticket != ticket:
+                continue
+            parent = node.parent
+            assert parent is not None
+            self._unlist(node)
+            del self._nodes[node.key]
+            self.eviction.evicted(rank)
+            parent.children -= 1
+            if not (parent.children or parent.users or parent is self.root):
+                self._list(parent)
+            return node
+        return None
+
+    def path(self, node: PrefixNode) -> list[int]:
+        """Return the blocks of a prefix, in order of its tokens."""
+        blocks = []
+        while node.parent is not None:
+            blocks.append(node.block)
+            node = node.parent
+        blocks.reverse()
+        return blocks
+
+    def check(self) -> None:
+        """Raise InvariantError unless counts, tree and candidates agree. O(blocks)."""
+        children: dict[int, int] = {}
+        used: dict[int, int] = {}
+        for node in self._nodes.values():
+            parent = node.parent
+            assert parent is not None
+            if parent is not self.root and self._nodes.get(parent.key) is not parent:
+                raise InvariantError(f"block {node.block} is cached without its parent")
+            children[id(parent)] = children.get(id(parent), 0) + 1
+            used[id(parent)] = used.get(id(parent), 0) + (node.users > 0)
+        for node in self._nodes.values():
+            if node.children != children.get(id(node), 0) or node.users < used.get(id(node), 0):
+                raise InvariantError(f"block {node.block} counts its children wrongly")
+            if (node.ticket != _UNLISTED) != (not node.children and not node.users):
+                raise InvariantError(f"block {node.block} is wrongly listed for eviction, or not listed")
+        if self.in_use != sum(node.users > 0 for node in self._nodes.values()):
+            raise InvariantError("the count of blocks in use is wrong")
+
+    def _list(self, node: PrefixNode) -> None:
+        self._tickets += 1
+        node.ticket = self._tickets
+        self._listed += 1
+        heapq.heappush(self._leaves, (self.eviction.rank(node.stamp, node.depth), node.ticket, node))
+
+    def _unlist(self, node: PrefixNode) -> None:
+        """Take a node off the candidates. Its entry becomes stale; stale ones are dropped when they are the most."""
+        node.ticket = _UNLISTED
+        self._listed -= 1
+        if len(self._leaves) > 64 + 2 * self._listed:
+            self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
+            heapq.heapify(self._leaves)
