@@ -313,7 +313,7 @@ def shown(value: Any) -> str:
 
 
 def metrics_page() -> str:
-    from headway.serving.metrics import ServerMetrics
+    from headway.serving.metrics import ALIASES, ServerMetrics
 
     scrape = ServerMetrics(engine_double(), None).render().decode()
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", scrape, re.MULTILINE))
@@ -326,9 +326,10 @@ def metrics_page() -> str:
     rows = []
     for name, kind in kinds.items():
         if name.startswith("headway_"):
-            alias = (
-                f"`vllm:{name.removeprefix('headway_')}`" if f"vllm:{name.removeprefix('headway_')}" in kinds else ""
-            )
+            # Counters have `_total` in the scrape and none in the table of aliases.
+            own = name.removeprefix("headway_")
+            family = own.removesuffix("_total")
+            alias = f"`vllm:{ALIASES[family]}{own.removeprefix(family)}`" if family in ALIASES else ""
             rows.append((f"`{name}`", kind, " ".join(f"`{each}`" for each in labels.get(name, [])), helps[name], alias))
     return INTRODUCTION["metrics"] + table(("metric", "type", "labels", "meaning", "also as"), rows)
 

@@ -84,6 +84,7 @@ _ADVICE = {
     "-dp": "`headway cluster` runs several engines behind one address",
     "--quantization": "checkpoints are served in float32 or bfloat16",
     "-q": "checkpoints are served in float32 or bfloat16",
+    "--disable-log-stats": "--status-every-s 0 leaves out the status lines",
     "--max-num-scheduled-tokens": "say --max-num-batched-tokens",
 }
 """What to do instead, for flags of which that can be said."""

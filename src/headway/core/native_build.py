@@ -48,6 +48,7 @@ def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[
     target = cache / f"{name}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
     if target.is_file():
         return target
+    _log.info("compiling %s for this processor, once: it takes some seconds", name)
     # Private: other users must not be able to plant a library.
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:

@@ -103,7 +103,7 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         except Exception as error:
             server.metrics.rejected(as_api_error(error).status)
             raise
-        records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
+        records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
         form = make_format(job, server, request_id)
         journaled = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,10 +23,12 @@ from headway.serving.completions import CompletionFormat, parse_completion
 from headway.serving.context import ServerContext
 from headway.serving.docs_page import DOCS_HEADERS, docs_page
 from headway.serving.errors import ApiError, as_api_error, error_response
+from headway.serving.home_page import home_page
 from headway.serving.journal import RequestJournal
 from headway.serving.metrics import ServerMetrics
 from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
 from headway.serving.settings import ServerSettings
+from headway.serving.status_line import StatusLine
 from headway.serving.tokenizer import ModelTokenizer
 
 router = APIRouter()
@@ -56,14 +59,19 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        status: asyncio.Task[None] | None = None
         try:
             if settings.start_engine:
                 await server.start_engine()
                 if server.journal is not None:
                     # After the start: the journal has been checked against the model, and the engine takes requests.
                     recovered_requests.resume_all(server)
+            if settings.status_every_s:
+                status = asyncio.create_task(StatusLine(engine, server.metrics).run(settings.status_every_s))
             yield
         finally:
+            if status is not None:
+                status.cancel()
             if server.journal is not None:
                 # Closed first: requests that the shutdown cancels must not end in the journal.
                 server.journal.close()
@@ -80,8 +88,15 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     app.add_exception_handler(HTTPException, _on_http_error)
     for each in (router, operations.router, tokens.router, recovered_requests.router, instances.router):
         app.include_router(each)
+    app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)
     app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app
+
+
+async def _show_home(request: Request) -> Response:
+    """Show what is served, and links."""
+    address = str(request.base_url).rstrip("/")
+    return HTMLResponse(home_page(request.app.state.headway, address), headers=DOCS_HEADERS)
 
 
 async def _show_docs(request: Request) -> Response:
@@ -90,8 +105,10 @@ async def _show_docs(request: Request) -> Response:
 
 
 async def _on_headway_error(request: Request, error: Exception) -> Response:
-    """Answer with the error object of any HeadwayError that an endpoint raised."""
-    return error_response(as_api_error(error))
+    """Answer with the error object of any HeadwayError that an endpoint raised, and leave its message for the log."""
+    shown = as_api_error(error)
+    request.scope["headway.log"]["refused"] = str(shown)
+    return error_response(shown)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

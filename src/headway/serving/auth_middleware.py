@@ -55,6 +55,7 @@ class AuthMiddleware:
                 await self._app(scope, receive, stamped)
             else:
                 refusal = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
+                notes["refused"] = str(refusal)
                 await error_response(refusal)(scope, receive, stamped)
         except asyncio.CancelledError:  # the server's shutdown cancelled the request
             # A response that has begun cannot be replaced by an error.
@@ -69,8 +70,9 @@ class AuthMiddleware:
         finally:
             took = time.monotonic() - began
             log_request(
-                ident, scope["method"], scope["path"], status, took, notes.get("records", ()), notes.get("client")
-            )
+                ident, scope["method"], scope["path"], status, took, notes.get("records", ()), notes.get("client"),
+                notes.get("refused"),
+            )  # fmt: skip
 
     def _may_pass(self, path: str, given: bytes) -> bool:
         if self._expected is None or not path.startswith(PROTECTED):

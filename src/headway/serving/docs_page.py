@@ -10,8 +10,9 @@ from typing import Any
 # The browser loads nothing but inline styles: descriptions cannot run scripts.
 DOCS_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
-_STYLE = """
+PAGE_STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 54rem; padding: 0 1rem; color: #1a1a1a; }
+pre { overflow-x: auto; }
 h2 { border-top: 1px solid #ccc; margin-top: 2rem; padding-top: 1rem; font-size: 1.1rem; }
 code, th { font-family: ui-monospace, monospace; font-size: .9em; }
 .method { display: inline-block; min-width: 3.2rem; font-weight: 600; color: #0a5; }
@@ -29,7 +30,7 @@ def docs_page(openapi: Mapping[str, Any]) -> str:
     title = escape(f"{info['title']} {info['version']}")
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>{title}</h1>',
+        f'<meta name="viewport" content="width=device-width"><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>',
         '<p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>',
     ]
     for path, methods in openapi["paths"].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from headway.serving.prompts import TokenPrompt
 from headway.serving.request_bodies import GenerationBody
 from headway.serving.settings import ServerSettings
 from headway.serving.slo import read_slo
+
+_CLASS = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class GenerationJob:
     stream: bool
     include_usage: bool
     """Whether a stream ends with a chunk of token counts."""
+    request_class: str | None = None
+    """The client's name for the kind of request, for metrics; None: by the prompt's length."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,7 +105,15 @@ def build_job(
         received_s=context.received_s,
         stream=body.stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        request_class=read_class(body.request_class),
     )
+
+
+def read_class(given: str | None) -> str | None:
+    """Return the request's class. Raises RequestError for a name that is no label."""
+    if given is not None and not _CLASS.fullmatch(given):
+        raise RequestError("'class' must be 1 to 32 letters, digits or any of _.-", "class")
+    return given
 
 
 def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:

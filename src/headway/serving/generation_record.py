@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headway.core.request import Slo
 from headway.runtime.engine.protocol import FinishReason, OutputDelta
 
 
@@ -15,19 +16,27 @@ class GenerationRecord:
 
     received_s: float
     prompt_tokens: int
-    on_first: Callable[[float], None]
-    """Called at the first token, with the seconds since `received_s`."""
-    on_gap: Callable[[float, int], None]
-    """Called with (seconds since the previous delta, tokens) for each later delta that has tokens."""
+    on_first: Callable[[GenerationRecord, float, int], None]
+    """Called at the first delta that has tokens, with the seconds since `received_s` and the tokens."""
+    on_gap: Callable[[GenerationRecord, float, int], None]
+    """Called with the seconds since the previous delta, and the tokens, for each later delta that has tokens."""
     on_finish: Callable[[GenerationRecord], None]
     """Called once at the end, unless `on_reject` was."""
     on_reject: Callable[[int], None]
     """Called with the HTTP status when the engine refused the request."""
+    slo: Slo = field(default_factory=Slo)
+    """What the client asked for, within the operator's limits."""
+    request_class: str = "short"
+    """The name under which metrics count the request."""
+    max_tokens: int = 0
+    """Most output tokens that the request may have; 0: not known."""
     output_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+    worst_gap_s: float = 0.0
+    """Longest time between two deltas with tokens."""
     reason: FinishReason | None = field(default=None)
 
     def observe(self, delta: OutputDelta) -> None:
@@ -41,9 +50,11 @@ class GenerationRecord:
         self.output_tokens += len(delta.tokens)
         if self.first_token_s is None:
             self.first_token_s = now
-            self.on_first(max(0.0, now - self.received_s))
+            self.on_first(self, max(0.0, now - self.received_s), len(delta.tokens))
         elif self.last_token_s is not None:
-            self.on_gap(max(0.0, now - self.last_token_s), len(delta.tokens))
+            gap = max(0.0, now - self.last_token_s)
+            self.worst_gap_s = max(self.worst_gap_s, gap)
+            self.on_gap(self, gap, len(delta.tokens))
         self.last_token_s = now
 
     def resume(self, delta: OutputDelta) -> None:
@@ -67,3 +78,30 @@ class GenerationRecord:
     def ttft_s(self) -> float | None:
         """Seconds from reception to the first token."""
         return None if self.first_token_s is None else max(0.0, self.first_token_s - self.received_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first; None with fewer than two tokens."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
+            return None
+        return max(0.0, self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    def objectives(self) -> dict[str, bool]:
+        """Return whether each objective that the client asked for was met, by name (`ttft`, `tpot`), once it is ended.
+
+        As in `sim.metrics.definitions`: an objective that cannot be measured counts as missed, except that a request
+        of one token has no TPOT to miss. A client that left is not held against the server: what had not been missed
+        by then is left out.
+        """
+        met: dict[str, bool] = {}
+        ended, left = self.finished_s or self.received_s, self.reason == "abort"
+        ttft, tpot = self.ttft_s, self.tpot_s
+        if self.slo.ttft_s is not None:
+            if ttft is not None or not left:
+                met["ttft"] = ttft is not None and ttft <= self.slo.ttft_s
+            elif ended - self.received_s > self.slo.ttft_s:
+                met["ttft"] = False
+        if self.slo.tbt_s is not None and (ttft is not None or not left):
+            met["tpot"] = ttft is not None and (tpot or 0.0) <= self.slo.tbt_s
+        # A failed request has no answer to be in time.
+        return {name: each and self.reason not in ("error", "timeout") for name, each in met.items()}

@@ -30,6 +30,7 @@ class _JournaledJob(msgspec.Struct, frozen=True):
     timeout_s: float | None
     stream: bool
     include_usage: bool
+    request_class: str | None = None
 
 
 @dataclass(slots=True)
@@ -45,8 +46,9 @@ class JournaledRequest:
     def of(cls, journal: RequestJournal, request_id: str, kind: Kind, job: GenerationJob) -> JournaledRequest:
         """Record a request that was just accepted."""
         saved = _JournaledJob(
-            kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage
-        )
+            kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage,
+            job.request_class,
+        )  # fmt: skip
         prompts = [prompt.data for prompt in job.prompts]
         return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(saved), prompts))
 
@@ -90,5 +92,6 @@ def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, Gene
         received_s=now_s - age_s,
         stream=saved.stream,
         include_usage=saved.include_usage,
+        request_class=saved.request_class,
     )
     return saved.kind, job

@@ -14,20 +14,25 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from headway.core.errors import UnavailableError
 from headway.runtime.cluster.cluster_report import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient
+from headway.serving.generation_job import GenerationJob
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.instance_metrics import InstanceCollector
+from headway.serving.slo_metrics import ClassMetrics
 
 PREFIX = "headway_"
 ALIAS_PREFIX = "vllm:"
-ALIASES = frozenset(
-    {
+ALIASES = {
+    name: name
+    for name in (
         "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info",
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
-        "request_decode_time_seconds", "prompt_tokens", "generation_tokens", "request_success", "num_preemptions",
-    }
-)  # fmt: skip
-"""Metric families (counters without `_total`) that are exported under `vllm:` as well."""
+        "request_decode_time_seconds", "generation_tokens", "request_success", "num_preemptions",
+        "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
+        "request_params_max_tokens", "request_inference_time_seconds",
+    )
+} | {"prefill_tokens_computed": "prompt_tokens"}  # fmt: skip
+"""Metric families (counters without `_total`) that are exported under `vllm:` as well, with their name there."""
 
 # Histogram buckets in seconds: `_LONG` for whole phases of a request, `_SHORT` for single tokens.
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
@@ -38,13 +43,21 @@ _HISTOGRAMS = {
     "request_time_per_output_token_seconds": ("A request's mean time per output token after the first.", _SHORT),
     "e2e_request_latency_seconds": ("From reception to the end.", _LONG),
     "request_queue_time_seconds": ("From reception to first being scheduled.", _LONG),
+    "request_inference_time_seconds": ("From first being scheduled to the last output token.", _LONG),
     "request_prefill_time_seconds": ("From first being scheduled to the first output token.", _LONG),
     "request_decode_time_seconds": ("From the first output token to the last.", _LONG),
+}
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
+_TOKEN_HISTOGRAMS = {
+    "request_prompt_tokens": "A request's prompt tokens.",
+    "request_generation_tokens": "A request's output tokens.",
+    "request_max_num_generation_tokens": "Most output tokens of one choice of a request.",
+    "request_params_max_tokens": "Output tokens that a request allowed.",
 }
 _ENGINE_COUNTERS = {
     "num_preemptions": ("Requests put back by the engine.", "preemptions_total"),
     "recomputed_tokens": ("Tokens computed again after a preemption.", "recomputed_tokens_total"),
-    "prefill_tokens_computed": ("Prompt tokens computed.", "prefill_tokens_total"),
+    "prefill_tokens_computed": ("Prompt tokens computed; moves with each iteration.", "prefill_tokens_total"),
     "recoveries": ("Times that workers were lost and started again.", "recoveries_total"),
     "recovery_seconds": ("Time from losses being noticed until new workers were ready.", "recovery_s_total"),
     "lost_tokens": ("Tokens in the KV of lost workers, which are computed again.", "lost_tokens_total"),
@@ -76,6 +89,12 @@ class ServerMetrics:
             name: Histogram(PREFIX + name, text, buckets=buckets, registry=inner)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
+        self._token_histograms = {
+            name: Histogram(PREFIX + name, text, buckets=_TOKENS, registry=inner)
+            for name, text in _TOKEN_HISTOGRAMS.items()
+        }
+        self.classes = ClassMetrics(PREFIX, inner, _LONG, _SHORT)
+        self._engine = engine
         self._prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens accepted.", registry=inner)
         self._generation_tokens = Counter(PREFIX + "generation_tokens", "Output tokens produced.", registry=inner)
         self._finished = Counter(
@@ -93,17 +112,28 @@ class ServerMetrics:
             inner.register(InstanceCollector(engine))
         self._registry.register(_AliasedRegistry(inner, engine, served_as))
 
-    def record(self, received_s: float, prompt_tokens: int) -> GenerationRecord:
-        """Make a record of one prompt that reports into these metrics."""
-        gaps = self._histograms["inter_token_latency_seconds"]
+    def record(self, job: GenerationJob, prompt_tokens: int) -> GenerationRecord:
+        """Make a record of one accepted prompt of a job that reports into these metrics."""
+        length = "long" if prompt_tokens > self._engine.info.long_tokens else "short"
+        name = self.classes.label(job.request_class or length)
+        self._prompt_tokens.inc(prompt_tokens)
+        self.classes.asked(name, job.slo)
+        most = job.params.max_tokens
+        return GenerationRecord(
+            job.received_s, prompt_tokens, self._first, self._gap, self._finish, self.rejected, job.slo, name, most
+        )
 
-        def gap(seconds: float, tokens: int) -> None:
-            # Several tokens in one delta share the gap, so that the histogram counts one entry per token.
-            for _ in range(tokens):
-                gaps.observe(seconds / tokens)
+    def _first(self, record: GenerationRecord, seconds: float, tokens: int) -> None:
+        self._generation_tokens.inc(tokens)
+        self._observe("time_to_first_token_seconds", seconds)
+        self.classes.first(record.request_class, seconds)
 
-        first = self._histograms["time_to_first_token_seconds"].observe
-        return GenerationRecord(received_s, prompt_tokens, first, gap, self._finish, self.rejected)
+    def _gap(self, record: GenerationRecord, seconds: float, tokens: int) -> None:
+        self._generation_tokens.inc(tokens)
+        # Several tokens in one delta share the gap, so that the histogram counts one entry per token.
+        for _ in range(tokens):
+            self._observe("inter_token_latency_seconds", seconds / tokens)
+        self.classes.gap(record.request_class, seconds, tokens)
 
     def rejected(self, status: int) -> None:
         """Count a generation request that was refused with an HTTP status; called once for each."""
@@ -115,8 +145,14 @@ class ServerMetrics:
 
     def _finish(self, record: GenerationRecord) -> None:
         self._finished.labels(record.reason).inc()
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._generation_tokens.inc(record.output_tokens)
+        self.classes.finished(record)
+        sizes = {"prompt": record.prompt_tokens, "generation": record.output_tokens}
+        for what, tokens in sizes.items():
+            self._token_histograms[f"request_{what}_tokens"].observe(tokens)
+        # One record is one choice.
+        self._token_histograms["request_max_num_generation_tokens"].observe(record.output_tokens)
+        if record.max_tokens:
+            self._token_histograms["request_params_max_tokens"].observe(record.max_tokens)
         scheduled, first, last, end = (
             record.first_scheduled_s, record.first_token_s, record.last_token_s, record.finished_s,
         )  # fmt: skip
@@ -127,6 +163,8 @@ class ServerMetrics:
             self._observe("request_queue_time_seconds", scheduled - record.received_s)
             if first is not None:
                 self._observe("request_prefill_time_seconds", first - scheduled)
+            if last is not None:
+                self._observe("request_inference_time_seconds", last - scheduled)
         if first is not None and last is not None:
             self._observe("request_decode_time_seconds", last - first)
             # Mean over the gaps: n tokens have n - 1.
@@ -196,8 +234,9 @@ class _AliasedRegistry:
         labels = {"model_name": self._model(), "engine": "0"}
         for family in self._inner.collect():
             name = family.name.removeprefix(PREFIX)
-            for prefix in (PREFIX, ALIAS_PREFIX) if name in ALIASES else (PREFIX,):
-                yield _shown(family, prefix, labels)
+            yield _shown(family, family.name, labels)
+            if name in ALIASES:
+                yield _shown(family, ALIAS_PREFIX + ALIASES[name], labels)
 
     def _model(self) -> str:
         if self._served_as is not None:
@@ -208,11 +247,12 @@ class _AliasedRegistry:
             return ""
 
 
-def _shown(family: Metric, prefix: str, labels: dict[str, str]) -> Metric:
-    shown = Metric(prefix + family.name.removeprefix(PREFIX), family.documentation, family.type)
+def _shown(family: Metric, shown_as: str, labels: dict[str, str]) -> Metric:
+    shown = Metric(shown_as, family.documentation, family.type)
     for sample in family.samples:
         # Leave out prometheus_client's creation timestamps, one more series per counter and histogram.
         if not sample.name.endswith("_created"):
-            name = prefix + sample.name.removeprefix(PREFIX)
-            shown.add_sample(name, {**labels, **sample.labels}, sample.value)
+            shown.add_sample(
+                shown_as + sample.name.removeprefix(family.name), {**labels, **sample.labels}, sample.value
+            )
     return shown

@@ -115,7 +115,7 @@ def resume_all(server: ServerContext) -> None:
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
         journaled = JournaledRequest(server.journal, number, entry.outputs)
-        records = [server.metrics.record(job.received_s, prompt.tokens) for prompt in job.prompts]
+        records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         resumed = RecoveredRequest(_FORMATS[kind](job, server, request_id), journaled, records)
         _drop(server, request_id)  # of two with the same id only the newer can be addressed
         server.recovered[request_id] = resumed

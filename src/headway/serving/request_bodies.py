@@ -104,6 +104,9 @@ class GenerationBody(RequestBody):
     )
     priority: int = Field(0, ge=-_INT64, le=_INT64 - 1, description="lower is earlier")
     slo: SloBody | None = Field(None, description="object with ttft_ms and tpot_ms, in milliseconds")
+    request_class: str | None = Field(
+        None, alias="class", description="kind of request, under which metrics count it; default: short or long"
+    )
     timeout_s: float | None = Field(None, gt=0, le=1e9, description="seconds after which the request is ended")
     return_token_ids: bool = Field(False, description="token ids beside the text")
     user: Annotated[Any, WithJsonSchema({"type": "string"})] = Field(None, description="not used")
@@ -177,7 +180,8 @@ def read_body(body: type[Body], fields: BodyFields) -> Body:
     for name, (allowed, why) in body.unsupported.items():
         fields.refuse(name, allowed, why)
     values: dict[str, Any] = {}
-    for name in body.model_fields:
+    for field, about in body.model_fields.items():
+        name = about.alias or field
         value = fields.raw(name) if name in body.undecoded else fields.get(name)
         # null and absent fields get the default of the body's field.
         if value is not None:
@@ -235,7 +239,7 @@ def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
     """Return the first error as a message with the field, the allowed values, and the given one."""
     item: Any = error.errors()[0]
     place, value, context = item["loc"], item["input"], item.get("ctx", {})
-    field = body.model_fields[place[0]]
+    field = next(each for name, each in body.model_fields.items() if place[0] in (name, each.alias))
     param = label = str(place[0])
     if len(place) > 1 and place[0] in ("slo", "stream_options"):
         param = label = f"{place[0]}.{place[1]}"

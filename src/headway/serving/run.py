@@ -11,12 +11,14 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from headway.core.structured_log import setup
+from headway.serving.banner import banner
 from headway.serving.binding import bind, cannot_listen, check_binding, release, url
 from headway.serving.context import ServerContext
 from headway.serving.settings import ServerSettings
@@ -70,7 +72,11 @@ class DrainingServer(uvicorn.Server):
             await self.lifespan.shutdown()
             raise cannot_listen(self._settings.host, self._settings.port, error) from error
         if sockets:
-            log.info("Uvicorn running on %s (Press CTRL+C to quit)", url(self._settings.host, sockets[0]))
+            where = url(self._settings.host, sockets[0])
+            log.info("Uvicorn running on %s (Press CTRL+C to quit)", where)
+            if log.isEnabledFor(logging.INFO) and self._settings.log_format == "text":
+                # One text for people; as JSON the facts are those of /v1/models and /metrics.
+                print(banner(self._context, where), file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Schedule `_on_signal` on the event loop; called by uvicorn inside a signal handler."""

@@ -64,6 +64,9 @@ class EndpointSettings(SettingsModel):
         description="file of a Jinja chat template, instead of the model's own",
         json_schema_extra={"metavar": "FILE"},
     )
+    status_every_s: Number = Field(
+        10.0, ge=0, description="seconds between status lines in the log while there is work; 0: none"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field("text", description="text (key=value) or json (one object a line)")
 

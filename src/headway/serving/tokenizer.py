@@ -93,6 +93,11 @@ class ModelTokenizer:
         """Whether there is a tokenizer; without it only token ids are served."""
         return self._backend is not None
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages of a chat can be turned into a prompt."""
+        return self._template is not None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text. Raises RequestError when there is no tokenizer."""
         return self.encode_long(text, add_special_tokens=add_special_tokens).tolist()

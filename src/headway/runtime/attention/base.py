@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from headway.core.errors import ConfigError
@@ -52,6 +53,12 @@ class AttentionBackend(Protocol):
         q: (T, q_heads, d); k, v: (T, kv_heads, d), rotated, in the pool's dtype; layer counts from the pool's first.
         Returns (T, q_heads, d) in q's dtype, contiguous. The pool holds k and v of all T rows on return.
         """
+
+
+def kernels_of(backend: AttentionBackend, dtype: torch.dtype) -> str:
+    """Return what a backend computes a dtype with, in words. Compiled kernels are for bf16 only."""
+    compiled = dtype == torch.bfloat16 and getattr(backend, "has_compiled_kernels", False)
+    return "compiled kernels" if compiled else "ATen"
 
 
 _BACKENDS = {

@@ -60,6 +60,11 @@ class CpuBackend:
     def __init__(self, native: CompiledKernels | bool | None = True) -> None:
         self._kernels = kernels() if native is True else native or None
 
+    @property
+    def has_compiled_kernels(self) -> bool:
+        """Whether bf16 is computed with the kernels of `attention.native`."""
+        return self._kernels is not None
+
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> CpuPlan:
         """See `AttentionBackend.plan`."""
         check_cover(segments)

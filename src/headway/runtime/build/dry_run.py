@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.clock import ManualClock
-from headway.perf.hardware.memory import available_bytes, gib
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
 from headway.runtime.build.engine import assemble
+from headway.runtime.build.engine_summary import summary
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 
@@ -31,28 +31,14 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     """Return lines on what fits, and on chunks and times to expect. prefills: False for a decode instance."""
     info, scheduler = core.info, core.scheduler
     budget = scheduler.config.t_target_s
-    per_token = info.kv_bytes // info.kv_tokens_total
-    size = f"{info.parameters / 1e6:.1f} M parameters"
-    cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
-    policy = f"{info.policy}, {info.chunking} chunks, {info.mode} mode, iterations of at most {budget * 1e3:.0f} ms"
-    latency, groups = scheduler.latency, []
+    latency, groups = scheduler.latency, None
     if isinstance(scheduler, GroupedScheduler):
         shard = scheduler.shard_tokens
         # A prompt longer than a shard is spread over KV groups: predict with the exchange between them.
         latency = ShardedModel(latency, shard)
         share = f"{len(scheduler.groups)}, each with {scheduler.block_managers[0].total_tokens:,} of these tokens"
-        groups = [f"KV groups            {share}; of one request a group holds {shard:,}, then another joins"]
-    lines = [
-        f"model                {info.model}",
-        f"architecture         {info.architecture}, {size}, {info.dtype} on {info.device}",
-        f"layout               {info.layout}",
-        f"weights              {gib(info.weights_bytes)}",
-        f"KV cache             {cache}, in blocks of {info.kv_block_tokens}",
-        *groups,
-        f"memory available     {gib(available_bytes())}",
-        f"longest context      {info.max_model_len:,} tokens, output included",
-        f"policy               {policy}",
-    ]
+        groups = f"{share}; of one request a group holds {shard:,}, then another joins"
+    lines = summary(info, groups)
     if not prefills:
         return lines
     lines += ["", "context so far   next chunk   prompt of this length takes, alone"]

@@ -62,6 +62,8 @@ class LoadedModel:
     """cpu or cuda."""
     processor: str | None = None
     """Name of the device; None: this host's CPU."""
+    kernels: str = ""
+    """See `EngineInfo.kernels`."""
 
 
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
@@ -128,6 +130,10 @@ def _engine(
         weights_bytes=built.weights_bytes,
         kv_bytes=built.kv_bytes,
         eos_token_ids=eos_ids(Path(config.model)),
+        long_tokens=schedule.long_tokens,
+        processor=built.processor or processor_name(),
+        kernels=built.kernels,
+        profile=source.provenance,
         latency=describe(latency),
     )
     restarts = RestartLimit(config.max_restarts, "the workers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from headway.perf.hardware.device import choose
 from headway.perf.hardware.memory import available_bytes
-from headway.runtime.attention.base import make_backend
+from headway.runtime.attention.base import kernels_of, make_backend
 from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.cuda_probe import look
@@ -18,6 +19,7 @@ from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
+from headway.sim.report.progress import terminal_bar
 
 
 def build_one(config: EngineConfig) -> LoadedModel:
@@ -30,7 +32,15 @@ def build_one(config: EngineConfig) -> LoadedModel:
     device = "cpu" if devices is None else f"cuda:{devices.first}"
     if devices is not None:
         torch.cuda.set_device(device)
-    decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend)
+    # Instances of a cluster load side by side: their bars would overwrite each other.
+    with terminal_bar("loading weights, layers") if config.instance is None else nullcontext() as bar:
+        task = bar.add_task("", total=None) if bar is not None else None
+
+        def loaded(done: int, total: int) -> None:
+            if bar is not None and task is not None:
+                bar.update(task, completed=done, total=total)
+
+        decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend, loaded=loaded)
     # Measured after loading: the weights are no longer part of what is free.
     free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
     # A pool of one slot has the size of one token.
@@ -50,4 +60,5 @@ def build_one(config: EngineConfig) -> LoadedModel:
         weights_bytes=parameters * decoder.dtype.itemsize,
         device=decoder.device.type,
         processor=None if devices is None else devices.name,
+        kernels=kernels_of(backend, decoder.dtype),
     )

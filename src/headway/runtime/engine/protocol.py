@@ -134,6 +134,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_bytes: int
     eos_token_ids: tuple[int, ...] = ()
     layout: str = "tp1-pp1-kvp1"
+    long_tokens: int = 8192
+    """Prompts above this are long."""
+    processor: str = ""
+    """Name of the processor or accelerator."""
+    kernels: str = ""
+    """What computes attention and products, in words; empty: not known in this process."""
+    profile: str = ""
+    """Origin of the latency model's numbers, in words."""
     latency: dict[str, Any] | None = None
     """The latency model as data (`perf.latency.recorded`), for a cluster's controller."""
     peer_address: str | None = None

@@ -5,6 +5,7 @@ Afterwards each weight is resident once; a rank reads only its own slices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,10 +35,12 @@ def load_decoder(
     backend: AttentionBackend | None = None,
     shard: ModelShard = WHOLE,
     group: TensorGroup | None = None,
+    loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderModel:
     """Load a decoder from config.json and safetensors (one file, or shards with an index).
 
     Called once a process, at start-up. shard: the part to hold. group: sums over the ranks that share its layers.
+    loaded: called after each layer with the number of layers that are loaded, and of all to load.
     dtype: "float32", "bfloat16" or "auto": the checkpoint's own, where float16 becomes float32, which is exact. Peak
     memory is the weights plus one layer. Raises CheckpointError, naming file and tensor, for whatever does not fit, and
     ConfigError for a dtype or max_model_len that cannot work.
@@ -48,7 +51,7 @@ def load_decoder(
     data = read_json(folder / "config.json")
     config = read_config(data, max_model_len, str(folder / "config.json"))
     loader = _WeightLoader(config, CheckpointReader(folder), resolve_dtype(dtype, config), torch.device(device), shard)
-    weights = loader.load()
+    weights = loader.load(loaded)
     return DecoderModel(config, weights, backend, loader.checkpoint.fingerprint(data), shard, group)
 
 
@@ -79,12 +82,15 @@ class _WeightLoader:
         self._q_rows, self._kv_rows = config.q_heads * dim, config.kv_heads * dim
         self._mlp = shard.mlp(config)
 
-    def load(self) -> DecoderWeights:
+    def load(self, loaded: Callable[[int, int], None]) -> DecoderWeights:
         config, shard, checkpoint = self.config, self.shard, self.checkpoint
         mine = shard.layers(config)
         for index in (index for index in range(config.layers) if index not in mine):
             checkpoint.leave(f"model.layers.{index}.")
-        layers = [self._layer(f"model.layers.{index}.") for index in mine]
+        layers = []
+        for index in mine:
+            layers.append(self._layer(f"model.layers.{index}."))
+            loaded(len(layers), len(mine))
         vocabulary, hidden = config.vocab_size, config.hidden_size
         words = shard.vocabulary(config)
         # Some checkpoints of tied models store the head as well; it then takes precedence.

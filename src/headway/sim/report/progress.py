@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-def _bar(text: str) -> Progress:
+def terminal_bar(text: str) -> Progress:
+    """Return a progress bar on stderr that vanishes at its end; without a terminal it draws nothing."""
     console = Console(stderr=True)
     return Progress(
         TextColumn(text),
@@ -26,7 +27,7 @@ class LoadProgress:
 
     def __init__(self, total: int) -> None:
         self._open = self._failed = 0
-        self._bar = _bar("{task.description}")
+        self._bar = terminal_bar("{task.description}")
         self._task = self._bar.add_task(self._words(), total=total)
 
     def __enter__(self) -> Self:
@@ -56,7 +57,7 @@ class RunProgress:
     """Number of simulations done, on stderr if that is a terminal. A context manager."""
 
     def __init__(self, total: int) -> None:
-        self._bar = _bar("simulating")
+        self._bar = terminal_bar("simulating")
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:

@@ -1,0 +1,126 @@
+"""What an operator sees: the banner of a start, the status line under load, and the page at /."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.fake_engine import INFO, FakeEngine
+
+from headway.runtime.engine.protocol import EngineStats
+from headway.serving.app import create_app
+from headway.serving.banner import banner
+from headway.serving.metrics import ServerMetrics
+from headway.serving.settings import ServerSettings
+from headway.serving.status_line import StatusLine
+from headway.serving.tokenizer import ModelTokenizer
+
+pytestmark = pytest.mark.anyio
+
+
+def shown(tokenizer: ModelTokenizer, **settings: Any) -> str:
+    engine = FakeEngine(state="ready")
+    known = {name: getattr(INFO, name) for name in INFO.__struct_fields__}
+    known |= {"processor": "Xeon 9", "kernels": "compiled kernels for bf16", "profile": "measured in 25 s"}
+    engine.info_value = INFO.__class__(**{**known, "kv_bytes": 8192 * 16, "parameters": 12_300_000})
+    context = create_app(engine, tokenizer, ServerSettings(**settings)).state.headway
+    return banner(context, "http://127.0.0.1:8000")
+
+
+async def test_the_banner_says_what_runs(tokenizer: ModelTokenizer) -> None:
+    text = shown(tokenizer, served_model_name=("m",))
+    for line in (
+        "Headway serves m at http://127.0.0.1:8000",
+        "engine               native",
+        "architecture         fake, 12.3 M parameters, float32 on cpu",
+        "processor            Xeon 9, compiled kernels for bf16",
+        "KV cache             0.1 MiB for 8,192 tokens (16 bytes a token), in blocks of 16",
+        "longest context      4,096 tokens, output included",
+        "policy               fcfs, fixed chunks, default mode, iterations of at most 100 ms",
+        "latency from         measured in 25 s",
+    ):
+        assert line in text.splitlines()
+    assert "/v1/chat/completions -H" in text
+
+
+async def test_the_example_is_a_completion_without_a_template_and_never_shows_the_key() -> None:
+    text = shown(ModelTokenizer.none(), api_key="hunter2")
+    assert "/v1/completions" in text
+    assert '"prompt": [1, 2, 3]' in text
+    assert "hunter2" not in text
+    assert "Bearer $HEADWAY_API_KEY" in text
+
+
+def test_a_status_line_has_the_rates_of_its_interval_and_is_silent_when_idle() -> None:
+    engine = FakeEngine(state="ready")
+    metrics = ServerMetrics(engine, "m")
+    line = StatusLine(engine, metrics)
+    assert line.fields(10.0) is None
+    engine.stats = EngineStats(
+        running=2, waiting=1, prefill_tokens_total=5000, decode_tokens_total=120, kv_tokens_used=25, kv_tokens_total=100
+    )
+    metrics.classes.met_total, metrics.classes.missed_total = 3, 1
+    assert line.fields(10.0) == {
+        "running": 2, "waiting": 1, "prefill_tok_s": 500, "decode_tok_s": 12, "kv": "25%", "slo": "75%"
+    }  # fmt: skip
+    # The same counters again: nothing was computed, two requests still run.
+    assert line.fields(10.0) == {"running": 2, "waiting": 1, "prefill_tok_s": 0, "decode_tok_s": 0, "kv": "25%"}
+    engine.stats = EngineStats(prefill_tokens_total=5000, decode_tokens_total=120)
+    assert line.fields(10.0) is None
+
+
+async def test_status_lines_are_logged_while_there_is_work(
+    connect: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    import asyncio
+
+    logging.getLogger("headway.server").propagate = True
+    engine.stats = EngineStats(running=1)
+    with caplog.at_level(logging.INFO, "headway.server"):
+        async with connect(status_every_s=0.01):
+            while not any(each.message == "status" for each in caplog.records):
+                await asyncio.sleep(0.01)
+        caplog.clear()
+        async with connect(status_every_s=0):
+            await asyncio.sleep(0.05)
+    assert not any(each.message == "status" for each in caplog.records)
+
+
+async def test_the_page_at_the_root_links_what_there_is_and_loads_nothing(connect: Any) -> None:
+    async with connect(served_model_name=("<m>",)) as client:
+        reply = await client.get("/")
+        assert reply.status_code == 200
+        assert reply.headers["content-security-policy"].startswith("default-src 'none'")
+        links = re.findall(r'href="([^"]+)"', reply.text)
+        assert {"docs", "metrics", "health"} <= set(links)
+        for link in links:
+            assert (await client.get(f"/{link}")).status_code == 200
+    assert "&lt;m&gt;" in reply.text
+    assert "<m>" not in reply.text
+    assert not re.search(r"<script|<link|<img|@import|url\(", reply.text)
+
+
+def test_a_server_prints_its_banner_once_it_listens(tmp_path: Path) -> None:
+    import os
+    import signal
+    import subprocess
+    import sys
+
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
+    command = [sys.executable, "-m", "headway.cli.main", "serve", "--port", "0", "--kv-cache-memory", "16M"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    lines: list[str] = []
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line.rstrip("\n"))
+        if line.startswith("    -d "):
+            break
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert any(re.match(r"Headway serves headway-embedded at http://127\.0\.0\.1:\d+$", line) for line in lines)
+    assert any(line.startswith("curl http://127.0.0.1:") for line in lines)
+    # Without a terminal no progress bar is drawn.
+    assert "\x1b" not in "".join(lines)
