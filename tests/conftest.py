@@ -1,5 +1,5 @@
 """Hypothesis, the same on every machine: no deadline, no random seed. `HYPOTHESIS_PROFILE=thorough` (`make test-long`)
-takes more examples, `explore` other ones. And two hosts for those tests that want them."""
+takes more examples of some, `explore` other ones. And two hosts for those tests that want them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import settings
 from tests.helpers.namespaces import Hosts, two_hosts
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=50)
-settings.register_profile("thorough", derandomize=True, deadline=None, database=None, max_examples=100)
+settings.register_profile("thorough", derandomize=True, deadline=None, database=None, max_examples=200)
 settings.register_profile("explore", deadline=None, database=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 

@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "headway"
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.xdist_group("wheel"),
     pytest.mark.skipif(
         not any(importlib.metadata.distributions(name="build")), reason="the dev dependency `build` is not installed"
     ),

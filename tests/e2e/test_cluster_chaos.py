@@ -46,7 +46,7 @@ ALONE = ("tetris-mixed", "loongserve-mixed", "jsq-mixed")
 NAMES = list(CLUSTERS)
 QUICK = ("tetris", 1)
 """An instance is killed while it computes: the case of `make test`."""
-TURNS = 5
+TURNS = 3
 
 
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
@@ -81,7 +81,12 @@ def cluster(request: pytest.FixtureRequest, llama: Path) -> Iterator[Cluster]:
 
 
 CASES = [
-    pytest.param(name, turn, marks=() if (name, turn) == QUICK else pytest.mark.long, id=f"{name}-{turn}")
+    pytest.param(
+        name,
+        turn,
+        marks=[pytest.mark.xdist_group(name), *([] if (name, turn) == QUICK else [pytest.mark.long])],
+        id=f"{name}-{turn}",
+    )
     for name in NAMES
     for turn in range(TURNS)
 ]

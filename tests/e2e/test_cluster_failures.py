@@ -74,13 +74,9 @@ CASES = [
 @pytest.mark.parametrize(
     ("placement", "options", "pools"),
     [
-        ("fixed-sp", {"sp": 2}, APART),
         ("tetris", {}, APART),
         ("pecsched", {"long_tokens": 500}, APART),
-        ("weave", {}, APART),
-        ("loongserve", {}, APART),
         ("fifo", {"long_tokens": 500, "long_sp": 2}, MIXED),
-        ("jsq", {}, MIXED),
     ],
 )
 def test_answers_survive_any_instance_that_dies_or_hangs_at_any_point(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,24 +56,16 @@ def apart(decode: int = 1, **prefill: Any) -> list[dict[str, Any]]:
 MIXED = [{"count": 2, "serve": TWO}]
 
 
+@LONG
 @pytest.mark.parametrize(
     ("placement", "options", "pools"),
     [
-        pytest.param("tetris", {"sizes": [1, 2]}, apart(), marks=LONG),
-        pytest.param("tetris", {"sizes": [2]}, apart(2), marks=LONG),
-        pytest.param("tetris", {"sizes": [1, 2]}, MIXED, marks=LONG),
-        pytest.param("tetris", {"sizes": [1, 2]}, apart(2, tensor_parallel_size=4), marks=LONG),
-        pytest.param("pecsched", GROUPS, apart(), marks=LONG),
-        pytest.param("pecsched", GROUPS, apart(2), marks=LONG),
-        pytest.param("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED, marks=LONG),
-        pytest.param("weave", {"sizes": [1, 2]}, apart(), marks=LONG),
-        pytest.param("weave", {"sizes": [1, 2]}, apart(4), marks=LONG),
-        pytest.param("loongserve", {}, MIXED, marks=LONG),
-        pytest.param("loongserve in-place", {}, MIXED, marks=LONG),
-        pytest.param("loongserve", {}, apart(), marks=LONG),
-        pytest.param("fixed-sp", {"sp": 2}, apart(), marks=LONG),
-        pytest.param("context-parallel", {}, apart(2), marks=LONG),
-        pytest.param("fifo", SHORT, MIXED, marks=LONG),
+        ("tetris", {"sizes": [1, 2]}, apart(2, tensor_parallel_size=4)),
+        ("pecsched", GROUPS, apart()),
+        ("weave", {"sizes": [1, 2]}, apart(4)),
+        ("tetris", {"sizes": [1, 2]}, MIXED),
+        ("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED),
+        ("loongserve in-place", {}, MIXED),
     ],
 )
 def test_greedy_tokens_equal_transformers(
@@ -130,9 +121,7 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(
     ("placement", "options"),
     [
         ("tetris", {"sizes": [2]}),
-        ("tetris", {"sizes": [1, 2]}),
         ("pecsched", {**GROUPS, "long_tokens": 200}),
-        ("weave", {"sizes": [2]}),
     ],
 )
 def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
@@ -154,7 +143,7 @@ def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
         until(lambda: queued_tokens(url, 1) or one.told)  # the latter where it was too quick to be seen
         os.kill(rank_pids(url, 1)[1], signal.SIGKILL)
         assert [one.answer(), other.answer()] == wanted
-        assert metric(url, "headway_instance_restarts_total") == 1
+        until(lambda: metric(url, "headway_instance_restarts_total") == 1)
         until(lambda: not any(each["placed"] or each["kv_tokens_used"] for each in instances(url)))
         assert sum(map(ends_soon, before)) == 2
     assert main(["cluster", path, "--replay", log]) == 0
@@ -162,12 +151,11 @@ def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
 
 
 @LONG
-@pytest.mark.parametrize(("placement", "options"), [("tetris", {"sizes": [1, 2]}), ("loongserve", {})])
 def test_answers_survive_any_rank_that_dies_or_hangs_at_any_point(
-    tmp_path: Path, llama: Path, reference: GreedyReference, placement: str, options: object
+    tmp_path: Path, llama: Path, reference: GreedyReference
 ) -> None:
     wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
-    path = write(tmp_path, llama, placement, options, apart(2), worker_timeout="2", max_restarts=50)
+    path = write(tmp_path, llama, "loongserve", {}, apart(2), worker_timeout="2", max_restarts=50)
     with cluster(path) as running:
         url, losses = running.url, 0
         moments = [lambda url, one: queued_tokens(url, 0) or queued_tokens(url, 1), handing_over, decoding]
@@ -187,13 +175,13 @@ def test_answers_survive_any_rank_that_dies_or_hangs_at_any_point(
 def test_groups_are_given_up_and_formed_again_for_a_while(
     tmp_path: Path, llama: Path, reference: GreedyReference
 ) -> None:
-    """Requests of all lengths, some of which leave, for twenty seconds."""
+    """Requests of all lengths, some of which leave, five times."""
     prompts = [prompt_of(seed, 30 + 301 * seed) for seed in range(8)]
     wanted = [reference.tokens(prompt, 12) for prompt in prompts]
     path = write(tmp_path, llama, "tetris", {"sizes": [1, 2]}, apart(2))
     with cluster(path) as running, ThreadPoolExecutor(6) as pool:
-        url, until_s = running.url, time.monotonic() + 20.0
-        while time.monotonic() < until_s:
+        url = running.url
+        for _ in range(5):
             asked = [pool.submit(streamed_ids, url, prompt, 12, ignore_eos=True) for prompt in prompts]
             leave_after_sending(url, prompt_of(9, 3000), 500)
             assert [one.result() for one in asked] == wanted

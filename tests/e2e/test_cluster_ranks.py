@@ -38,10 +38,7 @@ def pools(*sizes: tuple[str, int]) -> list[dict[str, object]]:
     [
         pytest.param("fixed-sp", {"sp": 1}, [("prefill", 2), ("prefill", 1), ("decode", 1), ("decode", 2)], marks=LONG),
         pytest.param("tetris", {"sizes": [1]}, [("prefill", 1), ("decode", 4)], marks=LONG),
-        pytest.param("weave", {"sizes": [1]}, [("prefill", 2), ("prefill", 2), ("decode", 1)], marks=LONG),
         pytest.param("pecsched", {"long_tokens": 300}, [("prefill", 1), ("prefill", 1), ("decode", 2)], marks=LONG),
-        pytest.param("tetris", {}, [("prefill", 1), ("prefill", 1), ("decode", 2)], marks=LONG),
-        pytest.param("tetris", {"sizes": [1]}, [("mixed", 2), ("mixed", 1)], marks=LONG),
         pytest.param("fifo", {"long_sp": 1, "long_tokens": 300}, [("mixed", 2), ("mixed", 1)], marks=LONG),
     ],
 )

@@ -45,11 +45,8 @@ SHORT = {"long_tokens": 500}
         pytest.param("loongserve", {}, APART, marks=LONG),
         pytest.param("fifo", SHORT, APART, marks=LONG),
         pytest.param("jsq", {}, MIXED, marks=LONG),
-        pytest.param("fifo", SHORT, MIXED, marks=LONG),
         pytest.param("priority", SHORT, MIXED, marks=LONG),
         pytest.param("reservation", {**SHORT, "long_sp": 2}, MIXED, marks=LONG),
-        pytest.param("tetris", {}, MIXED, marks=LONG),
-        pytest.param("loongserve", {}, MIXED, marks=LONG),
         pytest.param("pecsched", {**SHORT, "disaggregate": False}, MIXED, marks=LONG),
     ],
 )

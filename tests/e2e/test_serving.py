@@ -28,7 +28,12 @@ LONG = pytest.mark.long
 
 
 @pytest.fixture(
-    scope="module", params=["lars", pytest.param("srpt+static:64", marks=LONG), pytest.param("fcfs+whole", marks=LONG)]
+    scope="module",
+    params=[
+        "lars",
+        pytest.param("srpt+static:64", marks=[LONG, pytest.mark.xdist_group("srpt")]),
+        pytest.param("fcfs+whole", marks=[LONG, pytest.mark.xdist_group("fcfs")]),
+    ],
 )
 def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
     policy, _, chunking = request.param.partition("+")

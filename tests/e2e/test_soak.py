@@ -1,4 +1,4 @@
-"""256 concurrent streams for two minutes: none dropped, none mixed up, memory flat. Only in `make test-long`."""
+"""256 concurrent streams for one minute: none dropped, none mixed up, memory flat. Only in `make test-long`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.http_probe import model_of
 from headway.serving.load.server_process import ServerProcess
 
 STREAMS = 256
-SECONDS = 120.0
+SECONDS = 60.0
 SETTLED = 0.4
 """Memory is compared from this share of the run on: pools, caches and connections exist by then."""
 
@@ -83,7 +83,7 @@ async def soak(url: str, pid: int, answers: list[tuple[list[int], list[int]]]) -
 @pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_256_streams_for_two_minutes_none_dropped_none_mixed_up_memory_flat(
+def test_256_streams_for_a_minute_none_dropped_none_mixed_up_memory_flat(
     llama: Path, reference: GreedyReference
 ) -> None:
     shapes = [(5 + (7 * i) % 90, 8 + (11 * i) % 56) for i in range(40)] + [(900, 6), (1700, 4)]

@@ -23,7 +23,7 @@ from headway.runtime.cluster.messages import (
 )
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("rank decodes")]
 ONE = 2
 """The number of the instance of one process; the others have two."""
 

@@ -43,6 +43,10 @@ ONE = 3
 """The instance of one process; the others are of two."""
 
 
+pytestmark = pytest.mark.xdist_group("rank spans")
+"""All of them on one worker: they share `world`."""
+
+
 @pytest.fixture(scope="module")
 def world(checkpoint: Path) -> Iterator[World]:
     """What a test kills it brings back."""

@@ -205,11 +205,6 @@ def chaos(
 
 
 @pytest.mark.long
-def test_ten_random_faults(llama: Path, wanted: list[list[int]]) -> None:
-    chaos(llama, wanted, 7, 10)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
 def test_fifty_random_faults(llama: Path, wanted: list[list[int]], layout: tuple[int, int, int]) -> None:
     chaos(llama, wanted, sum(layout), 10, layout)

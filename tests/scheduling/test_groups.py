@@ -54,9 +54,9 @@ def test_every_request_ends_and_computes_each_token_once_per_admission(first: in
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(300, 10_300, 500))
+@pytest.mark.parametrize("first", range(300, 2300, 200))
 def test_thousands_more_seeds(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 200):
         run(seed)
 
 

@@ -20,6 +20,10 @@ ONE, TWO = 0, 1
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
 
 
+pytestmark = pytest.mark.xdist_group("rank migrations")
+"""All of them on one worker: they share `world`."""
+
+
 @pytest.fixture(scope="module")
 def world(checkpoint: Path) -> Iterator[World]:
     """Instances of one and two ranks, with room for 800 tokens each. What a test kills it brings back."""
