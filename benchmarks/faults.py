@@ -2,27 +2,31 @@
 
 Run: python -m benchmarks.faults [--only WORD]. Each fault has a server of its own on the embedded model. A chat is
 streamed all the while; `gap` is the longest time between two of its events during the fault, `quiet` the longest
-before it. Times in milliseconds; on a machine that does other things they are upper bounds.
+before it, `log` what the server wrote, in characters (at most 4,000 are counted). Times in milliseconds, `lasted` in
+seconds; on a machine that does other things they are upper bounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.server_process import SERVE, ServerProcess
 
 QUIET_S = 2.0
 ENGLISH = "The quick brown fox, 12 years old, jumped over the lazy dog's house and didn't look back. "
 MB = 1 << 20
+HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
 
 
 def connection(url: str, timeout: float = 120.0) -> http.client.HTTPConnection:
@@ -120,6 +124,8 @@ class Fault:
     attack: Callable[[str, str], str]
     """Called with the server's URL and model; returns what came of it."""
     flags: tuple[str, ...] = ()
+    files: int | None = None
+    """Files that the server may open (`ulimit -n`)."""
 
 
 def prompts(*texts: str) -> Callable[[str, str], str]:
@@ -150,17 +156,48 @@ def english(size: int) -> str:
     return (ENGLISH * (size // len(ENGLISH) + 1))[:size]
 
 
+def connections(data: bytes, count: int = 600, lasting_s: float = 14.0) -> Callable[[str, str], str]:
+    """Open connections, as many as there can be, send each a few bytes, and wait beyond the header time-out."""
+
+    def attack(url: str, name: str) -> str:
+        parts = urlsplit(url)
+        made: list[socket.socket] = []
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((parts.hostname, parts.port or 80), timeout=5)
+                made.append(one)
+                one.sendall(data)
+        time.sleep(lasting_s)
+        still = 0
+        for one in made:
+            one.setblocking(False)
+            try:
+                still += bool(one.recv(1))
+            except BlockingIOError:
+                still += 1
+            except OSError:
+                pass
+            one.close()
+        return f"{len(made)} opened, {still} still open after {lasting_s:g} s"
+
+    return attack
+
+
 FAULTS = (
     Fault("4 prompts of 1 MB of English", prompts(*[english(MB)] * 4)),
     Fault("4 prompts of 1 MB of hex", prompts(*[os.urandom(MB // 2).hex() for _ in range(4)])),
     Fault("4 prompts of 1 MB of one letter", prompts(*["a" * MB] * 4)),
     Fault("a prompt of 60 MB of English", prompts(english(60 * MB))),
+    Fault("600 idle connections, 256 files", connections(b""), files=256),
+    Fault("600 half headers, 256 files", connections(b"GET /health HTTP/1.1\r\nHost: x\r\n"), files=256),
+    Fault("600 half bodies, 256 files", connections(HALF_BODY), files=256),
 )
 
 
 def run(fault: Fault) -> str:
     """Return the fault's row."""
-    with ServerProcess(fault.flags) as server:
+    command = SERVE if fault.files is None else ("sh", "-c", f'ulimit -n {fault.files}; exec "$@"', "sh", *SERVE)
+    with ServerProcess(fault.flags, command=command) as server:
         name = model(server.url)
         with Bystander(server.url, name) as beside:
             time.sleep(1.0)  # the first prefill, and imports at the first request
@@ -171,14 +208,15 @@ def run(fault: Fault) -> str:
             end = time.monotonic()
         quiet, gap, health = beside.gap_ms(began, middle), beside.gap_ms(middle, end), beside.health_ms(middle, end)
         more = f"; {len(beside.failures)} failures beside: {beside.failures[0]}" if beside.failures else ""
-        return f"{fault.name:40} {quiet:7.0f} {gap:7.0f} {health:7.0f} {end - middle:7.1f}  {what}{more}"
+        written = len(server.last_words())
+        return f"{fault.name:40} {quiet:7.0f} {gap:7.0f} {health:7.0f} {end - middle:7.1f} {written:7}  {what}{more}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose name has this")
     only = parser.parse_args(arguments).only
-    print(f"{'fault':40} {'quiet':>7} {'gap':>7} {'/health':>7} {'lasted':>7}  what came of it")
+    print(f"{'fault':40} {'quiet':>7} {'gap':>7} {'/health':>7} {'lasted':>7} {'log':>7}  what came of it")
     for fault in FAULTS:
         if only in fault.name:
             print(run(fault), flush=True)

@@ -8,7 +8,9 @@ server shuts down. Second signal: it shuts down at once. In both cases clients w
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
 import signal
 import socket
 import sys
@@ -20,6 +22,7 @@ from fastapi import FastAPI
 from headway.core.structured_log import setup
 from headway.serving.banner import banner
 from headway.serving.binding import bind, cannot_listen, check_binding, release, url
+from headway.serving.connections import ConnectionTable, HttpConnection, raise_file_limit
 from headway.serving.context import ServerContext
 from headway.serving.settings import ServerSettings
 
@@ -27,21 +30,26 @@ log = logging.getLogger("headway.server")
 
 _LINGER_S, _SHORT_LINGER_S = 5, 1
 """Seconds for clients to read their last bytes: after a drain, and after a second signal."""
+_CLIENTS_FAULTS = ("Invalid HTTP request", "Unsupported upgrade", "No supported WebSocket")
+"""Beginnings of uvicorn's warnings about single requests."""
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with draining. Started by `serve`; tests start it in a thread and set `should_exit`."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        self._connections = ConnectionTable(settings)
         config = uvicorn.Config(
             app,
+            http=functools.partial(HttpConnection, table=self._connections),  # type: ignore[arg-type]
+            backlog=self._connections.backlog,
             host=settings.host,
             port=settings.port,
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="on",
-            timeout_keep_alive=75,
+            timeout_keep_alive=math.ceil(settings.idle_timeout_s),
             timeout_graceful_shutdown=_LINGER_S,
             h11_max_incomplete_event_size=64 << 10,
         )
@@ -58,6 +66,7 @@ class DrainingServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Run until a signal arrives or the engine fails to start. sockets: already bound, if any."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._connections.on_loop_error)
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -109,8 +118,10 @@ class DrainingServer(uvicorn.Server):
         """Filter uvicorn's log.
 
         Drops stack traces of an engine that did not start (`ServerContext.failure` has the message) and of requests
-        that the shutdown cancelled.
+        that the shutdown cancelled, and what each malformed request of any client would write.
         """
+        if record.getMessage().startswith(_CLIENTS_FAULTS):
+            return False
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
         return self._context.failure is None or record.levelno < logging.ERROR
@@ -142,6 +153,7 @@ def serve(
     if sockets is None:
         sockets = bind(settings.host, settings.port)
     setup(settings.log_level, settings.log_format)
+    raise_file_limit()
     server = DrainingServer(app, settings)
     try:
         server.run(sockets)

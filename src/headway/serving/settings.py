@@ -26,6 +26,13 @@ class EndpointSettings(SettingsModel):
         1 << 30, gt=0, description="bodies being read or parsed at one time, in bytes in all; above it: 429"
     )
     body_timeout_s: Number = Field(60.0, gt=0, description="seconds within which a request body must have arrived")
+    header_timeout_s: Number = Field(
+        10.0, gt=0, description="seconds that a connection may take to send a request's header"
+    )
+    idle_timeout_s: Number = Field(75.0, gt=0, description="seconds that a connection may be idle between two requests")
+    max_connections: WholeNumber = Field(
+        4096, gt=0, description="connections at one time (fewer where the system's limit of open files is lower)"
+    )
     max_concurrent_requests: WholeNumber = Field(
         1024, gt=0, description="generation requests in flight at one time; above it: 429"
     )

@@ -69,6 +69,7 @@ class SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; called by the framework."""
+        scope["headway.half_closed"] = self._probe
         # The pump is registered as active: at shutdown it is cancelled, and the writer sends its error.
         tasks = [self._ongoing.begin(self._pump())]
         try:
@@ -146,6 +147,12 @@ class SseResponse(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": not last})
             if last:
                 return
+
+    def _probe(self) -> None:
+        """Send a comment now: a client that has left altogether is noticed by it."""
+        if not self._ended:
+            self._buffer.append(KEEP_ALIVE)
+            self._filled.set()
 
     async def _wait(self, seconds: float) -> bool:
         """Wait for something to send or the end of the source; return False after `seconds` without either."""

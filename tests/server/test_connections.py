@@ -1,0 +1,205 @@
+"""Connections without a request: time-outs, the limit and its reserve, the log, half-closed and vanished clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import struct
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.polling import until
+
+from headway.serving import connections
+from headway.serving.connections import ConnectionTable
+from headway.serving.settings import ServerSettings
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+IDLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def opened(url: str, data: bytes = b"") -> socket.socket:
+    parts = urlsplit(url)
+    made = socket.create_connection((parts.hostname, parts.port or 80), timeout=10)
+    made.sendall(data)
+    return made
+
+
+def said(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    data = b""
+    try:
+        while part := connection.recv(65536):
+            data += part
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data
+
+
+def posted(prompt: list[int], stream: bool = False, more: bytes = b"") -> bytes:
+    body = json.dumps({"model": "fake-model", "prompt": prompt, "max_tokens": 3, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body + more
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+def test_a_connection_that_sends_no_whole_header_is_closed(live: Any, engine: FakeEngine, sent: bytes) -> None:
+    with live(engine, header_timeout_s=0.1) as url:
+        assert said(opened(url, sent)) == b""
+        assert b"200 OK" in said(opened(url, HEALTH))
+
+
+def test_bytes_that_trickle_do_not_extend_the_time(live: Any, engine: FakeEngine) -> None:
+    with live(engine, header_timeout_s=0.2) as url:
+        slow = opened(url)
+        with pytest.raises(OSError):  # noqa: PT012
+            for _ in range(100):
+                slow.sendall(b"G")
+                slow.settimeout(0.05)
+                try:
+                    assert slow.recv(1) == b""
+                    raise ConnectionError("closed")
+                except TimeoutError:
+                    continue
+        slow.close()
+
+
+def test_a_body_that_no_one_reads_does_not_keep_the_connection(live: Any, engine: FakeEngine) -> None:
+    with live(engine, header_timeout_s=0.1, idle_timeout_s=0.1) as url:
+        unread = opened(url, b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx")
+        assert unread.recv(4096).startswith(b"HTTP/1.1 200")
+        unread.sendall(b"y")
+        assert b"HTTP/1.1" not in said(unread)
+
+
+def test_a_second_request_on_a_connection_has_the_time_of_a_first(live: Any, engine: FakeEngine) -> None:
+    with live(engine, header_timeout_s=0.1, idle_timeout_s=60) as url:
+        kept = opened(url, IDLE)
+        assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+        kept.sendall(b"GET /hea")
+        assert b"200" not in said(kept)
+
+
+def test_idle_connections_make_place_for_new_ones(live: Any, engine: FakeEngine) -> None:
+    with live(engine, max_connections=4) as url:
+        idle = [opened(url) for _ in range(4)]
+        for _ in range(3):
+            assert b"200 OK" in said(opened(url, HEALTH))
+        # The one that waited longest.
+        assert said(idle[0]) == b""
+        for each in idle[1:]:
+            each.close()
+
+
+def test_health_is_answered_while_all_connections_are_busy(live: Any, engine: FakeEngine) -> None:
+    engine.hold = asyncio.Event()
+    with live(engine, max_connections=3) as url:
+        busy = [opened(url, posted([5])) for _ in range(3)]
+        until(lambda: len(engine.submits) == 3, 10, "not submitted")
+        assert b"200 OK" in said(opened(url, HEALTH))
+        refused = said(opened(url, posted([6])))
+        assert b"503" in refused.split(b"\r\n")[0]
+        assert b"max_connections" in refused
+        for each in busy:
+            each.close()
+        until(lambda: len(engine.aborted) == 3, 10, "not aborted")
+        assert b"200 OK" in said(opened(url, HEALTH))
+
+
+def test_refused_connections_are_one_line_of_the_log(
+    live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.hold = asyncio.Event()
+    monkeypatch.setattr(connections, "RESERVE", 0)
+    caplog.set_level(logging.DEBUG)
+    with live(engine, max_connections=1) as url:
+        busy = opened(url, posted([5]))
+        until(lambda: engine.submits, 10, "not submitted")
+        caplog.clear()
+        for _ in range(50):
+            assert said(opened(url)) == b""
+        lines = [record.getMessage() for record in caplog.records if "connections" in record.getMessage()]
+        busy.close()
+    assert lines == ["too many connections"]
+
+
+def test_malformed_requests_leave_no_warning(live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    with live(engine) as url:
+        for _ in range(5):
+            assert b"400" in said(opened(url, b"\x00\x01 nonsense\r\n\r\n"))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_failed_accepts_are_counted_and_not_each_logged(caplog: pytest.LogCaptureFixture) -> None:
+    table = ConnectionTable(ServerSettings())
+    loop = asyncio.new_event_loop()
+    problem = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+    for _ in range(1000):
+        table.on_loop_error(loop, problem)
+    loop.close()
+    assert [record.getMessage() for record in caplog.records] == ["too many connections"]
+
+
+def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (256, 256))
+    table = ConnectionTable(ServerSettings())
+    assert 4 * table.backlog <= table.limit < 256 - table.backlog - connections.RESERVE
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (10**6, 10**6))
+    assert ConnectionTable(ServerSettings()).limit == ServerSettings().max_connections
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closed_its_sending_side_gets_its_answer(live: Any, engine: FakeEngine, stream: bool) -> None:
+    engine.hold = asyncio.Event()
+    with live(engine, keep_alive_s=0.2) as url:
+        half = opened(url, posted([5, 6], stream))
+        until(lambda: engine.submits, 10, "not submitted")
+        if stream:
+            assert half.recv(4096).startswith(b"HTTP/1.1 200")
+        half.shutdown(socket.SHUT_WR)
+        until(lambda: not wait_for_byte(half, 0.1), 10, "an answer already")
+        hold_loop(engine).call_soon_threadsafe(engine.hold.set)
+        text = said(half)
+        assert (b"[DONE]" if stream else b'"finish_reason":"length"') in text
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_left_is_noticed_before_any_output(
+    live: Any, engine: FakeEngine, stream: bool, reset: bool
+) -> None:
+    engine.hold = asyncio.Event()
+    with live(engine, keep_alive_s=0.5) as url:
+        gone = opened(url, posted([5, 6], stream))
+        until(lambda: engine.submits, 10, "not submitted")
+        if stream:
+            assert gone.recv(4096).startswith(b"HTTP/1.1 200")
+        if reset:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        until(lambda: engine.aborted, 10, "not aborted")
+
+
+def wait_for_byte(connection: socket.socket, seconds: float) -> bool:
+    """Whether the final answer's first bytes have come: an interim response does not count."""
+    connection.settimeout(seconds)
+    try:
+        return b"HTTP/1.1 200" in connection.recv(4096)
+    except TimeoutError:
+        return False
+    finally:
+        connection.settimeout(10)
+
+
+def hold_loop(engine: FakeEngine) -> asyncio.AbstractEventLoop:
+    """The event loop on which the engine's requests wait."""
+    assert engine.hold is not None
+    loop = engine.hold._loop  # type: ignore[attr-defined]
+    assert isinstance(loop, asyncio.AbstractEventLoop)
+    return loop
