@@ -220,6 +220,8 @@ def scenario_page() -> str:
 
 def model_sections(model: Any, title: str, seen: set[Any]) -> Iterator[str]:
     """A pydantic model's table, and those of the models inside it."""
+    from headway.core.file_sections import models_in
+
     if model in seen:
         return
     seen.add(model)
@@ -236,20 +238,10 @@ def model_sections(model: Any, title: str, seen: set[Any]) -> Iterator[str]:
         yield from model_sections(found, where, seen)
 
 
-def models_in(annotation: Any) -> list[Any]:
-    """Pydantic models that an annotation names, however deep."""
-    if hasattr(annotation, "model_fields"):
-        return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in models_in(part)]
-
-
 def cluster_page() -> str:
-    module = import_module("headway.runtime.cluster.cluster_file")
-    text = INTRODUCTION["cluster"]
-    if hasattr(module.ClusterFile, "model_fields"):
-        return text + "".join(model_sections(module.ClusterFile, "top level", set()))
-    text += f"## The file\n\n{struct_table(module.ClusterFile)}"
-    return text + f"## `pools`\n\n{struct_table(module.InstancePool)}"
+    from headway.runtime.cluster.cluster_file import ClusterFile
+
+    return INTRODUCTION["cluster"] + "".join(model_sections(ClusterFile, "top level", set()))
 
 
 def placement_page() -> str:
@@ -263,8 +255,6 @@ def placement_page() -> str:
 
 def struct_table(kind: Any) -> str:
     """A msgspec struct's fields, with what is written beside them in the source."""
-    if hasattr(kind, "model_fields"):
-        return next(iter(list(model_sections(kind, "", set()))[1:]), "")
     notes: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if hasattr(base, "__struct_fields__")]):
         notes |= field_notes(base)

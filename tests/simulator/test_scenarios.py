@@ -29,19 +29,19 @@ EXAMPLES = [file for file in FILES if "\nworkload:" in file.read_text()]  # othe
         ("clutser", {}, "clutser is not a field; allowed here: name, about, cluster"),
         ("policy.polcy", "lars", "policy.polcy is not a field; allowed here: policy, chunking"),
         ("policy.policy", "sjf", "choose one of fcfs, edf, lrs, srpt, lars"),
-        ("layout.tp", 0, "layout.tp: Input should be greater than or equal to 1"),
-        ("workload.mix.0.prmpt", "fixed:3", "workload.mix.0.prmpt is not a field; allowed here: share, class"),
+        ("layout.tp", 0, "layout.tp must be at least 1, not 0"),
+        ("workload.mix.0.prmpt", "fixed:3", "workload.mix[0].prmpt is not a field; allowed here: share, class"),
         ("workload.preset", "medha-mix", "exactly one of preset, trace and mix"),
         ("slo.chat", {"tfft_s": 1}, "slo.chat.tfft_s is not a field; allowed here: ttft_s"),
         ("model", "llama-9", "model: unknown model 'llama-9'"),
         ("model", {"layers": 2}, "model.hidden is missing"),
         ("cluster.accelerator", "a1000", "cluster.accelerator: unknown accelerator 'a1000'"),
-        ("run.noise.kind", "pink", "run.noise.kind: Input should be 'none', 'lognormal' or 'uniform'"),
+        ("run.noise.kind", "pink", "run.noise.kind must be 'none', 'lognormal' or 'uniform', not 'pink'"),
         ("latency.source", "table", "`file` goes with `source: table`"),
     ],
 )
 def test_invalid_fields_are_named_with_the_allowed_values(path: str, value: object, words: str) -> None:
-    with pytest.raises(ConfigError, match="(?s)" + words.replace("(", r"\(").replace("|", r"\|")):
+    with pytest.raises(ConfigError, match="(?s)" + words.replace("[", r"\[").replace("(", r"\(").replace("|", r"\|")):
         run_scenario(parse_scenario(with_field(SMALL, path, value)), 0)
 
 

@@ -37,10 +37,13 @@ def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
         ({"options": {"speed": 1}}, "options of tetris: .*`speed` \\(its options: mode, sizes"),
         ({"pools": []}, "cluster: a `placement` needs `pools`"),
         ({"placement": None}, "`pools` and `options` need a `placement`"),
-        ({"pools": [{"role": "prefil", "count": 1}]}, "cluster.pools.0.role: Input should be 'prefill', 'decode' or"),
-        ({"pools": [{"count": 1, "size": 3}]}, "cluster.pools.0.size is not a field; allowed here: role, count, tp"),
+        ({"pools": [{"role": "prefil", "count": 1}]}, r"cluster.pools\[0\].role must be 'prefill', 'decode' or"),
+        (
+            {"pools": [{"count": 1, "size": 3}]},
+            r"cluster.pools\[0\].size is not a field; allowed here: role, count",
+        ),
         ({"spans": {"source": "eq1"}}, "`file` goes with `source: eq1`"),
-        ({"backends": 0}, "cluster.backends: Input should be greater than or equal to 1"),
+        ({"backends": 0}, "cluster.backends must be at least 1, not 0"),
     ],
 )
 def test_bad_fields_are_named(change: dict[str, Any], message: str) -> None:

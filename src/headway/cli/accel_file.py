@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import FileSection, validated
 from headway.core.units import size, tokens
 from headway.perf.accelerator.assumptions import PRESETS, AcceleratorAssumptions, assumptions
 from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
@@ -29,9 +30,7 @@ from headway.sim.scenario import (
     ModelSection,
     PolicySection,
     Positive,
-    ScenarioSection,
     WorkloadSection,
-    validated,
 )
 
 
@@ -51,7 +50,7 @@ Tokens = Annotated[int, _number(tokens), Field(ge=0)]
 Size = Annotated[int, _number(size), Field(ge=0)]
 
 
-class MachineSection(ScenarioSection):
+class MachineSection(FileSection):
     """A preset, and what differs from it. Sizes as 512MiB or 1G (powers of 1024)."""
 
     preset: str = Field(default="tpuv6e-like", description="headway.perf.accelerator.presets")
@@ -66,7 +65,7 @@ class MachineSection(ScenarioSection):
     hbm_capacity: Size | None = Field(default=None, description="HBM")
 
 
-class PrecisionSection(ScenarioSection):
+class PrecisionSection(FileSection):
     """fp32, fp16, bf16, fp8, int8 or int4. Arithmetic keeps its FP16 rate."""
 
     weights: str = "fp16"
@@ -74,13 +73,13 @@ class PrecisionSection(ScenarioSection):
     kv: str = "fp16"
 
 
-class TechniquesSection(ScenarioSection):
+class TechniquesSection(FileSection):
     flash_attention: bool = Field(default=True, description="scores stay on chip")
     fusion: str = Field(default="auto", description="auto: activations stay on chip where they fit; off: never")
     double_buffering: bool = Field(default=True, description="the next tile loads while this one is computed")
 
 
-def _assumptions_section() -> type[ScenarioSection]:
+def _assumptions_section() -> type[FileSection]:
     from headway.perf.accelerator.assumptions import WORDS
 
     given: dict[str, Any] = {
@@ -88,7 +87,7 @@ def _assumptions_section() -> type[ScenarioSection]:
         for name, words in WORDS.items()
     }
     return create_model(
-        "AssumptionsSection", __base__=ScenarioSection, __doc__="A preset, and what differs from it.",
+        "AssumptionsSection", __base__=FileSection, __doc__="A preset, and what differs from it.",
         __module__="headway.perf.accelerator.assumptions",
         preset=(str, Field("default", description=" or ".join(PRESETS))), **given,
     )  # fmt: skip
@@ -97,7 +96,7 @@ def _assumptions_section() -> type[ScenarioSection]:
 AssumptionsSection: Any = _assumptions_section()
 
 
-class StageSection(ScenarioSection):
+class StageSection(FileSection):
     """One iteration. Tokens as 65536 or 64k."""
 
     prefill_tokens: Tokens = Field(default=1024, description="the chunk")
@@ -106,7 +105,7 @@ class StageSection(ScenarioSection):
     kv_tokens: Tokens = Field(default=65536, description="KV that they read together")
 
 
-class LimitsSection(ScenarioSection):
+class LimitsSection(FileSection):
     """What must hold at the percentile. tbt_s null: the paper's rule, 32 decodes over 4K tokens each, alone."""
 
     tbt_s: Positive | None = None
@@ -114,7 +113,7 @@ class LimitsSection(ScenarioSection):
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
 
 
-class ServeSection(ScenarioSection):
+class ServeSection(FileSection):
     """Requests on the accelerator. policy: settings of the scheduler in place of Sarathi-Serve's."""
 
     chunk: Count = Field(default=512, description="tokens of an iteration, decodes included")
@@ -127,7 +126,7 @@ class ServeSection(ScenarioSection):
     seed: int = 0
 
 
-class AccelFile(ScenarioSection):
+class AccelFile(FileSection):
     """One study."""
 
     name: str = ""

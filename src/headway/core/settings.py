@@ -13,17 +13,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import limit_words
 
 _SECRETS = ("api_key", "rdzv_token")
 """Settings whose value is never printed."""
-
-_LIMITS = {
-    "greater_than": "above",
-    "greater_than_equal": "at least",
-    "less_than": "below",
-    "less_than_equal": "at most",
-}
-"""Pydantic's names of limits, in words."""
 
 
 class SettingsError(ConfigError):
@@ -136,9 +129,7 @@ def _words(kind: str, item: Any) -> str:
         return str(context["error"])
     if kind == "extra_forbidden":
         return "there is no such setting"
-    if kind == "literal_error":
-        return f"must be {context['expected']}, not {item['input']!r}"
-    if kind in _LIMITS:
-        (limit,) = context.values()
-        return f"must be {_LIMITS[kind]} {limit:g}, not {item['input']!r}"
+    words = limit_words(kind, item)
+    if words is not None:
+        return words
     return f"{item['msg']} (got {item['input']!r})"

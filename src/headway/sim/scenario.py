@@ -6,25 +6,19 @@ Errors name the field by its path and what is allowed there. The sections are co
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import ConfigDict, Field, create_model, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import FileSection, validated
 from headway.policy.iteration.config import SchedulerConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-SomeSection = TypeVar("SomeSection", bound="ScenarioSection")
 
 
-class ScenarioSection(BaseModel):
-    """Unknown fields are errors; what was validated stays as it is."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(ScenarioSection):
+class ModelSection(FileSection):
     """A decoder that has no name here. `mlp_matrices` is 3 for gated MLPs; `dtype_bytes` is of weights and KV."""
 
     layers: Count
@@ -39,7 +33,7 @@ class ModelSection(ScenarioSection):
     mlp_matrices: Literal[2, 3] = 3
 
 
-class PoolSection(ScenarioSection):
+class PoolSection(FileSection):
     """Instances of one kind."""
 
     role: Literal["prefill", "decode", "mixed"] = "mixed"
@@ -50,7 +44,7 @@ class PoolSection(ScenarioSection):
     kv_tokens: Count | None = Field(default=None, description="tokens of each one's KV cache; null: what memory leaves")
 
 
-class SpansSection(ScenarioSection):
+class SpansSection(FileSection):
     """Where the times of spans on groups come from."""
 
     source: Literal["ring", "fast-sp", "tetris-table1", "eq1"] = Field(
@@ -74,7 +68,7 @@ class SpansSection(ScenarioSection):
         return self
 
 
-class ClusterSection(ScenarioSection):
+class ClusterSection(FileSection):
     placement: str | None = Field(
         default=None,
         description="a cluster policy (headway.policy.placement.registry); null: one queue before `replicas`",
@@ -116,7 +110,7 @@ class ClusterSection(ScenarioSection):
         return self
 
 
-class LayoutSection(ScenarioSection):
+class LayoutSection(FileSection):
     """How one instance is cut."""
 
     tp: Count = Field(default=1, description="tensor-parallel ranks")
@@ -130,7 +124,7 @@ class LayoutSection(ScenarioSection):
     )
 
 
-class RooflineSection(ScenarioSection):
+class RooflineSection(FileSection):
     """What of the data sheet is reached, and what is fixed."""
 
     linear: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -145,7 +139,7 @@ class RooflineSection(ScenarioSection):
     )
 
 
-class LatencySection(ScenarioSection):
+class LatencySection(FileSection):
     source: Literal["roofline", "fitted", "table"] = Field(
         default="roofline",
         description="roofline: data sheet and efficiencies; fitted: constants that ship with Headway; "
@@ -164,7 +158,7 @@ class LatencySection(ScenarioSection):
         return self
 
 
-class MemorySection(ScenarioSection):
+class MemorySection(FileSection):
     utilisation: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="share of device memory that may be used"
     )
@@ -174,7 +168,7 @@ class MemorySection(ScenarioSection):
     block_tokens: Count = Field(default=64, description="tokens a KV block")
 
 
-class MixSection(ScenarioSection):
+class MixSection(FileSection):
     """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
 
     share: Positive = 1.0
@@ -185,7 +179,7 @@ class MixSection(ScenarioSection):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
-class WorkloadSection(ScenarioSection):
+class WorkloadSection(FileSection):
     """Exactly one of preset, trace and mix."""
 
     preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
@@ -228,7 +222,7 @@ class WorkloadSection(ScenarioSection):
         return self
 
 
-class SloSection(ScenarioSection):
+class SloSection(FileSection):
     """What requests of a class are judged by, in seconds. tbt_s bounds every gap, tpot_s their mean."""
 
     ttft_s: Positive | None = None
@@ -237,7 +231,7 @@ class SloSection(ScenarioSection):
     e2e_s: Positive | None = None
 
 
-class NoiseSection(ScenarioSection):
+class NoiseSection(FileSection):
     kind: Literal["none", "lognormal", "uniform"] = "none"
     amount: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="standard deviation of ln, or half width"
@@ -245,7 +239,7 @@ class NoiseSection(ScenarioSection):
     bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
 
 
-class RunSection(ScenarioSection):
+class RunSection(FileSection):
     window_s: Positive | None = Field(
         default=None, description="observe for so long; null: until the last request ends"
     )
@@ -269,7 +263,7 @@ class RunSection(ScenarioSection):
     )
 
 
-def _policy_section() -> type[ScenarioSection]:
+def _policy_section() -> type[FileSection]:
     """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
@@ -278,7 +272,7 @@ def _policy_section() -> type[ScenarioSection]:
         if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
     }
     return create_model(
-        "PolicySection", __base__=ScenarioSection, __doc__="Settings of the scheduler that differ from its mode's.",
+        "PolicySection", __base__=FileSection, __doc__="Settings of the scheduler that differ from its mode's.",
         __module__="headway.policy.iteration.config", **given,
     )  # fmt: skip
 
@@ -288,7 +282,7 @@ PolicySection: Any = _policy_section()
 PolicySection.__module__ = __name__
 
 
-class Scenario(ScenarioSection):
+class Scenario(FileSection):
     """One simulation."""
 
     name: str = Field(default="", description="what it is called in reports")
@@ -309,45 +303,3 @@ class Scenario(ScenarioSection):
 def parse_scenario(data: Any, where: str = "scenario") -> Scenario:
     """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
     return validated(Scenario, data, where)
-
-
-def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
-    """The same for any file that is made of sections."""
-    try:
-        return root.model_validate(data)
-    except ValidationError as error:
-        # pydantic reports a union's alternatives one by one: `dict.fromkeys` below drops equal messages
-        faults = [_fault(dict(item), root) for item in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
-
-
-def _fault(item: dict[str, Any], root: type[ScenarioSection]) -> str:
-    # names of a union's alternatives are no fields of the file
-    path = [str(part) for part in item["loc"] if str(part) not in (ModelSection.__name__, "str")]
-    name = ".".join(path) or "the file"
-    # an unknown field: list the fields of its section
-    if item["type"] == "extra_forbidden":
-        return f"{name} is not a field; allowed here: {', '.join(_allowed(path[:-1], root))}"
-    if item["type"] == "missing":
-        return f"{name} is missing"
-    value = item.get("input")
-    # sections and lists are too long to show
-    shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
-    return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
-
-
-def _allowed(path: list[str], root: type[ScenarioSection]) -> list[str]:
-    model: type[BaseModel] = root
-    for part in path:
-        if part == "model":
-            model = ModelSection
-        elif model is Scenario and part == "slo":
-            model = SloSection
-        elif part == "mix":
-            model = MixSection
-        elif part == "pools":
-            model = PoolSection
-        elif part in model.model_fields:
-            kind = model.model_fields[part].annotation
-            model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else model
-    return [field.alias or name for name, field in model.model_fields.items()]

@@ -3,14 +3,13 @@ policy."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
+from pydantic import Field, model_validator
 
-from headway.core.decode_errors import allowed
 from headway.core.errors import ConfigError
+from headway.core.file_sections import FileSection, validated
 from headway.policy.placement.registry import check_options, names
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
@@ -25,44 +24,61 @@ _SIZES = ("sp", "long_sp", "reserved")
 """Options that are numbers of instances that prefill."""
 
 
-class InstancePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+Count = Annotated[int, Field(ge=1)]
+
+
+class InstancePool(FileSection):
     """Equal instances of one role."""
 
-    count: int = 1
-    """Number of instances."""
-    role: Role = "mixed"
-    """`mixed`, `prefill` or `decode`."""
-    host: int = 0
-    """The --node-rank of the host that the instances run on."""
-    serve: dict[str, Any] = {}
-    """Settings of `headway serve` for these instances alone, over the file's."""
-    per_node: int | None = None
-    """Instances that policies take for one node; null: one node with all others of the host that do not say."""
+    count: Annotated[int, Field(ge=1, le=LARGEST_POOL)] = Field(default=1, description="number of instances")
+    role: Role = Field(default="mixed", description="`mixed`, `prefill` or `decode`")
+    host: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="the --node-rank of the host that the instances run on"
+    )
+    serve: dict[str, Any] = Field(
+        default_factory=dict, description="settings of `headway serve` for these instances alone, over the file's"
+    )
+    per_node: Count | None = Field(
+        default=None,
+        description="instances that policies take for one node, at most `count`; null: one node with all others of "
+        "the host that do not say",
+    )
+
+    @model_validator(mode="after")
+    def _nodes_are_not_larger_than_the_pool(self) -> InstancePool:
+        if self.per_node is not None and self.per_node > self.count:
+            raise ValueError(f"per_node must be between 1 and its count, not {self.per_node}")
+        return self
 
 
-class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClusterFile(FileSection):
     """The contents of a cluster file."""
 
-    pools: tuple[InstancePool, ...]
-    """Instances by kind."""
-    model: str | None = None
-    """Folder of the checkpoint, relative to the file; null: the embedded model."""
-    placement: str = "jsq"
-    """The placement policy."""
-    options: dict[str, Any] = {}
-    """Options of that policy."""
-    serve: dict[str, Any] = {}
-    """Settings of `headway serve`, for all instances and for the endpoint."""
-    backends: int = 16
-    """Pieces of KV that an instance receives at a time."""
-    span_rows: int = SPAN_ROWS
-    """Most rows of a span that an instance computes at once (`core.span.cut`); 0: all."""
-    group_decode: Literal["gather", "in-place"] = "gather"
-    """Where a decode on several instances goes on: on one of them, or in place over the KV of all."""
-    kv_connector: str = "peers"
-    """How KV moves between instances: `peers`, `nixl`, or one that another package registers."""
-    network_gbit_s: float = 10.0
-    """Bandwidth between two hosts, one way, that policies reckon with."""
+    pools: tuple[InstancePool, ...] = Field(description="instances by kind")
+    model: str | None = Field(
+        default=None, description="folder of the checkpoint, relative to the file; null: the embedded model"
+    )
+    placement: str = Field(default="jsq", description="the placement policy")
+    options: dict[str, Any] = Field(default_factory=dict, description="options of that policy")
+    serve: dict[str, Any] = Field(
+        default_factory=dict, description="settings of `headway serve`, for all instances and for the endpoint"
+    )
+    backends: Count = Field(default=16, description="slices of KV that an instance receives at a time")
+    span_rows: Annotated[int, Field(ge=0)] = Field(
+        default=SPAN_ROWS,
+        description="most rows of a span that an instance computes at once (`core.span.cut`); 0: all",
+    )
+    group_decode: Literal["gather", "in-place"] = Field(
+        default="gather",
+        description="where a decode on several instances goes on: on one of them, or in place over the KV of all",
+    )
+    kv_connector: str = Field(
+        default="peers",
+        description="how KV moves between instances: `peers`, `nixl`, or one that another package registers",
+    )
+    network_gbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=10.0, description="bandwidth between two hosts, one way, that policies reckon with"
+    )
 
     @property
     def hosts(self) -> set[int]:
@@ -71,33 +87,16 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cluster_file(data: Any, where: str) -> ClusterFile:
-    """Check what a file says. ConfigError names the field and what is allowed."""
-    try:
-        made = msgspec.convert(data, ClusterFile)
-    except msgspec.ValidationError as error:
-        hint = allowed(ClusterFile, error)
-        raise ConfigError(f"{where}: {error}{hint and f' ({hint})'}") from None
-    if not made.pools:
+    """Validate plain data. ConfigError names the fields at fault and what is allowed there."""
+    file = validated(ClusterFile, data, where)
+    if not file.pools:
         raise ConfigError(f"{where}: pools is empty: name at least one, such as `- {{count: 2}}`")
-    for i, pool in enumerate(made.pools):
-        if not 1 <= pool.count <= LARGEST_POOL:
-            raise ConfigError(f"{where}: pools[{i}].count must be between 1 and {LARGEST_POOL}, not {pool.count}")
-        if pool.host < 0:
-            raise ConfigError(f"{where}: pools[{i}].host must be the --node-rank of a host, from 0, not {pool.host}")
-        if pool.per_node is not None and not 1 <= pool.per_node <= pool.count:
-            raise ConfigError(f"{where}: pools[{i}].per_node must be between 1 and its count, not {pool.per_node}")
-    if made.backends < 1:
-        raise ConfigError(f"{where}: backends must be at least 1, not {made.backends}")
     try:
-        check_connector(made.kv_connector)
+        check_connector(file.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if not 0 < made.network_gbit_s < math.inf:
-        raise ConfigError(f"{where}: network_gbit_s must be more than 0, not {made.network_gbit_s:g}")
-    if made.span_rows < 0:
-        raise ConfigError(f"{where}: span_rows must be 0 (all of a span at once) or more, not {made.span_rows}")
-    _check_placement(made, where)
-    return made
+    _check_placement(file, where)
+    return file
 
 
 def _check_placement(file: ClusterFile, where: str) -> None:
@@ -109,7 +108,7 @@ def _check_placement(file: ClusterFile, where: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if roles == {"decode"}:
-        raise ConfigError(f"{where}: pools: all are of role decode; somebody has to prefill (role prefill or mixed)")
+        raise ConfigError(f"{where}: pools: all are of role decode; one has to prefill (role prefill or mixed)")
     prefill = sum(pool.count for pool in file.pools if pool.role != "decode")
     for option in _SIZES:
         size = file.options.get(option)
@@ -136,13 +135,13 @@ def _disaggregates(file: ClusterFile) -> bool:
 def idle_pools(file: ClusterFile) -> list[str]:
     """Return a sentence for each pool that the policy never uses. They are allowed: a comparison of policies wants the
     same instances under all of them."""
-    who = file.placement
-    if who == "pecsched" and not _disaggregates(file):
-        who = "pecsched with `disaggregate: false`"
-    elif who not in _DECODES_WITHIN:
+    policy = file.placement
+    if policy == "pecsched" and not _disaggregates(file):
+        policy = "pecsched with `disaggregate: false`"
+    elif policy not in _DECODES_WITHIN:
         return []
     decodes = (i for i, pool in enumerate(file.pools) if pool.role == "decode")
-    return [f"pools[{i}] is of role decode and does nothing: {who} decodes where it prefills" for i in decodes]
+    return [f"pools[{i}] is of role decode and does nothing: {policy} decodes where it prefills" for i in decodes]
 
 
 def moves_kv(file: ClusterFile) -> bool:

@@ -1,0 +1,93 @@
+"""Files of nested sections (scenarios, clusters, accelerator settings): one form of section, one form of error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headway.core.errors import ConfigError
+
+SomeSection = TypeVar("SomeSection", bound="FileSection")
+
+_LIMITS = {
+    "greater_than_equal": "at least",
+    "greater_than": "above",
+    "less_than_equal": "at most",
+    "less_than": "below",
+}
+"""Pydantic's kinds of faults that are a crossed limit."""
+
+
+class FileSection(BaseModel):
+    """Unknown fields are errors; what was validated stays as it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
+    """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
+    try:
+        return root.model_validate(data)
+    except ValidationError as error:
+        # pydantic reports a union's alternatives one by one: `dict.fromkeys` drops equal messages
+        faults = [_fault(dict(item), root) for item in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
+
+
+def limit_words(kind: str, item: Any) -> str | None:
+    """Return what must hold where a value is out of its limits or not one of its literals, without pydantic's
+    phrasing; None for other faults. `kind` and `item`: of `ValidationError.errors`."""
+    if kind == "literal_error":
+        return f"must be {item['ctx']['expected']}, not {item['input']!r}"
+    if kind in _LIMITS:
+        (limit,) = item["ctx"].values()
+        return f"must be {_LIMITS[kind]} {limit:g}, not {item['input']!r}"
+    return None
+
+
+def _fault(item: dict[str, Any], root: type[BaseModel]) -> str:
+    sections, known = _sections(root, item["loc"])
+    # names of a union's alternatives are no fields of the file
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}"
+        for part in item["loc"]
+        if isinstance(part, int) or part not in known
+    ).removeprefix(".")
+    name = path or "the file"
+    if item["type"] == "extra_forbidden":
+        allowed = [field.alias or name for section in sections for name, field in section.model_fields.items()]
+        close = get_close_matches(str(item["loc"][-1]), allowed, 1, 0.6)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        return f"{name} is not a field; allowed here: {', '.join(allowed)}{hint}"
+    if item["type"] == "missing":
+        return f"{name} is missing"
+    words = limit_words(item["type"], item)
+    if words is not None:
+        return f"{name} {words}"
+    value = item.get("input")
+    # sections and lists are too long to show
+    shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
+    return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
+
+
+def _sections(root: type[BaseModel], path: Sequence[int | str]) -> tuple[list[type[BaseModel]], set[str]]:
+    """Return the sections that a fault's field may belong to, and the names of alternatives of unions on the way."""
+    sections, alternatives = [root], {"str"}
+    for part in path:
+        # indices, keys of mappings and names of alternatives: the same sections
+        field = next((each.model_fields[part] for each in sections if part in each.model_fields), None)
+        inner = models_in(field.annotation) if field is not None else []
+        if inner:
+            sections = inner
+            alternatives |= {each.__name__ for each in inner}
+    return sections, alternatives
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that an annotation names, however deep."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in models_in(part)]
