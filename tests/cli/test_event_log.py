@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from headway.core import event_log
 from headway.core.errors import ConfigError
-from headway.runtime.build import event_log
-from headway.runtime.build.event_log import open_event_log
+from headway.core.event_log import open_event_log
 
-HOLD = (
-    "import sys; from headway.runtime.build.event_log import open_event_log as o; "
-    "f = o(sys.argv[1]); f.write(b'a\\n'); "
-)
+HOLD = "import sys; from headway.core.event_log import open_event_log as o; f = o(sys.argv[1]); f.write(b'a\\n'); "
 
 
 def test_a_log_of_an_earlier_run_is_kept_beside_the_new_one(tmp_path: Path) -> None:
@@ -48,7 +45,7 @@ def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(
         assert other.stdout is not None
         assert other.stdout.readline() == b"1\n"
         with monkeypatch.context() as patched:
-            patched.setattr(event_log, "_PATIENCE_S", 0.0)
+            patched.setattr(event_log, "_ATTEMPTS", 0)
             with pytest.raises(ConfigError, match=f"another process writes to {path}: give each its own file"):
                 open_event_log(path)
         assert [each.name for each in tmp_path.iterdir()] == ["log"]

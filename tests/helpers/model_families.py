@@ -11,8 +11,9 @@ from typing import Any
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
+from headway.core.event_log import EventSink
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.engine.core import EngineCore
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
@@ -56,7 +57,7 @@ def single(folder: Path, asks: list[Ask], blocks: int = BLOCKS, **scheduler: Any
 
 
 def core_of(
-    executor: MultiProcessExecutor, shard_tokens: int = 64, log: Log | None = None, **scheduler: Any
+    executor: MultiProcessExecutor, shard_tokens: int = 64, log: EventSink | None = None, **scheduler: Any
 ) -> EngineCore:
     """An engine over the ranks of a layout. `shard_tokens`: what a KV group holds of one request."""
     layout = executor.layout

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from headway.core.clock import ManualClock
+from headway.core.event_log import EventSink
 from headway.core.executor import Executor
 from headway.core.sampling import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 
 
@@ -49,7 +50,7 @@ class Ask:
 
 
 def make_core(
-    executor: Executor, blocks: int = 64, block_tokens: int = 8, log: Log | None = None, **scheduler: Any
+    executor: Executor, blocks: int = 64, block_tokens: int = 8, log: EventSink | None = None, **scheduler: Any
 ) -> EngineCore:
     info = EngineInfo(
         model="t", architecture="t", dtype="float32", device="cpu", max_model_len=512, vocab_size=128,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`")
+    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`, or of the vLLM plug-in")
     parser.add_argument(
         "--corrected",
         action="store_true",

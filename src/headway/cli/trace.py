@@ -11,7 +11,7 @@ from headway.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`")
+    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`, or of the vLLM plug-in")
     parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from headway.perf.latency.base import LatencyModel, Seconds
 from headway.sim.metrics import RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
-from headway.sim.replay import ReplayedRun
+from headway.sim.replayed_run import ReplayedRun
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest

@@ -2,14 +2,14 @@
 
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
 exchange between KV groups if any) and has one line for each request added or aborted, each batch scheduled (with the
-groups that were `free`, if not all), and each batch done (over all of its parts). A difference means that the scheduler
-depends on something that is not in the log, or that its code has changed since.
+groups that were `free`, if not all), and each batch done (over all of its parts). The log of the vLLM plug-in has more
+lines (`hosted_replay`). A difference means that the scheduler depends on something that is not in the log, or that its
+code has changed since.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +17,31 @@ import msgspec
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
-from headway.core.request import Request, Slo
+from headway.core.events import RequestEvent
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.parts import parts_s
 from headway.perf.latency.recorded import restore
 from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
-from headway.perf.latency.tables import TableLatency
-from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.sim.metrics import RequestRecord
+from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
+from headway.policy.iteration.scheduler import Scheduler
+from headway.sim.hosted_replay import HostedReplay
+from headway.sim.replayed_run import (
+    BatchTimes,
+    DecisionView,
+    ReplayedChunk,
+    ReplayedPreemption,
+    ReplayedRun,
+    ReplayedStep,
+    RequestTimes,
+    limit_of_chunk,
+    request_of,
+    short_of_kv,
+)
 
 Events = Iterable[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class BatchTimes:
-    """Times of one iteration, seconds."""
-
-    predicted_s: float
-    """As the running scheduler predicted it."""
-    profile_s: float
-    """As the profile predicts it that the scheduler started from."""
-    elapsed_s: float
-    """As measured."""
-    waited_s: float
-    """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
-
-
-@dataclass
-class ReplayedRun:
-    """The outcome of a replay."""
-
-    config: SchedulerConfig
-    table: TableLatency
-    """The profile at the start of the run."""
-    model: LatencyModel
-    """The scheduler's model at the end of the run; the profile itself where nothing is learned."""
-    kv_tokens: int
-    block_tokens: int
-    batches: list[BatchTimes] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    """Decisions that differ from the recorded ones, as sentences; empty when the replay is exact."""
-    records: list[RequestRecord] = field(default_factory=list)
-    """One record for each request of the log."""
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -80,82 +59,109 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}:{number}: not an event ({error})") from error
 
 
-def replay(events: Events) -> ReplayedRun:
-    """Run a log through a fresh scheduler. Raises ConfigError on a log that cannot be replayed."""
+def replay(events: Events, detail: bool = False) -> ReplayedRun:
+    """Run a log through a fresh scheduler. Raises ConfigError on a log that cannot be replayed.
+
+    `detail`: keep `ReplayedRun.steps`, what each iteration held and why."""
     stream = iter(events)
     start = next(stream, None)
     if start is None or start.get("event") != "start":
         raise ConfigError("not an event log of this version: it does not begin with a start event")
-    table, model = restore(start["latency"])
-    config = SchedulerConfig(**start["config"])
-    replayed = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
-    block_managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
-    exchange = ShardExchangeCost(*start["exchange"]) if "exchange" in start else exchange_of(table.source)
-    run = _ReplayState(replayed, make_scheduler(config, model, block_managers, exchange), model, exchange)
+    try:
+        table, model = restore(start["latency"])
+        config = SchedulerConfig(**start["config"])
+        run = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
+        run.engine = start.get("engine", run.engine)
+        state = HostedReplay(run, start["blocks"], detail) if run.engine == "vllm" else _ReplayState(run, start, detail)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"the log's start event cannot be read: {error}") from error
     for event in stream:
         try:
-            getattr(run, f"on_{event['event']}")(event)
+            getattr(state, f"on_{event['event']}")(event)
         except (KeyError, AttributeError) as error:
             raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
-        # after the first difference the two schedulers diverge: more of them carry no information
-        if len(replayed.differences) >= 10:
+        if run.diverged:
             break
-    run.finish()
-    return replayed
+    state.times.finish()
+    return run
 
 
 class _ReplayState:
-    """The state of one replay. `on_<event>` applies an event of the log."""
+    """The state of one replay of the native engine. `on_<event>` applies an event of the log."""
 
-    def __init__(
-        self, replayed: ReplayedRun, scheduler: InstanceScheduler, model: LatencyModel, exchange: ShardExchangeCost
-    ) -> None:
-        self.replayed, self.scheduler, self.model, self.exchange = replayed, scheduler, model, exchange
-        # by batch id: the batch and when it was scheduled
-        self.batches: dict[int, tuple[Batch, float]] = {}
-        # by request id: the request, times of its chunks, times of its tokens
-        self.requests: dict[str, tuple[Request, list[float], list[float]]] = {}
+    def __init__(self, replayed: ReplayedRun, start: Mapping[str, Any], detail: bool) -> None:
+        self.replayed, self.detail = replayed, detail
+        config, model = replayed.config, replayed.model
+        managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
+        exchange = start.get("exchange")
+        self.exchange = exchange_of(replayed.table.source) if exchange is None else ShardExchangeCost(*exchange)
+        self.scheduler = make_scheduler(config, model, managers, self.exchange)
+        self.times = RequestTimes(replayed)
+        # by batch id: the batch, when it was scheduled, and what by, for each KV group
+        self.batches: dict[int, tuple[Batch, float, list[DecisionView]]] = {}
         # end of the latest batch; None while the engine is idle
         self.done_s: float | None = None
 
+    @property
+    def policies(self) -> list[IterationPolicy]:
+        scheduler = self.scheduler
+        groups = scheduler.groups if isinstance(scheduler, GroupedScheduler) else [scheduler]
+        return [group.policy for group in groups if isinstance(group, Scheduler)]
+
     def on_add(self, event: Mapping[str, Any]) -> None:
-        request = Request(
-            id=event["request"],
-            arrival_s=event["arrival_s"],
-            prompt_tokens=event["prompt"],
-            max_output_tokens=event["max_output"],
-            slo=Slo(ttft_s=event["ttft_s"], tbt_s=event["tbt_s"]),
-            priority=event["priority"],
-        )
         # time before this request came is no host time
         if self.scheduler.idle:
             self.done_s = None
+        request = request_of(event)
         self.scheduler.add(Span.whole(request), event["at_s"])
-        self.requests[request.id] = (request, [], [])
+        self.times.arrived(request)
 
     def on_abort(self, event: Mapping[str, Any]) -> None:
-        self.scheduler.abort(event["request"], event["at_s"])
-        self._record(event["request"], None, "aborted")
+        self._apply(self.scheduler.abort(event["request"], event["at_s"]))
+        self.times.ended(event["request"], None, "aborted")
 
     def on_schedule(self, event: Mapping[str, Any]) -> None:
+        views = [DecisionView.of(policy) for policy in self.policies] if self.detail else []
         batch = self.scheduler.schedule(event["at_s"], 1, event.get("free"))
         if batch is None or batch.id != event["id"]:
             self.replayed.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
             return
-        self.batches[batch.id] = (batch, event["at_s"])
+        self.batches[batch.id] = (batch, event["at_s"], views)
         for chunk in (chunk for part in batch.parts for chunk in part.prefills):
-            self.requests[chunk.request][1].append(event["at_s"])
+            self.times.scheduled(chunk.request, event["at_s"])
 
     def on_batch(self, event: Mapping[str, Any]) -> None:
         # its schedule event differed already
         if event["id"] not in self.batches:
             return
-        batch, at_s = self.batches.pop(event["id"])
+        batch, at_s, views = self.batches.pop(event["id"])
+        self._compare(batch, event)
         chunks = [chunk for part in batch.parts for chunk in part.prefills]
+        if self.detail:
+            self.replayed.steps.append(self._step(batch, at_s, views, event))
+        waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
+        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s)
+        self.replayed.batches.append(times)
+        self.done_s = event["at_s"]
+        ended = set(event["ended"])
+        decoded = [name for part in batch.parts for name in part.decodes.members]
+        for name in (*decoded, *(chunk.request for chunk in chunks if chunk.last)):
+            self.times.token(name, event["at_s"])
+            if name in ended:
+                self.times.ended(name, event["at_s"], None)
+        results = [RequestProgress(name, 1, True) for name in event["ended"]]
+        self._apply(self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"]))
+
+    def on_lost(self, event: Mapping[str, Any]) -> None:
+        self.batches.clear()
+        self._apply(self.scheduler.lost(0, event["at_s"]))
+
+    def _compare(self, batch: Batch, event: Mapping[str, Any]) -> None:
+        """Note where a batch is not the recorded one."""
         ours = (
             sum(part.decodes.count for part in batch.parts),
             sum(part.decodes.kv_sum for part in batch.parts),
-            [[chunk.request, chunk.start, chunk.tokens] for chunk in chunks],
+            [[chunk.request, chunk.start, chunk.tokens] for part in batch.parts for chunk in part.prefills],
         )
         recorded = (event["decodes"], event["kv_sum"], [list(chunk) for chunk in event["chunks"]])
         if ours != recorded:
@@ -165,45 +171,35 @@ class _ReplayState:
             self.replayed.differences.append(
                 f"batch {batch.id} was to take {event['predicted_s']}, here {batch.predicted_s}"
             )
-        waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
-        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s)
-        self.replayed.batches.append(times)
-        self.done_s = event["at_s"]
-        ended = set(event["ended"])
-        decoded = [name for part in batch.parts for name in part.decodes.members]
-        for name in (*decoded, *(chunk.request for chunk in chunks if chunk.last)):
-            if name in self.requests:
-                self.requests[name][2].append(event["at_s"])
-                if name in ended:
-                    self._record(name, event["at_s"], None)
-        results = [RequestProgress(name, 1, True) for name in event["ended"]]
-        self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"])
 
-    def on_lost(self, event: Mapping[str, Any]) -> None:
-        self.batches.clear()
-        self.scheduler.lost(0, event["at_s"])
+    def _step(self, batch: Batch, at_s: float, views: list[DecisionView], event: Mapping[str, Any]) -> ReplayedStep:
+        config, policies = self.replayed.config, self.policies
+        chunks = []
+        for part in batch.parts:
+            holders = policies[part.group].holders
+            for chunk in part.prefills:
+                state = holders.get(chunk.request)
+                remaining = chunk.tokens if state is None or chunk.last else state.known - chunk.start
+                yields = views[part.group].yields and state is not None and state.is_long
+                limit = limit_of_chunk(config, chunk.tokens, remaining, part.tokens, yields, config.kv_parallel > 1)
+                chunks.append(ReplayedChunk(chunk.request, chunk.start, chunk.tokens, remaining, chunk.last, limit))
+        return ReplayedStep(
+            batch.id,
+            at_s,
+            # stages compute one after another: the batch begins with the first
+            min([stages[0][0] for *_, stages in event.get("parts", ()) if stages], default=event["at_s"]),
+            event["at_s"],
+            event["predicted_s"],
+            min(view.aim_s for view in views),
+            frozenset(name for part in batch.parts for name in part.decodes.members),
+            tuple(chunks),
+            short_of_kv(policies),
+        )
+
+    def _apply(self, events: Iterable[RequestEvent]) -> None:
+        self.replayed.preemptions.extend(
+            ReplayedPreemption(one.request, one.at_s, one.tokens) for one in events if one.kind == "preempted"
+        )
 
     def _profile_s(self, batch: Batch) -> float:
         return parts_s(self.replayed.table, batch.parts, self.exchange)
-
-    def _record(self, name: str, finish_s: float | None, error: str | None) -> None:
-        request, scheduled, tokens = self.requests.pop(name, (None, [], []))
-        if request is None:
-            return
-        self.replayed.records.append(
-            RequestRecord(
-                id=name,
-                klass="long" if request.prompt_tokens > self.replayed.config.long_tokens else "short",
-                arrival_s=request.arrival_s,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=len(tokens),
-                scheduled_s=scheduled[0] if scheduled else None,
-                token_s=tuple(tokens),
-                finish_s=finish_s,
-                error=error,
-            )
-        )
-
-    def finish(self) -> None:
-        for name in list(self.requests):
-            self._record(name, None, "unfinished")

@@ -17,15 +17,17 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.request import RequestStatus
 
+from headway.core.event_log import event_sink
 from headway.core.request import Request
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
+from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
-from headway.vllm import seams
-from headway.vllm.latency import EngineFacts, latency_model
+from headway.vllm import adapter, seams
+from headway.vllm.latency import latency_model
 from headway.vllm.slo import read_slo
 
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
@@ -45,9 +47,7 @@ class Scheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ConfigError for a vLLM whose scheduler is not known, and for impossible settings."""
-        import vllm
-
-        warning = seams.require_known(seams.compare(vllm.__version__, seams.digests(VllmScheduler)))
+        warning = seams.require_known(seams.compare(adapter.version(), seams.digests(VllmScheduler)))
         if warning is not None:
             logger.warning(warning)
         chosen = _AsyncHeadwayScheduler if vllm_config.scheduler_config.async_scheduling else _SyncHeadwayScheduler
@@ -73,7 +73,7 @@ class HeadwaySchedulerMethods:
         self.headway_decision_s: deque[float] = deque(maxlen=4096)
         """Seconds that the policy took in each of the last steps."""
         self._headway_settings: VllmSettings = read_settings(vllm_config.additional_config)
-        self._headway_latency, start = latency_model(self._headway_settings, _engine_facts(vllm_config))
+        self._headway_latency, start = latency_model(self._headway_settings, adapter.engine_facts(vllm_config))
         self.waiting = _GatedRequestQueue(self.waiting)
         self._headway_plan: StepPlan | None = None
         self._headway_clock = StepClock()
@@ -86,6 +86,7 @@ class HeadwaySchedulerMethods:
         self._headway_step = 0
         self._headway_error_share = 0.0
         self._headway_reported_s = 0.0
+        self._headway_log = self._open_log(vllm_config)
         self._headway = self._make_driver()
         logger.info(
             "Headway schedules prefills: policy %s, steps of %g ms, starts from %s",
@@ -146,7 +147,10 @@ class HeadwaySchedulerMethods:
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Apply a step's results, and let the latency model learn its duration."""
+        before = None if self._headway_log is None else set(self.finished_req_ids)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if before is not None:
+            self._headway_log.finished(self.finished_req_ids - before)
         if self._headway_active and scheduler_output.total_num_scheduled_tokens:
             self._guard(self._measured, scheduler_output, self.headway_clock())
         return outputs
@@ -180,7 +184,7 @@ class HeadwaySchedulerMethods:
             self._rebuild()
         driver: PolicyDriver = self._headway
         # Ended requests first: their blocks are free again.
-        for name in self.finished_req_ids:
+        for name in sorted(self.finished_req_ids):  # a set: its order must not reach the policy
             driver.ended(name)
             self._headway_off.discard(name)
             self._headway_blocked.pop(name, None)
@@ -245,7 +249,7 @@ class HeadwaySchedulerMethods:
 
     def _enter(self: Any, request: Any) -> None:
         """Add a request to the policy, unless it is one that must not wait."""
-        if not _decidable(request):
+        if not adapter.decidable(request):
             self._headway_off.add(request.request_id)
         elif request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._headway_blocked[request.request_id] = request
@@ -277,7 +281,7 @@ class HeadwaySchedulerMethods:
                 continue
             if request.request_id not in running:
                 self._enter(request)
-            elif _decidable(request):
+            elif adapter.decidable(request):
                 driver.enter(self._facts(request, request.num_computed_tokens), request, running=True)
 
     def _make_driver(self: Any) -> PolicyDriver:
@@ -287,12 +291,12 @@ class HeadwaySchedulerMethods:
         # One block is the null block.
         n_blocks = self.cache_config.num_gpu_blocks - 1
         watermark = getattr(self.kv_cache_manager, "watermark_blocks", 0)
-        pool = PledgedKvPool(
-            n_blocks,
-            max(n_blocks // groups * self.block_size, self.max_model_len),
-            lambda: pool_blocks.get_num_free_blocks() - watermark,
-            self._needed_blocks,
-        )
+        log: DriverLog | None = self._headway_log
+        free, needed = lambda: pool_blocks.get_num_free_blocks() - watermark, self._needed_blocks
+        if log is not None:
+            free, needed = log.watched(free, needed)
+        total_tokens = max(n_blocks // groups * self.block_size, self.max_model_len)
+        pool = PledgedKvPool(n_blocks, total_tokens, free, needed)
         least = self.cache_config.block_size if self.need_mamba_block_aligned_split else 1
         config = self._headway_settings.scheduler_config(
             self.max_num_active_reqs,
@@ -301,7 +305,17 @@ class HeadwaySchedulerMethods:
             self.parallel_config.pipeline_parallel_size,
             self.block_size,
         )
-        return PolicyDriver(IterationPolicy(config, self._headway_latency, pool), pool)
+        policy = IterationPolicy(config, self._headway_latency, pool)
+        return PolicyDriver(policy, pool) if log is None else RecordingDriver(policy, pool, log, self.block_size)
+
+    def _open_log(self: Any, vllm_config: Any) -> DriverLog | None:
+        """Open the decision log, where one is asked for; each data-parallel rank has its own."""
+        path, parallel = self._headway_settings.log, vllm_config.parallel_config
+        if path is None:
+            return None
+        rank = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
+        host = {"engine": "vllm", "version": adapter.version()}
+        return DriverLog(event_sink(f"{path}{rank}"), lambda: self.headway_clock(), host)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
         """Return how many free blocks a request needs for so many tokens, as vLLM counts (windows, prefix hits)."""
@@ -351,31 +365,3 @@ class _SyncHeadwayScheduler(HeadwaySchedulerMethods, VllmScheduler):
 
 class _AsyncHeadwayScheduler(HeadwaySchedulerMethods, AsyncScheduler):
     """For asynchronous vLLM: a step is scheduled while the previous one runs."""
-
-
-def _decidable(request: Any) -> bool:
-    """Whether the policy may make a request wait; others start as soon as vLLM lets them.
-
-    Not remote prefills (another instance holds KV for them), pooling, input that still streams in, nor encoder inputs,
-    which vLLM has cut at their own borders before it asks for a quota."""
-    remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
-    return not (
-        request.pooling_params is not None
-        or request.resumable
-        or remote
-        or request.has_encoder_inputs
-        or request.abort_immediately
-    )
-
-
-def _engine_facts(vllm_config: Any) -> EngineFacts:
-    from vllm.platforms import current_platform
-
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    return EngineFacts(
-        hf_config=model.hf_text_config.to_dict(),
-        dtype_bytes=model.dtype.itemsize,
-        device_name="cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
-        tensor_parallel=parallel.tensor_parallel_size,
-        pipeline_parallel=parallel.pipeline_parallel_size,
-    )

@@ -6,7 +6,7 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,10 +37,11 @@ class PolicyDriver:
         self.policy = policy
         self.pool = pool
         self.prefills: dict[str, VllmRequest] = {}
-        self._decoding: set[str] = set()
+        # Requests that have had their first token.
+        self.decoding: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self.prefills or request_id in self._decoding
+        return request_id in self.prefills or request_id in self.decoding
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -52,7 +53,7 @@ class PolicyDriver:
         self.policy.enter(facts, holds_kv=running)
         if decodes:
             self.pool.complete(facts.id)
-            self._decoding.add(facts.id)
+            self.decoding.add(facts.id)
         else:
             self.prefills[facts.id] = request
 
@@ -61,7 +62,7 @@ class PolicyDriver:
         name = request.request_id
         if name in self:
             self.pool.drop(name)
-            self._decoding.discard(name)
+            self.decoding.discard(name)
             self.prefills[name] = request
             self.policy.lost(name, request.num_tokens)
 
@@ -69,7 +70,7 @@ class PolicyDriver:
         """Remove a finished or aborted request. Unknown ones are ignored."""
         if request_id in self:
             self.pool.drop(request_id)
-            self._decoding.discard(request_id)
+            self.decoding.discard(request_id)
             self.prefills.pop(request_id, None)
             self.policy.ended(request_id)
 
@@ -117,11 +118,14 @@ class PolicyDriver:
 
     def scheduled(self, plan: StepPlan, tokens: Mapping[str, int]) -> BatchLoad:
         """Move the policy by the tokens that vLLM has scheduled of each request. Return the actual load of the step."""
-        chunks = [name for name in tokens.keys() & self.prefills.keys() if name in tokens]
-        exact = sum(plan.quotas.values()) == sum(tokens[name] for name in chunks) and (
-            plan.load.tokens == sum(tokens.values())
-        )
-        load = plan.load if exact else self._real_load(plan, tokens, chunks)
+        chunks = {name: tokens[name] for name in tokens.keys() & self.prefills.keys()}
+        return self.advance(plan, chunks, len(tokens) - len(chunks), sum(tokens.values()) - sum(chunks.values()))
+
+    def advance(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:
+        """See `scheduled`: tokens by prefill, and the number of all other requests with their tokens."""
+        tokens = sum(chunks.values())
+        exact = sum(plan.quotas.values()) == tokens and plan.load.tokens == tokens + rows
+        load = plan.load if exact else self._real_load(plan, chunks, others, rows)
         for name in sorted(chunks, key=self._place(plan)):
             self._advance(name)
         self.policy.began()
@@ -144,17 +148,16 @@ class PolicyDriver:
         self.policy.moved(name, known)
         self.policy.decoding(name)
         self.pool.complete(name)
-        self._decoding.add(name)
+        self.decoding.add(name)
         del self.prefills[name]
 
-    def _real_load(self, plan: StepPlan, tokens: Mapping[str, int], chunks: Iterable[str]) -> BatchLoad:
+    def _real_load(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:
         """Return the load if vLLM has scheduled other numbers: limits of its own, or requests outside the policy."""
-        latency, names = self.policy.latency, set(chunks)
-        others = [count for name, count in tokens.items() if name not in names]
-        load = decode_load(latency, len(others), plan.load.decode_kv)
-        load = msgspec.structs.replace(load, tokens=sum(others))
-        for name in names:
-            count = tokens[name]
+        latency = self.policy.latency
+        load = decode_load(latency, others, plan.load.decode_kv)
+        load = msgspec.structs.replace(load, tokens=rows)
+        for name in sorted(chunks):
+            count = chunks[name]
             past = max(0, self.prefills[name].num_computed_tokens - count)
             load = load.with_chunk(count, one_chunk_s(latency, past, count), past)
         return load

@@ -30,6 +30,7 @@ class VllmSettings(BaseModel):
     deadline_factor: float = Field(5.0, gt=0, description="the same: at least so many times the prefill's time alone")
     admission_age_s: float = Field(10.0, ge=0, description="a request that lacked KV so long keeps later ones out")
     profile: Path | None = Field(None, description="file of a measured latency profile (`headway profile --out`)")
+    log: Path | None = Field(None, description="file for the log of each step's inputs and decision")
     max_errors: int = Field(10, ge=1, description="policy errors after which the stock order is kept for good")
 
     def scheduler_config(

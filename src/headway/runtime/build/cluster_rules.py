@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
-from headway.runtime.build.event_log import open_event_log
+from headway.core.event_log import open_event_log
 from headway.runtime.build.instance_factory import first_of
 from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, moves_kv
 

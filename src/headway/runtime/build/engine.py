@@ -16,6 +16,7 @@ import msgspec
 
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
+from headway.core.event_log import EventSink, event_sink
 from headway.core.executor import Executor
 from headway.kv.block_manager import BlockManager
 from headway.perf.hardware.device import DeviceAssignment
@@ -29,9 +30,8 @@ from headway.perf.latency.tables import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime import embedded
-from headway.runtime.build.event_log import open_event_log
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.core import EngineCore, Log
+from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.restart_limits import RestartLimit
 from headway.runtime.executor import profiling
@@ -90,7 +90,8 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
     fields["kv_parallel"] = layout.kvp
     schedule = SchedulerConfig.named(config.mode, **fields)
-    log = event_log(config.event_log)  # opened before the model is loaded, so that an error comes at once
+    # Opened before the model is loaded, so that an error comes at once.
+    log = None if config.event_log is None else event_sink(config.event_log)
     built = build(config, wanted)
     try:
         return _engine(config, clock, schedule, built, log)
@@ -100,7 +101,7 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
 
 
 def _engine(
-    config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: Log | None
+    config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: EventSink | None
 ) -> EngineCore:
     """Make scheduler, latency model and core around a loaded model."""
     # One block manager per KV group.
@@ -233,22 +234,3 @@ def model_name(folder: str) -> str:
     """Return a model's default name: its folder's last part."""
     path = Path(folder).resolve()
     return "headway-embedded" if path == embedded.model_path().resolve() else path.name
-
-
-def event_log(path: str | None) -> Log | None:
-    """Open a JSON-lines log of the scheduler's input and decisions, for replay; None without a path.
-
-    See `runtime.build.event_log` for the file.
-    """
-    if path is None:
-        return None
-    file = open_event_log(path, buffering=1 << 20)
-    encoder = msgspec.json.Encoder()
-
-    def write(kind: str, fields: dict[str, object]) -> None:
-        file.write(encoder.encode({"event": kind, **fields}) + b"\n")
-        # Batches are frequent: they stay in the 1 MiB buffer until a rarer event, or one that ends a request.
-        if kind not in ("batch", "schedule") or fields.get("ended"):
-            file.flush()
-
-    return write

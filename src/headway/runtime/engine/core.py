@@ -16,6 +16,7 @@ import numpy as np
 from headway.core.batch import Batch, RequestProgress
 from headway.core.clock import ClockProtocol
 from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
+from headway.core.event_log import EventSink
 from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
@@ -43,9 +44,6 @@ class _ScheduledOutput(OutputTracker):
         self.submit = submit
 
 
-Log = Callable[[str, dict[str, object]], None]
-
-
 class EngineCore:
     """One engine over one scheduler and one executor. Single-threaded."""
 
@@ -55,7 +53,7 @@ class EngineCore:
         executor: Executor,
         clock: ClockProtocol,
         info: EngineInfo,
-        log: Log | None = None,
+        log: EventSink | None = None,
         restarts: RestartLimit | None = None,
     ) -> None:
         self.scheduler = scheduler

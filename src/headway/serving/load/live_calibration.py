@@ -25,7 +25,8 @@ from headway.perf.latency.tables import TableSource
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.server_process import ServerError, ServerProcess
-from headway.sim.replay import ReplayedRun, read_log, replay
+from headway.sim.replay import read_log, replay
+from headway.sim.replayed_run import ReplayedRun
 
 CHATS = 3
 """Concurrent users with short prompts, beside one with long prompts."""

@@ -1,8 +1,8 @@
 """Trace events of a live run, for ui.perfetto.dev: a process for each KV group, a thread for each pipeline stage, a
 slice for each batch, and an instant where a KV group joins a request.
 
-Read from an event log (`headway serve --event-log FILE`). A track of requests (arrival to end, with their first chunk)
-comes first. Times are microseconds from the log's start, as the format requires.
+Read from an event log (of `headway serve --event-log FILE` or the vLLM plug-in). A track of requests (arrival to end,
+with their first chunk) comes first. Times are microseconds from the log's start, as the format requires.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> LiveTimeline:
         kind = event.get("event")
         if kind == "add":
             told.requests[event["request"]] = _RequestSpan(event["arrival_s"], event["prompt"])
-        elif kind == "abort" and event["request"] in told.requests:
+        elif (kind == "abort" or event.get("aborted")) and event["request"] in told.requests:
             life = told.requests[event["request"]]
             life.end_s, life.error = event["at_s"], "aborted"
         elif kind == "batch":

@@ -1,4 +1,4 @@
-"""The file of an event log, of a controller or an engine: one writer at a time; earlier logs are kept."""
+"""The file of an event log, of a controller, an engine or a plug-in: one writer at a time; earlier logs are kept."""
 
 from __future__ import annotations
 
@@ -6,15 +6,36 @@ import errno
 import fcntl
 import os
 import stat
-import time
+import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from headway.core.errors import ConfigError
 
-_PATIENCE_S = 5.0
-"""Seconds to wait for the lock: an engine whose server was killed may hold it that long."""
+EventSink = Callable[[str, dict[str, object]], None]
+"""Receives one event: its kind and its fields."""
+
+_ATTEMPTS, _PAUSE_S = 100, 0.05
+"""How often to try for the lock, and the seconds between: an engine whose server was killed may hold it that long."""
+_FREQUENT = frozenset(("batch", "schedule", "scheduled"))
+
+
+def event_sink(path: str) -> EventSink:
+    """Open a JSON-lines log of a scheduler's input and decisions, for replay."""
+    file = open_event_log(path, buffering=1 << 20)
+    encoder = msgspec.json.Encoder()
+
+    def write(kind: str, fields: dict[str, object]) -> None:
+        file.write(encoder.encode({"event": kind, **fields}) + b"\n")
+        # Batches are frequent: they stay in the 1 MiB buffer until a rarer event, or one that ends a request.
+        if kind not in _FREQUENT or fields.get("ended"):
+            file.flush()
+
+    return write
 
 
 def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
@@ -53,16 +74,16 @@ def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
 
 
 def _lock(file: IO[bytes]) -> None:
-    """Lock the file, waiting up to `_PATIENCE_S` seconds. Raises BlockingIOError after that."""
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while True:
+    """Lock the file, waiting for its writer a few seconds. Raises BlockingIOError after that."""
+    pause = threading.Event()
+    for attempt in range(_ATTEMPTS + 1):
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if time.monotonic() >= deadline_s:
+            if attempt == _ATTEMPTS:
                 raise
-            time.sleep(0.05)
+            pause.wait(_PAUSE_S)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise
