@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
@@ -14,6 +15,9 @@ from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.serve_settings import EngineSettings
+
+if TYPE_CHECKING:
+    from headway.perf.latency.tables import TableSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             store.save(source, path)
             print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
+    _print_table(source)
+    print(f"written to {path}")
+    return 0
+
+
+def _print_table(source: TableSource) -> None:
+    """Print what was measured."""
     print("rows        seconds  (matrix products and all else that goes by rows)")
     for rows, seconds in source.tokens[1:]:
         print(f"{rows:>6}   {seconds:>10.5f}")
@@ -93,5 +104,3 @@ def run(arguments: argparse.Namespace) -> int:
         every, row = source.exchange
         print(f"between KV groups: {every * 1e3:.3f} ms an iteration + {row * 1e6:.2f} us a row and guest group")
     print(f"histories up to {source.validated_past:,} tokens were measured; beyond that the line goes on, unvalidated")
-    print(f"written to {path}")
-    return 0

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
+from headway.control.entry_starter import EntryStarter
 from headway.control.group_reservations import GroupReservations
-from headway.control.instance_queues import QueueEntry
 from headway.control.kv_migrations import KvMigrations
-from headway.control.queue_entries import SchedulerEntry, SpanEntry
+from headway.control.queue_entries import SpanEntry
 from headway.control.request import ControlledRequest
 from headway.control.residency import SchedulerResidency
 from headway.control.span_dispatcher import SpanDispatcher
@@ -78,6 +78,7 @@ class ClusterController:
         self._reservations = GroupReservations(self.state)
         self._dispatcher = SpanDispatcher(self.state, self._migrations.begun)
         self._residency = SchedulerResidency(self.state, self._reject)
+        self._starter = EntryStarter(self.state, self._dispatcher, self._residency, self._reservations)
         self._handlers: dict[type, Callable[[Any], None]] = {
             CommitSpans: self._dispatcher.commit,
             HoldGroup: self._reservations.hold,
@@ -260,7 +261,7 @@ class ClusterController:
         state = self.state
         state.now = now
         self._deliver_events()
-        while self._begin() or self._pending_events:
+        while self._starter.start_ready() or self._pending_events:
             self._deliver_events()
         # after all actions: slices announced at the same time compete by first handshake, not by call order
         for kv_slice in state.transfers.start(now):
@@ -292,39 +293,7 @@ class ClusterController:
     def _carry_out_rejection(self, action: RejectRequest) -> None:
         self._reject(self.state.request(action.request), action.why)
 
-    # -- beginnings and ends ------------------------------------------------------------------------------------------
-
-    def _begin(self) -> bool:
-        """Start the entries whose turn it is, in order of rank; return whether any was started."""
-        state, queues, began = self.state, self.queues, False
-        while state.touched:
-            # only queues with a change can have a new ready entry; each start touches its group again
-            touched, state.touched = state.touched, set()
-            for entry in queues.candidates(sorted(touched)):
-                if entry.state == "waiting" and queues.ready(entry) and self._clear(entry):
-                    # KV is short: decodes behind the span go first, because only their end frees blocks. The span
-                    # is tried again when something changes on its group.
-                    if isinstance(entry, SpanEntry) and not entry.concurrent and not self._backend.fits(entry):
-                        self._residency.overtake(entry)
-                        continue
-                    queues.start(entry)
-                    state.touch(entry.group)
-                    self._start(entry)
-                    began = True
-        return began
-
-    def _clear(self, entry: QueueEntry) -> bool:
-        """Return whether schedulers let an entry begin: spans and reservations wait until the schedulers of their
-        instances are empty, unless they are concurrent."""
-        return entry.kind == "scheduler" or entry.concurrent or not any(self.state.residents[i] for i in entry.group)
-
-    def _start(self, entry: QueueEntry) -> None:
-        if isinstance(entry, SpanEntry):
-            self._dispatcher.begin(entry)
-        elif isinstance(entry, SchedulerEntry):
-            self._residency.admit(entry)
-        else:
-            self._reservations.granted(entry)
+    # -- ends of requests ------------------------------------------------------------------------------------------
 
     def _finish(self, controlled: ControlledRequest) -> None:
         self._forget(controlled, None)

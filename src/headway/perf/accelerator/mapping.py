@@ -84,13 +84,64 @@ def fusible(machine: MachineModel, gemm: GemmShape) -> bool:
     return held + gemm.m * machine.columns * ACCUMULATOR_BYTES + 2 * tile_bytes(machine, gemm) <= machine.compute_bytes
 
 
+class _TilingCosts(NamedTuple):
+    """What each tiling of each product costs: arrays of products × tilings."""
+
+    held: Floats
+    """Bytes on chip."""
+    moved: Floats
+    """Bytes to and from memory; infinite where `held` does not fit."""
+    blocks: Floats
+    rows: Floats
+    """Rows of a block."""
+    columns: Floats
+    """Columns of a block."""
+    first: Floats
+    """Bytes that the first tile needs before it computes; by product alone."""
+
+
 def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: bool = True) -> list[OpCost]:
     """Return the best mapping of each product.
 
     Raises ConfigError where not even the smallest tiles fit the operand buffer."""
     if not gemms:
         return []
-    # Arrays below are products × tilings. Tiles that stream are held twice where double-buffered.
+    costs = _tiling_costs(gemms, machine, double_buffering)
+    least = costs.moved.min(axis=1)
+    if not np.isfinite(least).all():
+        at = int(np.argmin(np.isfinite(least)))
+        raise ConfigError(
+            f"machine.compute_buffer of {machine.compute_bytes / MIB:g} MiB cannot hold the tiles of "
+            f"{gemms[at].name!r}; it needs at least {costs.held[at].min() / MIB:.3g} MiB"
+        )
+    # Among tilings of the fewest bytes the fewest blocks; argmin takes the first of equal ones.
+    best = np.where(costs.moved <= least[:, None], costs.blocks, np.inf).argmin(axis=1)[:, None]
+
+    def chosen(values: Floats) -> Floats:
+        return np.take_along_axis(values, best, axis=1)
+
+    k = np.array([[float(gemm.k)] for gemm in gemms])
+    cycles = chosen(costs.blocks) * _cycles(machine, chosen(costs.rows), chosen(costs.columns), k)
+    fastest = cycles.argmin(axis=1)
+    fill = np.minimum(costs.first, least) if double_buffering else least
+    # Cycles to fill and drain an array.
+    ramp = machine.rows + machine.columns
+    return [
+        OpCost(
+            gemm.name,
+            "array",
+            (float(cycles[i, fastest[i]]) + ramp) / machine.clock_hz,
+            float(least[i]),
+            float(fill[i]),
+            float(costs.held[i, best[i, 0]]),
+            _words(int(best[i, 0]), int(fastest[i])),
+        )
+        for i, gemm in enumerate(gemms)
+    ]
+
+
+def _tiling_costs(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: bool) -> _TilingCosts:
+    # Tiles that stream are held twice where double-buffered.
     times = 2.0 if double_buffering else 1.0
     table = np.array(
         [
@@ -119,37 +170,8 @@ def search(gemms: Sequence[GemmShape], machine: MachineModel, double_buffering: 
     held = np.where(BY_OUTPUTS, sums, held) + output * kept_out
 
     moved = np.where(held <= machine.compute_bytes, moved, np.inf)
-    least = moved.min(axis=1)
-    if not np.isfinite(least).all():
-        at = int(np.argmin(np.isfinite(least)))
-        raise ConfigError(
-            f"machine.compute_buffer of {machine.compute_bytes / MIB:g} MiB cannot hold the tiles of "
-            f"{gemms[at].name!r}; it needs at least {held[at].min() / MIB:.3g} MiB"
-        )
-    # Among tilings of the fewest bytes the fewest blocks; argmin takes the first of equal ones.
-    best = np.where(moved <= least[:, None], blocks, np.inf).argmin(axis=1)[:, None]
-
-    def chosen(values: Floats) -> Floats:
-        return np.take_along_axis(values, best, axis=1)
-
-    cycles = chosen(blocks) * _cycles(machine, chosen(tm), chosen(tn), k)
-    fastest = cycles.argmin(axis=1)
     first = tile[:, 0] + (np.minimum(m, float(machine.rows)) * machine.rows * a)[:, 0]
-    fill = np.minimum(first, least) if double_buffering else least
-    # Cycles to fill and drain an array.
-    ramp = machine.rows + machine.columns
-    return [
-        OpCost(
-            gemm.name,
-            "array",
-            (float(cycles[i, fastest[i]]) + ramp) / machine.clock_hz,
-            float(least[i]),
-            float(fill[i]),
-            float(held[i, best[i, 0]]),
-            _words(int(best[i, 0]), int(fastest[i])),
-        )
-        for i, gemm in enumerate(gemms)
-    ]
+    return _TilingCosts(held, moved, blocks, tm, tn, first)
 
 
 def _words(tiling: int, way: int) -> str:

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-import numpy as np
-
 from headway.core.batch import Batch, RequestProgress
 from headway.core.clock import ClockProtocol
 from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
@@ -26,7 +24,7 @@ from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
-from headway.runtime.engine.rejections import rejection_delta
+from headway.runtime.engine.rejections import check_tokens, rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
 
 log = logging.getLogger("headway.engine")
@@ -115,35 +113,19 @@ class EngineCore:
         # An aborted request stays in the scheduler until its batch in flight is done.
         if submit.id in self._live or submit.id in self.scheduler:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
-        if prompt.nbytes % 4:
-            raise RequestError(f"the prompt frame has {prompt.nbytes} bytes, which are not whole token ids", "prompt")
-        ids = np.frombuffer(prompt, dtype=np.int32)
-        if ids.size == 0 or ids.size != submit.prompt_tokens:
-            raise RequestError(f"the prompt frame holds {ids.size} tokens, not {submit.prompt_tokens}", "prompt")
-        # At least one output token must fit behind the prompt.
-        if ids.size + 1 > self.info.max_model_len:
-            raise RequestError(
-                f"the prompt has {ids.size} tokens; this model serves at most {self.info.max_model_len} tokens, "
-                "output included",
-                "prompt",
-            )
-        if int(ids.min()) < 0 or int(ids.max()) >= self.info.vocab_size:
-            raise RequestError(f"token ids must be between 0 and {self.info.vocab_size - 1}", "prompt")
-        # Output emitted by an earlier incarnation counts: the limits are those of the original request.
-        most = min(submit.params.max_tokens, self.info.max_model_len - int(ids.size))
-        emitted = len(submit.output)
-        if emitted >= most or not all(0 <= token < self.info.vocab_size for token in submit.output):
-            raise RequestError(f"{emitted} tokens cannot be the output so far of at most {most} tokens", "output")
+        most = check_tokens(submit, prompt, self.info)
+        # Prompt, and output that an earlier incarnation has emitted.
+        known_tokens = submit.prompt_tokens + len(submit.output)
         # A decode computes its last known token itself: KV of all tokens before it must be here.
-        if submit.phase == "decode" and self.kv_incomplete(submit.id, int(ids.size) + emitted - 1):
+        if submit.phase == "decode" and self.kv_incomplete(submit.id, known_tokens - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
             # For the scheduler, output known before is part of the prompt: its KV is recomputed or staged alike.
-            prompt_tokens=int(ids.size) + emitted,
-            max_output_tokens=1 if submit.phase == "prefill" else most - emitted,
-            cached_tokens=int(ids.size) + emitted - 1 if submit.phase == "decode" else 0,
+            prompt_tokens=known_tokens,
+            max_output_tokens=1 if submit.phase == "prefill" else most - len(submit.output),
+            cached_tokens=known_tokens - 1 if submit.phase == "decode" else 0,
             slo=submit.slo,
             priority=submit.priority,
         )

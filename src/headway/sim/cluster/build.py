@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,24 +72,10 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     # a decode instance prefills only the last token of a transferred prompt: nothing to chunk or reorder
     decoding = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
     configs = {"decode": decoding, "mixed": config_of(scenario), "prefill": config_of(scenario)}
-    instances: list[ClusterInstance] = []
-    pools: list[PoolSection] = []
-    node = 0
-    for pool in cluster.pools:
-        devices = pool.tp * pool.stages
-        each = pool.per_node or max(1, device.per_node // devices)
-        kv_tokens = pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
-        for number in range(pool.count):
-            # a node is full; pools never share a node
-            if number and number % each == 0:
-                node += 1
-            pools.append(pool)
-            instances.append(
-                ClusterInstance(
-                    id=len(instances), node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=kv_tokens
-                )
-            )
-        node += 1
+    kv_tokens = [
+        pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
+        for pool in cluster.pools
+    ]
     layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
     models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
     # spans run on instances that prefill: the first such pool sets the span's layout
@@ -117,7 +103,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         )
 
     return ClusterSpec(
-        instances=tuple(instances),
+        instances=tuple(_instances(cluster.pools, kv_tokens, device)),
         engine=engine,
         spans=_spans(scenario, ring, device, shape, lead),
         shape=shape,
@@ -125,6 +111,24 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         backends=cluster.backends,
         rows=cluster.span_rows,
     )
+
+
+def _instances(
+    pools: Sequence[PoolSection], kv_tokens: Sequence[int], device: AcceleratorSpec
+) -> Iterator[ClusterInstance]:
+    """Yield the instances of all pools, on nodes that no two pools share. kv_tokens: of each pool's instances."""
+    count, node = 0, 0
+    for pool, capacity in zip(pools, kv_tokens, strict=True):
+        each = pool.per_node or max(1, device.per_node // (pool.tp * pool.stages))
+        for number in range(pool.count):
+            # a node is full
+            if number and number % each == 0:
+                node += 1
+            yield ClusterInstance(
+                id=count, node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=capacity
+            )
+            count += 1
+        node += 1
 
 
 def _spans(

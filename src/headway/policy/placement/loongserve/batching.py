@@ -9,7 +9,7 @@ stay unused. All splits are tried (as vectors); the published code leaves some o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,9 +83,12 @@ def partition(
             if value < best[i, k]:
                 best[i, k] = value
                 chosen[i, k] = PrefillBatch(int(j[at // len(wide)]), i, k - int(wide[at % len(wide)]), k)
-    # walk back from all prompts on all instances
+    return _walk_back(chosen, n, count)
+
+
+def _walk_back(chosen: Mapping[tuple[int, int], PrefillBatch], i: int, k: int) -> list[PrefillBatch] | None:
+    """Return the batches of the best split of the first `i` prompts on the first `k` instances; None: there is none."""
     found: list[PrefillBatch] = []
-    i, k = n, count
     while i:
         if (i, k) not in chosen:
             return None

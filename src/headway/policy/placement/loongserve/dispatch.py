@@ -33,9 +33,7 @@ def dispatch(
     capacity: KV tokens of one instance. used: KV tokens of decoding requests; reserved: the same with all of their
     output. decodes: output tokens that each decoding request has. mean_output: output tokens of finished requests.
     """
-    # steps until the last decode ends: at least 10; one that is past the mean needs a tenth of its output more
-    left_steps = max([10.0, *(max(mean_output - done, 0.1 * done) for done in decodes)])
-    wait_s = left_steps * options.decode_step_s
+    wait_s = _steps_left(decodes, mean_output) * options.decode_step_s
     # seconds of delay weigh by the tokens that a request has: 1 / output for decodes, 1 / length for prompts
     lost = sum(1.0 / max(1, done) for done in decodes)
     # instances left when the decodes' KV is packed
@@ -48,11 +46,9 @@ def dispatch(
     for request in pending:
         prompt_tokens = length(request)
         # in order of arrival: a prompt that does not fit ends the round, even if a later one would
-        if reserved_after + final_tokens_of([request]) > capacity * instances or (
-            tokens and tokens + prompt_tokens > options.round_tokens
-        ):
-            break
-        if single and len(chosen) + len(preempting) == instances:
+        fits = reserved_after + final_tokens_of([request]) <= capacity * instances
+        full = tokens and tokens + prompt_tokens > options.round_tokens
+        if not fits or full or (single and len(chosen) + len(preempting) == instances):
             break
         if not preempting and tokens + prompt_tokens <= free * capacity and not (single and len(chosen) == free):
             now_s = on_free.with_one(prompt_tokens)
@@ -71,11 +67,8 @@ def dispatch(
             break
         preempting.append(request)
         with_paused.add(prompt_tokens)
-        tokens, reserved_after, gained = (
-            tokens + prompt_tokens,
-            reserved_after + final_tokens_of([request]),
-            gained + 1.0 / prompt_tokens,
-        )
+        tokens, gained = tokens + prompt_tokens, gained + 1.0 / prompt_tokens
+        reserved_after += final_tokens_of([request])
         in_time = with_paused.seconds <= options.round_s
         # only the longest prefix of these prompts whose gain covers the decodes' loss is accepted
         if with_paused.seconds * lost <= wait_s * gained and (in_time or len(chosen) + len(preempting) == 1):
@@ -83,3 +76,9 @@ def dispatch(
         if not in_time:
             break
     return chosen + preempting[:accepted]
+
+
+def _steps_left(decodes: Sequence[int], mean_output: float) -> float:
+    """Return the steps until the last decode ends: at least 10; one that is past the mean needs a tenth of its output
+    more."""
+    return max([10.0, *(max(mean_output - done, 0.1 * done) for done in decodes)])

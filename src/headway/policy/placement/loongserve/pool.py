@@ -25,6 +25,7 @@ from headway.policy.placement.loongserve.batching import partition
 from headway.policy.placement.loongserve.decodes import UNLIMITED, DecodeBatch, capacity_of, final_tokens_of
 from headway.policy.placement.loongserve.dispatch import dispatch
 from headway.policy.placement.loongserve.options import LoongServeOptions
+from headway.policy.placement.loongserve.pausing import decodes_to_pause
 from headway.policy.placement.loongserve.times import BatchSum, ScalingTimes, length
 from headway.policy.placement.view import ClusterSnapshot
 
@@ -162,7 +163,7 @@ class ElasticPool:
 
     def _start_round(self, view: ClusterSnapshot) -> list[Action]:
         """Dispatch prompts, migrate or pause decodes for them, and commit them."""
-        now, step_s, idle = view.now_s, self._options.decode_step_s, self.idle()
+        now, step_s, preempt, idle = view.now_s, self._options.decode_step_s, self._options.preempt, self.idle()
         used = sum(batch.tokens(now, step_s) for batch in self.decodes)
         reserved = sum(batch.final_tokens for batch in self.decodes)
         chosen = dispatch(
@@ -182,7 +183,9 @@ class ElasticPool:
         # the round begins when the KV has arrived: nothing is planned while requests migrate
         if self._options.migrate and (moves := self._migrate_decodes(lengths, idle, used, view)):
             return moves
-        taken = self._decodes_to_pause(lengths, idle, view) if self._options.preempt else []
+        taken = (
+            decodes_to_pause(self.decodes, lengths, idle, self._capacity, self.times, now, step_s) if preempt else []
+        )
         return self._partition(chosen, idle, taken, view, new=True)
 
     def _fill_round(self, view: ClusterSnapshot) -> list[Action]:
@@ -387,26 +390,6 @@ class ElasticPool:
         instances = view.instances
         count = tokens * self._shape.kv_bytes_per_token / instances[source].tp
         return view.links.between(instances[source], instances[target]).transfer_s(int(count))
-
-    def _decodes_to_pause(self, lengths: list[int], idle: list[int], view: ClusterSnapshot) -> list[DecodeBatch]:
-        """Return decode batches to pause: until the prompts' KV fits, then those whose loss is below the prompts' gain
-        (Eq. 3, 4)."""
-        now, step_s, taken = view.now_s, self._options.decode_step_s, list[DecodeBatch]()
-        count, short = len(idle), sum(lengths) - self._capacity_of(idle)
-        candidates = [b for b in self.decodes if len(b.group) == 1 and not b.paused and not b.migrating and b.members]
-        candidates.sort(key=lambda b: (b.final_tokens - self._capacity_of(b.group), b.group))
-        for batch in candidates:
-            if short <= 0 and count:
-                more_s = self.times.batch_s(lengths, count + 1)
-                gain = (self.times.batch_s(lengths, count) - more_s) * sum(1 / tokens for tokens in lengths)
-                generated = sum(batch.generated(name, now, step_s) for name in batch.members)
-                # loss (Eq. 3): more_s * sum of 1 / output, with the batch's mean output: members * members / generated
-                if gain < more_s * len(batch.members) ** 2 / generated:
-                    continue
-            taken.append(batch)
-            short -= self._capacity_of(batch.group) - batch.final_tokens
-            count += 1
-        return taken
 
     def _capacity_of(self, group: Iterable[int]) -> int:
         return capacity_of([self._capacity[i] for i in group])

@@ -26,7 +26,6 @@ from typing import Any
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.base import (
     Action,
     ActionRefused,
@@ -47,7 +46,6 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.pecsched.argmin import HeapArgMin
 from headway.policy.placement.pecsched.group_sizing import GroupSizing, StrategyChooser
 from headway.policy.placement.pecsched.long_groups import (
     AgeingPolicy,
@@ -57,6 +55,12 @@ from headway.policy.placement.pecsched.long_groups import (
 )
 from headway.policy.placement.pecsched.options import PecSchedOptions
 from headway.policy.placement.pecsched.replica_index import ReplicaIndex
+from headway.policy.placement.pecsched.short_requests import (
+    UNITS_A_SECOND,
+    DecodeInstances,
+    QueueWeights,
+    ShortRequest,
+)
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterSnapshot
 
@@ -64,19 +68,6 @@ __all__ = ["PecSched", "PecSchedOptions"]
 
 # a wake-up comes so much after a group may be preempted: `PreemptionCandidates.peek` excludes the very moment
 _INSTANT_S = 1e-6
-_UNITS_A_SECOND = 1e6
-"""Queues that count seconds are whole microseconds."""
-
-
-class ShortRequest:
-    """A short request until it decodes elsewhere or ends."""
-
-    __slots__ = ("replica", "request", "weight")
-
-    def __init__(self, request: Request, weight: int) -> None:
-        self.request = request
-        self.weight = weight  # of its prefill, in the unit of queues
-        self.replica = -1  # -1: in the global queue
 
 
 class PecSched(PlacementPolicy):
@@ -94,9 +85,8 @@ class PecSched(PlacementPolicy):
         self._groups: dict[str, SequenceParallelGroup] = {}
         ageing = AgeingPolicy(options.ageing_factor, options.slice_s)
         self._preemptible, self._paused = PreemptionCandidates(ageing), AgeingQueue(ageing)
-        self._decoding: dict[str, tuple[int, int]] = {}  # decode instance (by position) and tokens of short requests
         self._decoding_in_place: dict[str, ShortRequest] = {}  # on the replica of their prefill
-        self._weights: dict[int, int] = {}  # queue weights by prompt tokens
+        self._weights = QueueWeights(context.latency, options.counts_seconds)
         self._committed_longs = 0
         self.suspensions = 0
         """How often long requests were asked to pause."""
@@ -139,25 +129,16 @@ class PecSched(PlacementPolicy):
                               "`disaggregate: false`")  # fmt: skip
         nodes = [view.instances[i].node for i in self._ids]
         self._index = ReplicaIndex(nodes, literal=self._literal)
-        self._decoders = decodes
-        self._decode_load = [0] * len(decodes)
-        self._decode_queues = HeapArgMin(len(decodes))
-        for i in range(len(decodes)):
-            self._decode_queues.update(i, 0)
+        self._decoding = DecodeInstances(decodes)
         first = view.instances[self._ids[0]]
         per_node = max(map(nodes.count, set(nodes)))
         self._strategies = StrategyChooser(self._context, first.tp, options.fast_sp)
         # group sizes assume equal replicas: the smallest capacity is safe for all
         capacity = min(view.instances[i].capacity for i in self._ids)
         self._sizes = GroupSizing(
-            options.long_replicas,
-            self._strategies,
-            capacity,
-            len(self._ids),
-            per_node,
-            options.long_target_s,
+            options.long_replicas, self._strategies, capacity, len(self._ids), per_node, options.long_target_s,
             options.long_sp,
-        )
+        )  # fmt: skip
 
     # -- what happens to requests -----------------------------------------------------------------------------------
 
@@ -168,7 +149,7 @@ class PecSched(PlacementPolicy):
             self._long_queue.append(request)
             return self._commit_longs(view)
         name = request.id
-        self._shorts[name] = ShortRequest(request, self._weight(request.prompt_tokens - request.cached_tokens))
+        self._shorts[name] = ShortRequest(request, self._weights.weight(request.prompt_tokens - request.cached_tokens))
         actions: list[Action] = []
         # in order of arrival: nothing overtakes the requests that wait already
         if self._global_queue or not self._dispatch(name, now, actions):
@@ -188,12 +169,7 @@ class PecSched(PlacementPolicy):
             self._replicas().add_decodes(short.replica, 1)
             actions.append(EnqueueRequest(event.request, event.group, "decode", concurrent=True))
         elif short.request.max_output_tokens > 1:
-            at = self._decode_queues.argmin()
-            # the KV that it will have at most
-            tokens = short.request.prompt_tokens + short.request.max_output_tokens
-            self._add_decode_load(at, tokens)
-            self._decoding[event.request] = (at, tokens)
-            actions.append(TransferKv(event.request, self._decoders[at], overlapped=True))
+            actions.append(TransferKv(event.request, self._decoding.place(short.request), overlapped=True))
         return self._end_prefill(short, view.now_s, actions)
 
     def _kv_ready(self, event: KvReady, view: ClusterSnapshot) -> list[Action]:
@@ -240,9 +216,7 @@ class PecSched(PlacementPolicy):
         if short is not None:
             self._replicas().add_decodes(short.replica, -1)
             return self._use_room(short.replica, now, [])
-        where = self._decoding.pop(name, None)
-        if where is not None:
-            self._add_decode_load(where[0], -where[1])
+        if self._decoding.remove(name):
             return []
         group = self._groups.pop(name, None)
         if group is None:
@@ -259,9 +233,8 @@ class PecSched(PlacementPolicy):
         group = self._groups.get(event.request)
         if group is None:
             return []
-        if (
-            event.action == "preempt" and group.state == "pausing"
-        ):  # in its last layer: short requests sent there wait for its end
+        # in its last layer: short requests sent there wait for its end
+        if event.action == "preempt" and group.state == "pausing":
             group.state = "decode" if group.decoding else "prefill"
             self._replicas().move_to(group, None)
         elif event.action == "commit":
@@ -326,7 +299,7 @@ class PecSched(PlacementPolicy):
         if self._compares_waits and free >= 0 and replicas.fits(free, tokens, most):
             # a pause takes effect half an interval after it is asked for, on average
             wait_s = 0.0 if group.state == "paused" else group.pause_interval_s / 2
-            if replicas.weight[free] < wait_s * _UNITS_A_SECOND + (replicas.weight[at] if at >= 0 else 0):
+            if replicas.weight[free] < wait_s * UNITS_A_SECOND + (replicas.weight[at] if at >= 0 else 0):
                 return free
         if at >= 0:
             return at
@@ -366,21 +339,6 @@ class PecSched(PlacementPolicy):
             elif group.state in ("paused", "closing"):
                 actions += self._resume(group, now)
         return actions
-
-    def _weight(self, tokens: int) -> int:
-        """Return what a prompt of `tokens` adds to a queue, in the unit of queues."""
-        if not self._options.counts_seconds:
-            return tokens
-        weight = self._weights.get(tokens)
-        if weight is None:
-            seconds = self._context.latency.prefill_s(0, tokens, GroupShape(1))
-            # at least 1: a queue of weight 0 counts as idle
-            weight = self._weights[tokens] = max(1, round(seconds * _UNITS_A_SECOND))
-        return weight
-
-    def _add_decode_load(self, at: int, tokens: int) -> None:
-        self._decode_load[at] += tokens
-        self._decode_queues.update(at, self._decode_load[at])
 
     # -- long requests ----------------------------------------------------------------------------------------------
 
