@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.serving.load import command
@@ -100,7 +101,7 @@ def test_a_failing_long_prompt_ends_the_run_and_the_server(fake_command: str, tm
 def test_no_server_outlives_the_command(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     pid_name = str(tmp_path / "pid")
-    script.write_text(f"import os, time\nopen({pid_name!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    script.write_text(f"import os, signal\nopen({pid_name!r}, 'w').write(str(os.getpid()))\nsignal.pause()\n")
     code = (
         "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\ncommand.run(p.parse_args(sys.argv[1:]))\n"
@@ -108,10 +109,7 @@ def test_no_server_outlives_the_command(tmp_path: Path) -> None:
     words = ["convoy", "--model", "x", "--server-command", f"{sys.executable} {script}"]
     child = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
     pid_file = tmp_path / "pid"
-    for _ in range(200):
-        if pid_file.exists() and pid_file.read_text():
-            break
-        time.sleep(0.05)
+    until(lambda: pid_file.exists() and pid_file.read_text())
     child.send_signal(signal.SIGTERM)
     child.wait(20)
     with pytest.raises(ProcessLookupError):
@@ -120,7 +118,7 @@ def test_no_server_outlives_the_command(tmp_path: Path) -> None:
 
 def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
-    script.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n")
+    script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsignal.pause()\n")
     server = ServerProcess((), command=(sys.executable, str(script)), ready_s=0.5, grace_s=0.2)
     begun = time.monotonic()
     with pytest.raises(ServerError, match=r"not ready after 0\.5 s"):

@@ -5,11 +5,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
+from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError
 from headway.serving.load import command
@@ -163,11 +163,12 @@ def test_ctrl_c_reports_finished_requests(serve_fake, tmp_path: Path) -> None:  
         stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
     )
-    for _ in range(600):  # until some requests have been answered
+
+    def some_are_answered() -> bool:
         with urllib.request.urlopen(f"{url}/requests", timeout=10) as seen:
-            if len(json.load(seen)) >= 4:
-                break
-        time.sleep(0.1)
+            return len(json.load(seen)) >= 4
+
+    until(some_are_answered)
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 1
     data = json.loads(file.read_text())

@@ -40,8 +40,8 @@ def test_close_removes_the_folder_and_may_be_repeated() -> None:
 
 def test_folder_of_a_killed_process_is_removed_and_of_a_live_one_kept(root: Path) -> None:
     code = (
-        "import sys, time; from headway.core.scratch_folder import ScratchFolder; folder = ScratchFolder(sys.argv[1]); "
-        "print(folder.path, flush=True); time.sleep(60)"
+        "import signal, sys; from headway.core.scratch_folder import ScratchFolder; "
+        "folder = ScratchFolder(sys.argv[1]); print(folder.path, flush=True); signal.pause()"
     )
     child = subprocess.Popen([sys.executable, "-c", code, "headway-engine-"], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

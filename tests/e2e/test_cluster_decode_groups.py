@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from tests.helpers.cluster_probe import cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
-from tests.helpers.polling import until
+from tests.helpers.polling import let_arrive, until
 
 from headway.cli.main import main
 
@@ -112,7 +111,7 @@ def test_answers_survive_any_instance_that_dies_while_groups_change(
             asked, moved = [], report(url)["decodes_moved"]
             for prompt in (*SHORTS[:3], *TOGETHER, *SHORTS[3:]):
                 asked += ask(pool, url, [prompt])
-                time.sleep(chance.random() * 0.2)
+                let_arrive(chance.random() * 0.2)
             if turn % 2:
                 until(lambda: report(url)["decodes_moved"] > moved or all(one.done() for one in asked))  # noqa: B023
                 there = [each for each in instances(url) if each["state"] == "ready"]

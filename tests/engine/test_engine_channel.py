@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from tests.helpers.polling import run_ready_tasks
 
 from headway.runtime.engine.engine_channel import EngineChannel
 from headway.runtime.engine.protocol import EngineStats, IterationOutputs
@@ -140,11 +141,11 @@ def test_polling_does_not_keep_messages_from_waiting_receivers() -> None:
         peer = line.peer(TOKEN)
         for i in range(200):
             waits = asyncio.create_task(heard(line))
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
             peer.send(said(i))
             while not waits.done():
                 assert not line.line.disconnected
-                await asyncio.sleep(0)
+                await run_ready_tasks(1)
             assert waits.result() == i
 
     go(test)

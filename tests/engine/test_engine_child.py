@@ -23,7 +23,7 @@ class Corpse(subprocess.Popen[bytes]):
 
     def __init__(self) -> None:
         self.released = threading.Event()
-        super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        super().__init__([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
 
     def poll(self) -> int | None:
         return super().poll() if self.released.is_set() else None

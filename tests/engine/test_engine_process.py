@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.helpers.fake_executor import VOCAB, answer
+from tests.helpers.polling import run_ready_tasks, until
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.sampling import SamplingParams
@@ -222,7 +223,7 @@ def test_closing_wakes_all_waiting_callers() -> None:
     async def test() -> None:
         client = make_client()
         starting = asyncio.create_task(client.start())
-        await asyncio.sleep(0)  # it waits now
+        await run_ready_tasks()  # it waits now
         await client.close()
         with pytest.raises(UnavailableError, match="closing"):
             await starting
@@ -243,7 +244,7 @@ def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> Non
             firsts = [list((await anext(one)).tokens) for one in accepted]
             rest = [asyncio.create_task(all_of(one)) for one in accepted]
             draining = asyncio.create_task(client.drain())
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
             with pytest.raises(UnavailableError, match="draining"):
                 await all_of(stream(client, "late", [1]))
             await draining
@@ -283,10 +284,7 @@ def test_an_engine_ends_when_its_parent_is_killed(short_path: Path) -> None:
     )
     assert parent.returncode == -signal.SIGKILL
     pid = int(parent.stdout.split()[0])
-    deadline = time.monotonic() + 30
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(pid)
+    until(lambda: not alive(pid), 30.0)
 
 
 def test_an_engine_whose_parent_was_killed_before_it_could_look_ends(short_path: Path) -> None:

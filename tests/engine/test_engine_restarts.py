@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from tests.helpers.fake_executor import answer
-from tests.helpers.polling import eventually
+from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import SamplingParams
@@ -68,7 +68,7 @@ def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None
         late = asyncio.create_task(tokens(stream(client, "late", [9], 5)))
         gone = stream(client, "left", [8], 10**6)
         leaving = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
+        await run_ready_tasks()
         leaving.cancel()
         for name, one in streams.items():
             told[name] += await tokens(one)
@@ -87,7 +87,7 @@ def test_draining_goes_on_after_a_restart() -> None:
         one = stream(client, "a", [1, 2], 3_000)
         told = await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         os.kill(client.pid, signal.SIGKILL)
         assert told + await tokens(one) == answer([1, 2], 3_000)
         await draining

@@ -19,7 +19,7 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "pidfd_open", refused)
-    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    words = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(words, start_new_session=True) as process:
         try:
             with pytest.raises(OSError, match="Too many open files"):

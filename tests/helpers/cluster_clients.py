@@ -8,7 +8,7 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 
 from tests.helpers.fake_instances import FakeCluster
-from tests.helpers.virtual_time import loop_time
+from tests.helpers.virtual_time import loop_time, pause
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
@@ -91,7 +91,7 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
         left = [p.requests or p.runs or p.scheduled for p in fake.processes.values() if p.alive]
         if not any(left) and not live.asked:
             break
-        await asyncio.sleep(0.002)
+        await pause(0.002)
     assert not live.asked
     assert not live.machine.requests
     assert not list(live.attempts)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from tests.helpers.fake_engine import INFO
+from tests.helpers.virtual_time import pause
 
 from headway.core.span import cut
 from headway.runtime.cluster.messages import (
@@ -170,7 +171,7 @@ class FakeProcess:
     async def receive(self) -> EngineInfo | IterationOutputs | FatalError | FromInstance:
         message: EngineInfo | IterationOutputs | FatalError | FromInstance = await self._out.get()
         if isinstance(message, EngineInfo) and self.serial:
-            await asyncio.sleep(self.cluster.start_s)
+            await pause(self.cluster.start_s)
         return message
 
     def ready(self) -> None:
@@ -312,11 +313,11 @@ class FakeProcess:
 
     async def _stay(self, name: str, known: Known, phase: str) -> None:
         if phase != "decode":
-            await asyncio.sleep(self.cluster.run_s)
+            await pause(self.cluster.run_s)
             self.counted += len(known.tokens)
         for number in range(known.count):
             if number:
-                await asyncio.sleep(self.cluster.token_s)
+                await pause(self.cluster.token_s)
             token = next_token(known.tokens)
             last = number == known.count - 1
             known.tokens.append(token)
@@ -380,7 +381,7 @@ class FakeProcess:
     async def _run(self, message: ComputeSpan) -> None:
         """By the first of the group, for all."""
         name, group = message.id, [self.cluster.processes[i] for i in message.run.group]
-        await asyncio.sleep(self.cluster.run_s)
+        await pause(self.cluster.run_s)
         if any(name not in one.runs for one in group):
             return
         if name in self.paused:
@@ -437,8 +438,8 @@ class FakeProcess:
 
     async def _send_kv(self, send: SendKv, target: FakeProcess) -> None:
         while send.id in self.runs:  # what the run under way computes comes when it has
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(self.cluster.send_s)
+            await pause(0.001)
+        await pause(self.cluster.send_s)
         held = self.cluster.kv.get(send.id, {})
         mine = held.get(self.number, set()) & set(range(send.start, send.end))
         if not target.alive or send.id not in target.requests:
@@ -450,7 +451,7 @@ class FakeProcess:
 
     async def _drain(self) -> None:
         while self.scheduled:
-            await asyncio.sleep(0.001)
+            await pause(0.001)
         self.die("has ended with exit code 0")
 
     def _delta(self, delta: OutputDelta) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from tests.helpers.polling import let_arrive
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
@@ -160,7 +161,7 @@ class Instance:
         """What it is told within comes to it together."""
         self.signal(signal.SIGSTOP)
         yield
-        time.sleep(0.1)
+        let_arrive()
         self.signal(signal.SIGCONT)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.helpers.cluster_clients import all_quiet, ask, prompt, router
 from tests.helpers.controller_audit import check
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
+from tests.helpers.virtual_time import pause
 
 from headway.core.errors import RequestError
 from headway.policy.placement.view import Role
@@ -123,7 +124,7 @@ class Fuzz:
     async def _beat(self) -> None:
         """Snapshots, and whether all counts of the router are right meanwhile."""
         while True:
-            await asyncio.sleep(0.1)
+            await pause(0.1)
             for process in list(self.fake.processes.values()):
                 if process.alive:
                     process.beat()
@@ -136,11 +137,11 @@ class Fuzz:
     async def _ask(self, number: int) -> None:
         """One request; some clients do not stay."""
         chance = random.Random(1000 * self.seed + number)
-        await asyncio.sleep(chance.random() * 0.3)
+        await pause(chance.random() * 0.3)
         ids, count = prompt(100 * self.seed + number, chance.choice((3, 10, 30, 60, 90))), chance.randint(1, 25)
         asked = asyncio.create_task(ask(self.client, f"r{number}", ids, count))
         if chance.random() < 0.2:
-            await asyncio.sleep(chance.random() * 0.3)
+            await pause(chance.random() * 0.3)
             asked.cancel()
             await asyncio.wait([asked])
             if asked.cancelled():
@@ -153,7 +154,7 @@ class Fuzz:
         chance = random.Random(-1 - self.seed)
         cuts = 0
         for _ in range(chance.randint(0, 4)):
-            await asyncio.sleep(chance.random() * 0.3)
+            await pause(chance.random() * 0.3)
             what, number = chance.choices(("kill", "leave", "join", "cut"), (5, 1, 1, 3))[0], chance.randrange(3)
             try:
                 if what == "kill":

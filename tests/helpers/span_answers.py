@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.polling import let_arrive
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
@@ -58,7 +58,7 @@ def pauses_of(world: World, name: str, part: Part) -> list[tuple[int, int, int, 
     ]
 
 
-SOON_S = 1.0
+SOON_S = 5.0
 
 
 def start_on_some(world: World, name: str, part: Part, tell: tuple[int, ...]) -> None:
@@ -66,7 +66,7 @@ def start_on_some(world: World, name: str, part: Part, tell: tuple[int, ...]) ->
     world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
     for number in tell:
         world[number].tell(ComputeSpan(id=name, index=0, run=runs([part])[0], last=True, preemptible=True))
-    time.sleep(0.1)
+    let_arrive()
 
 
 def check_service(world: World, expected: Expected, name: str, on: tuple[int, ...]) -> None:

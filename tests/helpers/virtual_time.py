@@ -50,3 +50,9 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 def loop_time() -> float:
     """The running loop's time in seconds: a clock to give to what is under test."""
     return asyncio.get_running_loop().time()
+
+
+async def pause(seconds: float) -> None:
+    """Let virtual time pass. For fakes and tests that run in it."""
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop), "run it with tests.helpers.virtual_time.run"
+    await asyncio.sleep(seconds)

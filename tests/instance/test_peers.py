@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerLostError, PeerNetwork, ReceivePlace
@@ -40,13 +40,6 @@ def meet(*all_: PeerNetwork) -> None:
 def fails(body: Callable[[], object], says: str) -> None:
     with pytest.raises(PeerLostError, match=says):
         body()
-
-
-def soon(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -161,7 +154,7 @@ def test_a_peer_that_ends_wakes_waiting_receivers(make: Make) -> None:
     fails(line.send(1, 0, [b"x"]).wait, "instance 1")
     three.line("s", (0,)).send(0, 0, [b"x"])
     goes_on.wait()
-    soon(lambda: heard == [1])
+    until(lambda: heard == [1])
 
 
 def test_a_new_incarnation_of_an_instance_takes_its_place(make: Make) -> None:
@@ -192,7 +185,7 @@ def test_a_connection_that_is_cut_is_made_again_and_old_lines_are_lost(make: Mak
     sockets.shutdown(socket.SHUT_RDWR)
     for line, who in zip(ends, (1, 0), strict=True):
         fails(line.expect(who, 0, into).wait, f"instance {who}")
-    soon(lambda: all(peers._connections[1 - i].up for i, peers in enumerate((one, two))))
+    until(lambda: all(peers._connections[1 - i].up for i, peers in enumerate((one, two))))
     ticket = one.line("s", (1,)).expect(1, 0, into)
     two.line("s", (0,)).send(0, 0, [b"b"])
     ticket.wait()
@@ -241,11 +234,11 @@ def test_closing_wakes_all_and_ends_threads(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)
     ticket = one.line("r", (1,)).expect(1, 0, memoryview(bytearray(1)))
-    soon(lambda: one._connections[1].up)
+    until(lambda: one._connections[1].up)
     one.close()
     fails(ticket.wait, "this instance ends")
     two.close()
-    soon(lambda: threading.active_count() <= before)
+    until(lambda: threading.active_count() <= before)
 
 
 def test_a_listener_that_is_out_of_descriptors_for_a_while_listens_on(

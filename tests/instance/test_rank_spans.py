@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import (
     GREEDY,
     LAYERS,
@@ -362,7 +362,7 @@ def test_random_spans_pauses_and_forgotten_requests_at_once(world: World, expect
         world.compute(name, [part], 0, preemptible=True, beside=chance.random() < 0.5)
         alive[name] = (prompt, part)
         if chance.random() < 0.3:
-            time.sleep(0.02 * chance.random())
+            let_arrive(0.02 * chance.random())
             for number in chance.sample(group, len(group)):
                 world[number].tell(ForgetRequest(name))
             del alive[name]
@@ -393,9 +393,9 @@ def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     world.admit("late", prompt_of(40), part.group, GREEDY)
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
-    time.sleep(0.1)
+    let_arrive()
     world[2].tell(PauseSpan("late"))
-    time.sleep(0.5)  # it has come to the rank by then
+    let_arrive(0.5)  # it has come to the rank by then
     world[1].tell(word)
     assert {word.layer for word in world.paused("late", part)} in ({1}, {2})
     world.forget("late")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 from tests.helpers.instance_world import Part, World
+from tests.helpers.polling import let_arrive
 from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import prompt_of
 
@@ -143,7 +143,7 @@ def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World,
     world.ask(1, "short", prompt, max_tokens=2, logprobs=0)
     world[1].tell(HaltDecode("short"))
     world[1].tell(HaltDecode("nobody"))
-    time.sleep(0.1)
+    let_arrive()
     found = world[1].until(
         lambda: (
             (d := world[1].deltas.get("short"))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.helpers.instance_world import Part, World
+from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
 from headway.runtime.cluster.messages import (
@@ -49,7 +50,7 @@ class Attempt:
             world.compute(self.name, self.parts, index, preemptible=True)
             struck = event != "none" and index == hurt and (event == "forget" or victim in part.group)
             if struck:
-                time.sleep(chance.random() * 0.03)
+                let_arrive(chance.random() * 0.03)
                 self.strike(event, victim, part)
                 if event == "forget":
                     return None

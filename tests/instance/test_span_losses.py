@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import (
     GREEDY,
     SOON_S,
@@ -55,7 +55,7 @@ def test_a_span_ends_when_a_hanging_instance_leaves_the_peers(world: World, expe
     world[1].signal(signal.SIGSTOP)
     world.admit("h", prompt_of(60), part.group, GREEDY)
     world.compute("h", [part], 0)
-    time.sleep(1.0)
+    let_arrive(1.0)
     world[0].hear()
     assert world[0].said == []
     assert world[0].beats() >= 4  # a run that waits is no silence
@@ -133,7 +133,7 @@ def test_a_span_waiting_for_room_may_be_forgotten(narrow: World) -> None:
     narrow.prefill("d", prompt_of(400), [part])
     narrow.admit("e", prompt_of(400), (0,), GREEDY)
     narrow.compute("e", [part], 0)
-    time.sleep(0.1)
+    let_arrive()
     narrow.forget("e")
     narrow.forget("d")
     narrow.prefill("g", prompt_of(400), [part])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 from tests.helpers.instance_world import Part, World, runs
+from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
 
 from headway.core.span import cut
@@ -91,7 +91,7 @@ def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     world.admit("late", prompt_of(40), part.group, GREEDY)
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
-    time.sleep(0.1)
+    let_arrive()
     world[2].tell(PauseSpan("late"))
     world[3].tell(word)
     assert [word.layer for word in world.paused("late", part)] == [2, 2]

@@ -96,7 +96,7 @@ if __name__ == "__main__":
     transport = ProcessTransport(make_rank_config(Path(sys.argv[1]), 1, 2))
     transport.start()
     print(*(process.pid for process in transport.processes), flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import SHAPE, all_quiet, ask, prompt, router, running
 from tests.helpers.fake_instances import FakeCluster, answer
-from tests.helpers.polling import eventually
+from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
@@ -23,10 +23,10 @@ def test_requests_join_the_shorter_queue_in_seconds() -> None:
         fake = FakeCluster(run_s=0.2)
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             asks = [asyncio.create_task(ask(client, "long", prompt(0, 500)))]
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
             for number in range(3):
                 asks.append(asyncio.create_task(ask(client, f"s{number}", prompt(1, 3))))
-                await asyncio.sleep(0)
+                await run_ready_tasks(1)
             await asyncio.gather(*asks)
             at = {message.id: number for number, message in fake.log if isinstance(message, SubmitRequest)}
             assert at == {"long#1": 0, "s0#1": 1, "s1#1": 1, "s2#1": 1}
@@ -52,7 +52,7 @@ def test_a_client_that_leaves_frees_its_work_everywhere() -> None:
         async with running(fake, ("prefill", "prefill", "decode"), "fixed-sp", {"sp": 2}) as client:
             for at_s in (0.01, 0.06, 0.1):  # while it is computed, handed over, decoded
                 gone = asyncio.create_task(ask(client, "gone", prompt(0, 200), 50))
-                await asyncio.sleep(at_s)
+                await virtual_time.pause(at_s)
                 with pytest.raises(RequestError, match="in use"):
                     await ask(client, "gone", prompt(0, 3))
                 gone.cancel()
@@ -80,8 +80,8 @@ def test_the_queue_is_bounded_and_rejections_have_a_retry_time(placement: str) -
         async with running(fake, ("mixed", "mixed"), placement) as client:
             most = client.info.max_queued_requests
             asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(most)]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
+            await run_ready_tasks(1)
             with pytest.raises(OverloadedError, match="waiting") as full:
                 await ask(client, "more", prompt(0, 5))
             assert full.value.retry_after_s >= 1.0
@@ -99,14 +99,14 @@ def test_the_bound_is_that_of_the_instances_that_are_in_the_cluster() -> None:
         async with running(fake, ("mixed", "mixed"), "jsq") as client:
             client.leave(1)
             asks = [asyncio.create_task(ask(client, f"r{n}", prompt(n, 5), 1)) for n in range(128)]
-            await asyncio.sleep(0.01)
+            await virtual_time.pause(0.01)
             with pytest.raises(OverloadedError, match="128 requests are waiting"):
                 await ask(client, "more", prompt(0, 5))
             await eventually(lambda: len(client.report().instances) == 1)
             client.join(0)
             await eventually(lambda: client.report().instances[1].state == "ready")
             asks.append(asyncio.create_task(ask(client, "more", prompt(0, 5))))
-            await asyncio.sleep(0.01)
+            await virtual_time.pause(0.01)
             assert not asks[-1].done()
             for each in asks:
                 each.cancel()
@@ -212,7 +212,7 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
         fake = FakeCluster(run_s=0.005, token_s=0.002)
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 100, "long_sp": 2}) as client:
             asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30 + 200 * (n % 2)), 20)) for n in range(6)]
-            await asyncio.sleep(0.004)
+            await virtual_time.pause(0.004)
             assert client.join(0).state == "starting"
             with pytest.raises(RequestError, match="pool 0"):
                 client.join(1)
@@ -298,9 +298,9 @@ def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:
         fake = FakeCluster(run_s=0.01)
         async with running(fake, ("prefill", "decode"), "fixed-sp", {"sp": 1}) as client:
             asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 20))) for n in range(3)]
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
             drained = asyncio.create_task(client.drain())
-            await asyncio.sleep(0)
+            await run_ready_tasks(1)
             with pytest.raises(UnavailableError, match="draining"):
                 await ask(client, "late", prompt(0, 3))
             assert await asyncio.gather(*asks) == [answer(prompt(n, 20), 4) for n in range(3)]

@@ -147,7 +147,7 @@ def test_of_deadlocked_requests_the_youngest_restarts(crossing: None, count: int
                 while True:
                     for process in fake.processes.values():
                         process.beat()
-                    await asyncio.sleep(0.1)
+                    await virtual_time.pause(0.1)
 
             beats = asyncio.create_task(beat())
             prompts = {f"{'ab'[i % 2]}{i}": prompt(i, 60) for i in range(count)}
@@ -174,11 +174,11 @@ def test_a_request_behind_a_long_decode_is_not_deadlocked(crossing: None) -> Non
                     for process in fake.processes.values():
                         process.counted += 1  # it computes
                         process.beat()
-                    await asyncio.sleep(0.1)
+                    await virtual_time.pause(0.1)
 
             beats = asyncio.create_task(beat())
             first = asyncio.create_task(ask(client, "a0", prompt(0, 70), 16))
-            await asyncio.sleep(2.0)
+            await virtual_time.pause(2.0)
             assert await ask(client, "a1", prompt(1, 70), 3) == answer(prompt(1, 70), 3)
             assert await first == answer(prompt(0, 70), 16)
             beats.cancel()

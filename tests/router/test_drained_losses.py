@@ -79,7 +79,7 @@ def test_a_starting_instance_can_be_drained(monkeypatch: pytest.MonkeyPatch) -> 
             client.leave(1)
             await eventually(lambda: len(client.report().instances) == 1)
             assert client.join(0).id == 1
-            await asyncio.sleep(0.01)
+            await virtual_time.pause(0.01)
             assert client.report().instances[1].state == "starting"
             client.leave(1)
             await eventually(lambda: len(client.report().instances) == 1)

@@ -110,7 +110,7 @@ def test_two_instances_that_cannot_reach_each_other_cost_no_request(
         async with running(fake, roles, placement, options) as client:  # type: ignore[arg-type]
 
             async def one(number: int) -> None:
-                await asyncio.sleep(0.25 * (number % 20))
+                await virtual_time.pause(0.25 * (number % 20))
                 assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
             ends = client.report().instances[:2]
@@ -143,7 +143,7 @@ def test_an_instance_whose_spans_fail_is_restarted_and_serves_again(monkeypatch:
             monkeypatch.setattr(FakeProcess, "_compute", fails)
 
             async def one(number: int) -> None:
-                await asyncio.sleep(0.25 * (number % 20))
+                await virtual_time.pause(0.25 * (number % 20))
                 assert await ask(client, f"r{number}", prompt(number, 60)) == answer(prompt(number, 60), 4)
 
             for turn in range(20):
@@ -165,7 +165,7 @@ def test_a_silent_instance_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None
                     for process in list(fake.processes.values()):
                         if process.serial or process.number:
                             process._say(IterationOutputs(deltas=(), stats=process.stats()))
-                    await asyncio.sleep(0.1)
+                    await virtual_time.pause(0.1)
 
             monkeypatch.setattr(FakeProcess, "_submit", stuck)
             beats = asyncio.create_task(beat())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
+from tests.helpers.polling import run_ready_tasks
 
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.messages import ComputeSpan, SendKv
@@ -54,7 +55,7 @@ def test_every_policy_answers_long_and_short_requests(
             asks = []
             for seed, ids in enumerate(prompts):
                 asks.append(asyncio.create_task(ask(client, f"r{seed}", ids, counts[seed])))
-                await asyncio.sleep(0.001)
+                await virtual_time.pause(0.001)
             answers = await asyncio.wait_for(asyncio.gather(*asks), 20)
             assert answers == [answer(ids, count) for ids, count in zip(prompts, counts, strict=True)]
             if options.get("sp") == 2 or options.get("long_sp") == 2:
@@ -86,7 +87,7 @@ def test_no_answer_is_lost_or_changed_when_instances_die_or_leave(
             asks = []
             for seed, ids in enumerate(prompts):
                 asks.append(asyncio.create_task(ask(client, f"r{seed}", ids, 8)))
-                await asyncio.sleep(0)
+                await run_ready_tasks(1)
             for at in range(26):
                 for number, when in kills:
                     if when == at:
@@ -94,7 +95,7 @@ def test_no_answer_is_lost_or_changed_when_instances_die_or_leave(
                 for number, when in leaves:
                     if when == at:
                         asks[number].cancel()
-                await asyncio.sleep(0.001)
+                await virtual_time.pause(0.001)
             answers = await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 20)
             left = {number for number, _ in leaves}
             for number, (said, ids) in enumerate(zip(answers, prompts, strict=True)):

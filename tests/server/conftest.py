@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.polling import until
 
 from headway.serving.app import create_app
 from headway.serving.run import DrainingServer
@@ -116,9 +116,7 @@ def live(tokenizer: ModelTokenizer) -> Callable[..., Any]:
         server = DrainingServer(create_app(engine, tokenizer, chosen), chosen)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        deadline = time.monotonic() + 10
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.005)
+        until(lambda: server.started, 10.0)
         try:
             yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         finally:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, echo, fail
-from tests.helpers.polling import eventually
+from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
 from headway.serving.app import create_app
@@ -43,7 +43,7 @@ async def interrupted(connect: Any, engine: FakeEngine, folder: Path, tokens: in
         headers = {"x-request-id": "mine"}
         sent = asyncio.create_task(client.post(PATH, json={**BODY, **body}, headers=headers))
         await eventually(lambda: engine.sent >= tokens and engine.submits)
-        await asyncio.sleep(0.02)
+        await run_ready_tasks()
         server = client._transport.app.state.headway
         # Closed before the cancellation, as after a crash nothing more is recorded.
         server.close_journal()
@@ -76,7 +76,7 @@ async def test_the_next_server_finishes_a_request_and_keeps_the_answer(
         assert submit.resubmitted
         assert list(submit.output) == WANTED[:tokens]
         assert (submit.params.temperature, submit.priority) == (0.5, 3)
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         answer = await client.get("/v1/requests/mine")
         assert answer.status_code == 200
         whole = answer.json()
@@ -91,7 +91,7 @@ async def test_the_next_server_finishes_a_request_and_keeps_the_answer(
         assert (await client.get("/v1/requests/other")).status_code == 404
     assert left(tmp_path) == {"mine": WANTED}
     async with connect(journal=str(tmp_path)) as client:  # another restart: nothing is computed again
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         assert (await client.get("/v1/requests/mine")).json()["choices"] == whole["choices"]
         assert len(engine.submits) == 1
         assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
@@ -107,12 +107,12 @@ async def test_a_running_recovered_request_answers_202_and_can_be_streamed(
     engine.gate = asyncio.Semaphore(0)
     async with connect(journal=str(tmp_path)) as client:
         await eventually(lambda: engine.sent == 1)
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         answer = await client.get("/v1/requests/mine")
         assert answer.status_code == 202
         assert answer.json() == {"object": "request", "status": "running", "output_tokens": 3}
         following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         for _ in range(5):
             engine.gate.release()
         text = (await following).text
@@ -131,7 +131,7 @@ async def test_stop_strings_logprobs_and_batches_survive_a_restart(
         plain = {"model": "fake-model", "prompt": [ids("xyz"), ids("abc")], "max_tokens": 9, "stop": ["by"]}
         wanted = (await client.post(PATH, json={**plain, "logprobs": 1, "return_token_ids": True})).json()
         await eventually(lambda: len(engine.submits) >= 4 and not engine.running)
-        await asyncio.sleep(0.02)
+        await run_ready_tasks()
         found = (await client.get("/v1/requests/mine")).json()
         assert found["choices"] == wanted["choices"]
 
@@ -157,7 +157,7 @@ async def test_answers_are_kept_for_the_configured_time(connect: Any, engine: Fa
     continuing(engine)
     async with connect(journal=str(tmp_path), journal_keep_s=0.05) as client:
         await eventually(lambda: engine.finished)
-        await asyncio.sleep(0.2)
+        await eventually(lambda: not client._transport.app.state.headway.recovered)
         assert (await client.get("/v1/requests/mine")).status_code == 404
     assert left(tmp_path) == {}
 
@@ -171,7 +171,7 @@ async def test_of_two_requests_with_one_id_the_newer_is_kept(connect: Any, engin
     continuing(engine)
     async with connect(journal=str(tmp_path)) as client:
         await eventually(lambda: engine.finished)
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
         assert engine.prompts[-1] == [8, 9]
         found = (await client.get("/v1/requests/mine")).json()
         assert found["choices"][0]["token_ids"] == [8, 9, 8, 9, 8, 9]
@@ -187,7 +187,7 @@ async def test_a_client_that_follows_a_stream_gets_an_error_when_the_request_is_
     async with connect(journal=str(tmp_path)) as client:
         await eventually(lambda: engine.sent == 1)
         following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
-        await asyncio.sleep(0.02)
+        await run_ready_tasks()
         assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
         async with asyncio.timeout(5):
             events = [json.loads(line[6:]) for line in (await following).text.splitlines() if line.startswith("data: ")]
@@ -216,7 +216,7 @@ async def test_a_recovered_request_that_is_interrupted_again_is_left_to_the_next
     giving_up(engine, after=1)
     async with connect(journal=str(tmp_path), journal_keep_s=0.01) as client:
         await eventually(lambda: engine.state == "lost")
-        await asyncio.sleep(0.1)
+        await run_ready_tasks()
         assert (await client.get("/v1/requests/mine")).status_code == 503
         if forgotten:
             assert (await client.delete("/v1/requests/mine")).status_code == 200

@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 import openai
 import pytest
 from tests.helpers.fake_engine import FakeEngine, fail, say
+from tests.helpers.polling import until
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.serving.tokenizer import ModelTokenizer
@@ -166,24 +166,17 @@ def test_retry_after_is_obeyed(client: openai.OpenAI, engine: FakeEngine, speaks
     assert answer.choices[0].text == "hello"
 
 
-def _wait(condition: Callable[[], object], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_dropped_connection_aborts(address: str, engine: FakeEngine, stream: bool) -> None:
     engine.delay_s = 0.02
     body = json.dumps({"model": "fake-model", "prompt": [2], "max_tokens": 4000, "stream": stream})
     connection = http.client.HTTPConnection(address.removeprefix("http://"))
     connection.request("POST", "/v1/completions", body, {"Authorization": "Bearer secret"})
-    _wait(lambda: engine.sent > 2)
+    until(lambda: engine.sent > 2)
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
-    _wait(lambda: engine.aborted)
+    until(lambda: engine.aborted)
 
 
 def test_large_body_on_a_real_socket(engine: FakeEngine, live: Any) -> None:
@@ -209,5 +202,5 @@ def test_slow_reader_on_a_real_socket(engine: FakeEngine, live: Any) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect((host, int(port)))
             sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            _wait(lambda: engine.aborted, 20)
+            until(lambda: engine.aborted, 20)
             assert engine.sent < many

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, fail, say
-from tests.helpers.polling import eventually
+from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import OutputDelta
@@ -205,7 +205,7 @@ async def test_a_client_that_pauses_loses_nothing(application: Any, engine: Fake
         call = Caller(app, PATH, {**BODY, "max_tokens": 300})
         await call.until(b"data:", 1)
         call.stall()
-        await asyncio.sleep(0.05)
+        await run_ready_tasks()
         call._reading.set()
         await call.done()
     assert len(call.events()) == 300

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR
+from tests.helpers.polling import let_arrive, until
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
@@ -121,7 +122,7 @@ def test_a_piece_is_not_there_before_the_last_rank_has_sent(make: Make) -> None:
     target.open("r", 10, ((0, 10),))
     source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     (rank,) = target.ranks
-    time.sleep(0.1)
+    let_arrive()
     rank.look()
     assert rank.received == []
     source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=0)
@@ -136,13 +137,14 @@ def test_no_part_of_a_forgotten_request_is_kept(make: Make, first: str) -> None:
     target.open("r", 10, ((0, 10),))
     source.save(SaveKv("r", 1, 1), np.arange(10), np.arange(10), but=1)
     (rank,) = target.ranks
-    end_s = time.monotonic() + 10.0
-    while rank.connector.get_num_new_matched_tokens("r") != 5 or (first == "looked" and not rank.connector._come):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+
+    def has_come() -> bool:
         if first == "looked":
             rank.look()
-    time.sleep(0.1)
+        return rank.connector.get_num_new_matched_tokens("r") == 5 and (first != "looked" or bool(rank.connector._come))
+
+    until(has_come)
+    let_arrive()
     rank.connector.forget("r")
     rank.look()
     assert rank.received == []
@@ -157,12 +159,13 @@ def test_a_lost_rank_is_reported_by_the_waiting_rank(make: Make) -> None:
     target.ranks[0].look()
     late = source.ranks[1]
     late.connector.save_kv_layer(SaveKv("r", 1, 1), 0, KvPart(late.cache, late.heads, 0, np.arange(10), np.arange(10)))
-    time.sleep(0.1)
+    let_arrive()
     late.peers.close()
-    end_s = time.monotonic() + 10.0
-    while not target.ranks[1].lost:
+
+    def has_lost() -> bool:
         target.ranks[1].look()
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+        return bool(target.ranks[1].lost)
+
+    until(has_lost)
     assert [lost.request for lost in target.ranks[1].lost] == ["r"]
     assert target.ranks[1].received == []

@@ -23,6 +23,7 @@ from tests.helpers.hand_overs import (
     submit,
 )
 from tests.helpers.instance_world import Part, World
+from tests.helpers.polling import let_arrive
 
 from headway.runtime.cluster.messages import (
     ForgetRequest,
@@ -68,7 +69,7 @@ def hands_over(world: World, expected: Expected, name: str, source: int, to: int
 
 def test_kv_computed_before_a_pause_is_sent_and_the_rest_follows(trio: World, expected: Expected) -> None:
     half_way(trio, "p", 0, 2)
-    time.sleep(0.1)
+    let_arrive()
     paused_s = time.monotonic()
     trio[0].tell(ResumeSpan("p"))
     word = trio.done("p", Part(120, (0,)))
@@ -84,7 +85,7 @@ def test_kv_computed_before_a_pause_is_sent_and_the_rest_follows(trio: World, ex
 
 def test_a_sender_killed_half_way_is_reported_and_other_transfers_work(trio: World, expected: Expected) -> None:
     half_way(trio, "ks", 0, 2)
-    time.sleep(0.1)
+    let_arrive()
     trio[0].kill()
     assert "instance 0" in trio[2].wait(SpanTaskLost, "ks", SOON_S).why
     for number in (1, 2):
@@ -142,7 +143,7 @@ def test_a_socket_that_is_cut_half_way(trio: World, expected: Expected, relay: R
     hands_over(trio, expected, "c0", 0, 2)
     assert relay.passed > 77 * 3 * 128
     half_way(trio, "c", 0, 2)
-    time.sleep(0.1)
+    let_arrive()
     relay.cut()
     assert "instance 0" in trio[2].wait(SpanTaskLost, "c", SOON_S).why
     trio[0].tell(ResumeSpan("c"))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World, frame
+from tests.helpers.polling import let_arrive
 
 from headway.runtime.cluster.messages import ForgetRequest, KvReserved, KvStaged, ReserveKv
 from headway.runtime.engine.protocol import SubmitRequest
@@ -118,7 +119,7 @@ def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expect
         reserve(world, target, name, 400)
         submit(world, source, name, prompt_of(400, 6), "prefill")
         send(world, name, 1, (source,), 0, 400, target)
-        time.sleep(0.05)
+        let_arrive(0.05)
         world.forget(name)
         world.clean()
         world[source].deltas.clear()

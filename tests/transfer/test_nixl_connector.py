@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.polling import let_arrive
 
 from headway.runtime.kv_transfer.connector import SaveKv
 from headway.runtime.kv_transfer.peers import PeerAddress
@@ -123,7 +123,7 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
         for name in "ab":
             end.connector.forget(name)
         end.cache[:] = 0
-        time.sleep(0.05)
+        let_arrive(0.05)
     end.close()
 
 

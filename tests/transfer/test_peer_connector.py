@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.polling import let_arrive
 
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer import connection
@@ -222,7 +222,7 @@ def test_a_slice_that_was_not_read_is_lost_to_its_sender(make: Make) -> None:
     sender.until(lambda: not sender.connector._unanswered)  # type: ignore[attr-defined]
     receiver.peers.handle(lambda *_: None)
     sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
-    time.sleep(0.05)
+    let_arrive(0.05)
     sender.look()
     assert sender.lost == []
     receiver.peers.close()

@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
+from tests.helpers.polling import let_arrive, until
 
 from headway.runtime.kv_transfer import connection
 from headway.runtime.kv_transfer.buffered_reader import BufferedReader
@@ -112,7 +113,7 @@ def test_a_slow_receiver_costs_one_buffer_and_changing_kv_is_copied(make: Make) 
     with receiver.connector._inbox._gate:  # type: ignore[attr-defined]
         sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
         sender.until(lambda: sent._ring.bytes >= 3 << 20)
-        time.sleep(0.05)
+        let_arrive(0.05)
         assert sent._ring.bytes <= 1 << 22
         outlet = sender.connector._outlets[1]  # type: ignore[attr-defined]
         assert outlet._bytes == 0
@@ -318,19 +319,24 @@ class Child:
         self.process.stdout.close()
 
 
+T = TypeVar("T")
+
+
 def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:headway-kv")
+
+
+def collected(count: Callable[[], T]) -> T:
+    """What is counted once garbage is gone."""
+    gc.collect()
+    return count()
 
 
 def test_a_receiver_killed_with_a_full_buffer_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     def state() -> tuple[int, int]:
         return mapped(), len(os.listdir("/proc/self/fd"))
 
-    end_s = time.monotonic() + 5.0
-    while mapped():  # of tests before this one
-        assert time.monotonic() < end_s
-        gc.collect()
-        time.sleep(0.02)
+    until(lambda: collected(mapped) == 0, 5.0, "tests before this one keep their maps")
     before = state()
     end, child = End(0, tmp_path), Child(1, tmp_path)
     end.cache = np.ones((LAYERS, 2, 2, SLOTS, 1 << 16), dtype=np.uint8)
@@ -351,11 +357,7 @@ def test_a_receiver_killed_with_a_full_buffer_is_reported_and_leaves_nothing(tmp
     finally:
         child.end()
         end.close()
-    end_s = time.monotonic() + 5.0
-    while state() != before:
-        assert time.monotonic() < end_s, (state(), before)
-        gc.collect()
-        time.sleep(0.02)
+    until(lambda: collected(state) == before, 5.0, "something is kept")
 
 
 def test_send_rooms_of_a_socket_are_memory_of_their_own(tmp_path: Path) -> None:
