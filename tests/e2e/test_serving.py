@@ -53,6 +53,28 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
     assert answers == [reference.tokens(p, n) for p, n in prompts]
 
 
+def test_prompt_logprobs_equal_transformers_with_prompts_cut_into_chunks(
+    server: str, reference: GreedyReference
+) -> None:
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((700, 33, 2, 200))]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [pool.submit(complete, server, p, 1, echo=True, logprobs=3, prompt_logprobs=0) for p in prompts]
+        answers = [future.result()["choices"][0] for future in futures]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        scores = reference.scores(prompt)
+        expected = [scores[at][token] for at, token in enumerate(prompt[1:])]
+        found = answer["logprobs"]["token_logprobs"]
+        assert len(found) == len(prompt) + 1
+        assert found[0] is None
+        assert found[1:-1] == pytest.approx(expected, abs=1e-4)
+        # What lm-eval and others compute from them.
+        assert sum(found[1:-1]) / len(expected) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+        for at, top in enumerate(answer["logprobs"]["top_logprobs"][1:-1]):
+            assert sorted(top.values(), reverse=True) == pytest.approx(sorted(scores[at])[:-4:-1], abs=1e-4)
+        own = [None if one is None else next(iter(one.values()))["logprob"] for one in answer["prompt_logprobs"]]
+        assert own == found[:-1]
+
+
 @LONG
 def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: GreedyReference) -> None:
     arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
@@ -163,7 +185,7 @@ def test_the_embedded_model_answers_with_the_passkey_it_was_shown() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no-such-folder"], "is not a folder"),
+        (["no-such-folder"], "neither a folder nor"),
         pytest.param(["--scheduling-policy", "fifo"], "choose one of", marks=LONG),
         pytest.param(["--chunking", "static:none"], "static:N", marks=LONG),
         pytest.param(["--max-model-len", "12parsecs"], "a number of tokens", marks=LONG),

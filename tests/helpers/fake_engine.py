@@ -110,7 +110,8 @@ def stamped(delta: OutputDelta, began: float) -> OutputDelta:
     """The delta with the times that an engine would put in."""
     return OutputDelta(
         id=delta.id, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, stop_token=delta.stop_token,
-        emitted_s=time.monotonic(), error=delta.error, param=delta.param, first_scheduled_s=began,
+        prompt_logprobs=delta.prompt_logprobs, emitted_s=time.monotonic(),
+        error=delta.error, param=delta.param, first_scheduled_s=began,
     )  # fmt: skip
 
 

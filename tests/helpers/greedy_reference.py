@@ -22,6 +22,14 @@ class GreedyReference:
             self._answers[key] = self._generate(prompt, count)
         return self._answers[key][:count]
 
+    def scores(self, prompt: list[int]) -> list[list[float]]:
+        """Log-probabilities over the vocabulary, at each position of the prompt, of the token after it."""
+        torch = self._torch
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([prompt])).logits[0].double()
+        found: list[list[float]] = torch.log_softmax(logits, dim=-1).tolist()
+        return found
+
     def _generate(self, prompt: list[int], count: int) -> list[int]:
         torch = self._torch
         ids = torch.tensor([prompt])

@@ -42,7 +42,8 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": HUGE}, "max_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 17}, "min_tokens"),
-    ({"n": 2}, "n"),
+    ({"n": 65}, "n"),
+    ({"n": 33, "prompt": ["a", "b"]}, "n"),
     ({"n": 0}, "n"),
     ({"best_of": 3}, "best_of"),
     ({"temperature": -0.1}, "temperature"),
@@ -83,7 +84,8 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": 1}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"echo": True}, "echo"),
+    ({"echo": 1}, "echo"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"guided_json": {}}, "guided_json"),
@@ -133,7 +135,7 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 4096}, "max_tokens"),
     ({"min_tokens": 4096}, "min_tokens"),
     ({"messages": [{"role": "user", "content": "xyz" * 2000}]}, "prompt"),
-    ({"n": 3}, "n"),
+    ({"n": 129}, "n"),
 ]
 
 

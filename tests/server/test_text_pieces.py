@@ -164,7 +164,7 @@ def test_tokenising_stops_where_the_context_is_full(monkeypatch: pytest.MonkeyPa
         return encoded(text, add_special_tokens)
 
     monkeypatch.setattr(tokenizer, "_encoded", counted)
-    with pytest.raises(RequestError, match="more than the 30000 tokens"):
+    with pytest.raises(RequestError, match="maximum context length is 30000 tokens"):
         tokenizer.encode_long("a quick 1 2 3 4 5 6 " * 50_000, add_special_tokens=False, most_tokens=30_000)
     assert seen[0] < 200_000
 

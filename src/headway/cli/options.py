@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Collection, Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 from headway.core.settings import SettingsModel, flag_of
 
@@ -23,9 +23,8 @@ def add_options(parser: argparse.ArgumentParser, model: type[SettingsModel], lea
         if _is_boolean(field.annotation):
             # A boolean flag may stand alone, or have a value: --flag, --flag false.
             extra |= {"nargs": "?", "const": "true"}
-        elif _is_text_list(field.annotation):
-            # As in vLLM: --flag a b; --flag a,b too.
-            extra["nargs"] = "+"
+        elif "nargs" in about:
+            extra["nargs"] = about["nargs"]
         # SUPPRESS leaves absent flags out of the namespace: `given_flags` tells them from defaults.
         extra |= {"dest": name, "default": argparse.SUPPRESS, "help": text}
         parser.add_argument(flag_of(name), **extra)
@@ -49,7 +48,3 @@ def environment() -> Mapping[str, str]:
 
 def _is_boolean(annotation: Any) -> bool:
     return annotation is bool or any(_is_boolean(each) for each in get_args(annotation))
-
-
-def _is_text_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple or any(_is_text_list(each) for each in get_args(annotation))

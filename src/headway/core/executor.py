@@ -19,6 +19,8 @@ class EmittedToken(NamedTuple):
     request: str
     token: int
     logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's second token and those after it, with the request's first token, where they were asked for."""
 
 
 class StepResult(NamedTuple):

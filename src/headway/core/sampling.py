@@ -30,6 +30,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     """Number of most likely alternatives to report, 0..20; None: off."""
+    prompt_logprobs: int | None = None
+    """Number of alternatives to report for each token of the prompt; None: off. The whole prompt must then be computed:
+    KV of a reused prefix has no logits. Single-process engines only."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the request, besides the model's own end tokens."""

@@ -6,6 +6,7 @@ the Python value, or says in one clause why it cannot: `'x' is not a whole numbe
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -62,7 +63,12 @@ def number(value: Any) -> float:
 
 
 def text_list(value: Any) -> tuple[str, ...]:
-    """Read `a,b` or a list of texts."""
+    """Read `a,b`, `["a", "b"]` or a list of texts."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ConfigError(f"{value!r} is not a JSON list") from None
     return tuple(map(str, value)) if isinstance(value, list | tuple) else tuple(str(value).split(","))
 
 
@@ -70,7 +76,7 @@ Flag = Annotated[bool, parsed_by(boolean)]
 WholeNumber = Annotated[int, parsed_by(whole_number)]
 Number = Annotated[float, parsed_by(number)]
 Text = Annotated[str, BeforeValidator(str)]
-TextList = Annotated[tuple[str, ...], BeforeValidator(text_list)]
+TextList = Annotated[tuple[str, ...], parsed_by(text_list)]
 TokenCount = Annotated[int, parsed_by(tokens)]
 """8192, 128k, 1M."""
 ByteSize = Annotated[int, parsed_by(size)]

@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.serving.active_tasks import ActiveTasks, server_ending_error
+from headway.serving.answer_pieces import TextPiece
 from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
-from headway.serving.generation import TextPiece, generate
+from headway.serving.generation import generate
 from headway.serving.generation_job import GenerationJob, RequestContext
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.identity import engine_id
@@ -36,6 +37,8 @@ class ChoiceAnswer:
     """Pieces of the text, in order."""
     tokens: list[int] = field(default_factory=list)
     scored: list[ScoredToken] = field(default_factory=list)
+    prompt_scored: tuple[ScoredToken, ...] | None = None
+    """The prompt's tokens, where their log-probabilities were asked for."""
     finish: str = "stop"
     stop_reason: str | int | None = None
 
@@ -44,6 +47,8 @@ class ChoiceAnswer:
         self.text.append(piece.text)
         self.tokens.extend(piece.tokens)
         self.scored.extend(piece.scored)
+        if piece.prompt_scored is not None:
+            self.prompt_scored = piece.prompt_scored
         if piece.finish is not None:
             self.finish, self.stop_reason = piece.finish, piece.stop_reason
 
@@ -169,7 +174,11 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         async for index, piece in pieces:
-            yield b"".join(event(chunk) for chunk in form.chunks(index, piece))
+            chunks = form.chunks(index, piece)
+            if form.job.continuous_usage:
+                counts = usage(form.job, records)
+                chunks = [{**chunk, "usage": counts} for chunk in chunks]
+            yield b"".join(event(chunk) for chunk in chunks)
     if form.job.include_usage:
         yield event(form.usage_chunk(usage(form.job, records)))
     yield DONE

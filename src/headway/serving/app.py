@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -27,6 +28,7 @@ from headway.serving.home_page import home_page
 from headway.serving.journal import RequestJournal
 from headway.serving.metrics import ServerMetrics
 from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
+from headway.serving.response_format import ResponseBody, ResponseFormat, parse_response
 from headway.serving.settings import ServerSettings
 from headway.serving.status_line import StatusLine
 from headway.serving.tokenizer import ModelTokenizer
@@ -44,6 +46,12 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Messages in, the assistant's next message out; streamed with `stream: true`."""
     return await answer(request, parse_chat, ChatFormat)
+
+
+@router.post("/v1/responses", response_model=None, openapi_extra=body_schema(ResponseBody), summary="Answer, as events")
+async def responses(request: Request) -> Response:
+    """The text part of OpenAI's Responses API, over chat: `input` in, an output message out. Nothing is stored."""
+    return await answer(request, parse_response, ResponseFormat)
 
 
 def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: ServerSettings) -> FastAPI:
@@ -84,6 +92,16 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     )
     app.state.headway = server
     app.add_middleware(AuthMiddleware, api_key=settings.api_key)
+    if settings.allowed_origins:
+        # Outermost: a browser asks for permission without a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["x-request-id"],
+        )
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for each in (router, operations.router, tokens.router, recovered_requests.router, instances.router):

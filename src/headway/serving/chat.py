@@ -7,9 +7,9 @@ from typing import Any
 
 from headway.core.errors import RequestError
 from headway.serving.answer import AnswerHeader, ChoiceAnswer
+from headway.serving.answer_pieces import TextPiece
 from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext
-from headway.serving.generation import TextPiece
 from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model
 from headway.serving.journaled_request import Kind
 from headway.serving.logprobs import ScoredToken, chat_logprobs
@@ -63,13 +63,14 @@ class ChatFormat:
         self._header = AnswerHeader.of("chatcmpl", request_id, job.model)
         # The OpenAI API: with include_usage every chunk but the last has `"usage": null`.
         self._null_usage: dict[str, Any] = {"usage": None} if job.include_usage else {}
-        self._begun = False
+        # Choices whose first chunk was made.
+        self._begun: set[int] = set()
 
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """Return one object for the piece; before the first piece, one that has the role."""
         # The OpenAI API: the first chunk of a stream has the role and no content.
-        first = () if self._begun else (self._chunk(self._opening(index)),)
-        self._begun = True
+        first = () if index in self._begun else (self._chunk(self._opening(index)),)
+        self._begun.add(index)
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"content": piece.text},

@@ -19,6 +19,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headway.core.errors import ConfigError, RequestError
 
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""For models that bring no template, such as base models: a line `role: text` for each message."""
+
 
 class _GenerationTag(Extension):
     """`{% generation %}` marks the assistant's part for training; when serving it renders as if it were not there."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Literal, cast
+
+import msgspec
 
 from headway.core.errors import OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, OutputDelta, SubmitRequest
+from headway.serving.answer_pieces import TextPiece, opening_of
 from headway.serving.errors import ApiError, as_api_error
 from headway.serving.generation_job import GenerationJob, TextOptions
 from headway.serving.generation_record import GenerationRecord
@@ -18,26 +20,6 @@ from headway.serving.logprobs import ScoredToken
 from headway.serving.prompts import TokenPrompt
 from headway.serving.stops import StopMatcher
 from headway.serving.tokenizer import ModelTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """What one delta adds to the answer."""
-
-    text: str
-    """Text that can be shown now; it may lag behind `tokens`."""
-    tokens: tuple[int, ...]
-    scored: tuple[ScoredToken, ...] = ()
-    """Log-probabilities of tokens whose text has been shown."""
-    finish: Literal["stop", "length"] | None = None
-    """Set on the last piece only."""
-    stop_reason: str | int | None = None
-    """The stop string or the token id that ended the answer, where one did."""
-
-    @property
-    def visible(self) -> bool:
-        """Whether the piece is sent: a piece is empty while its text may still become part of a stop string."""
-        return bool(self.tokens or self.text or self.finish is not None)
 
 
 async def generate(
@@ -56,7 +38,8 @@ async def generate(
     yielded first; new output is recorded before it is yielded. Closing this generator early, or a match of a stop
     string, aborts the request in the engine. Raises ApiError when the engine aborts, times out or fails.
     """
-    assembler = AnswerAssembler(tokenizer, job.text)
+    opening = opening_of(tokenizer, job, prompt)
+    assembler = AnswerAssembler(tokenizer, job.text, 0 if opening is None else len(opening.text))
     # Replay recorded output through the same assembler: stop strings and partial characters span the restart.
     earlier = () if journaled is None else journaled.emitted_before(index)
     for delta in earlier:
@@ -67,7 +50,7 @@ async def generate(
         if piece.finish is not None:
             record.finish(piece.finish)
             return
-    submit = _submission(job, prompt, engine_id, journaled, earlier)
+    submit = _submission(job, prompt, engine_id, journaled, earlier, index)
     # The protocol returns an iterator that can be closed early; closing it aborts the request in the engine.
     deltas = cast("AsyncGenerator[OutputDelta, None]", engine.generate(submit, prompt.data))
     try:
@@ -77,6 +60,9 @@ async def generate(
                 if journaled is not None:
                     journaled.write(index, delta)
                 piece = assembler.feed(delta)
+                if opening is not None:
+                    yield opening.with_scores(delta.prompt_logprobs)
+                    opening = None
                 if piece.finish is not None:
                     record.finish(piece.finish)
                 # The record is finished before the yield: a client that leaves at the yield must not count as an abort.
@@ -104,12 +90,17 @@ def _submission(
     engine_id: str,
     journaled: JournaledRequest | None,
     earlier: Sequence[OutputDelta],
+    index: int,
 ) -> SubmitRequest:
     """Build the engine's request. earlier: output from before a restart, which the engine does not sample again."""
+    params, choice = job.params, index % job.choices
+    # Further choices of a prompt continue streams of their own.
+    if choice and params.seed is not None:
+        params = msgspec.structs.replace(params, seed=params.seed + choice)
     return SubmitRequest(
         id=engine_id,
         prompt_tokens=prompt.tokens,
-        params=job.params,
+        params=params,
         received_s=job.received_s,
         slo=job.slo,
         priority=job.priority,
@@ -130,7 +121,8 @@ def _observe(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -
 class AnswerAssembler:
     """State of one answer: detokeniser, stop strings, and log-probabilities whose text is not shown yet."""
 
-    def __init__(self, tokenizer: ModelTokenizer, options: TextOptions) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, options: TextOptions, offset: int = 0) -> None:
+        """offset: characters that the answer has before its first token."""
         self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
         self._min_tokens = options.min_tokens
@@ -138,8 +130,7 @@ class AnswerAssembler:
         # Output tokens so far.
         self._tokens = 0
         # Characters detokenised, and characters shown; they differ by text held back for stop strings.
-        self._raw = 0
-        self._shown = 0
+        self._raw = self._shown = offset
         # Log-probabilities of tokens whose first character is not shown yet, by ascending offset.
         self._waiting: deque[ScoredToken] = deque()
 
@@ -170,7 +161,8 @@ class AnswerAssembler:
         complete = finish is not None and self._matcher.matched is None
         scored = self._release(everything=complete or not self._stops)
         reason = self._matcher.matched if self._matcher.matched is not None else delta.stop_token
-        return TextPiece(text, delta.tokens[:used], scored, finish, reason if finish == "stop" else None)
+        stop_reason = reason if finish == "stop" else None
+        return TextPiece(text, delta.tokens[:used], scored, finish=finish, stop_reason=stop_reason)
 
     def _show(self, text: str) -> str:
         """Pass text through the stop matcher, from the `min_tokens`-th token on."""

@@ -34,6 +34,10 @@ class TextOptions:
     min_tokens: int = 0
     """Output tokens before which stop strings are not matched."""
     return_token_ids: bool = False
+    echo: bool = False
+    """Whether the answer begins with the prompt."""
+    prompt_logprobs: bool = False
+    """Whether choices have the prompt's log-probabilities in a field of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,17 @@ class GenerationJob:
     stream: bool
     include_usage: bool
     """Whether a stream ends with a chunk of token counts."""
+    continuous_usage: bool = False
+    """Whether every chunk of a stream has the token counts so far."""
+    choices: int = 1
+    """Choices of each prompt: `prompts` has each so many times, one after another."""
     request_class: str | None = None
     """The client's name for the kind of request, for metrics; None: by the prompt's length."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens over all prompts."""
-        return sum(prompt.tokens for prompt in self.prompts)
+        """Number of prompt tokens over all prompts, each counted once."""
+        return sum(prompt.tokens for prompt in self.prompts) // self.choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +94,14 @@ def build_job(
     settings = context.settings
     # The smaller of the client's and the operator's limit: a client may shorten, never extend.
     limits = [limit for limit in (body.timeout_s, settings.request_timeout_s) if limit is not None]
+    if len(prompts) * body.n > settings.max_prompts:
+        asked = f"'n' times the number of prompts is {len(prompts) * body.n}"
+        raise RequestError(f"{asked}; at most {settings.max_prompts} are allowed", "n")
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream': true", "stream_options")
     return GenerationJob(
         model=body.model,
-        prompts=prompts,
+        prompts=tuple(prompt for prompt in prompts for _ in range(body.n)),
         params=fit_length(prompts, params, context.info, length_field),
         text=TextOptions(
             stops=body.stop,
@@ -98,6 +109,8 @@ def build_job(
             skip_special_tokens=body.skip_special_tokens,
             min_tokens=params.min_tokens,
             return_token_ids=body.return_token_ids,
+            echo=getattr(body, "echo", False),
+            prompt_logprobs=getattr(body, "prompt_logprobs", None) is not None,
         ),
         slo=read_slo(context.headers, body.slo, settings),
         priority=body.priority,
@@ -105,6 +118,8 @@ def build_job(
         received_s=context.received_s,
         stream=body.stream,
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        choices=body.n,
         request_class=read_class(body.request_class),
     )
 
@@ -142,13 +157,15 @@ def fit_length(
         # At least one output token must fit, hence >= and not >.
         if longest >= bound:
             raise RequestError(
-                f"the prompt has {longest} tokens; {what} holds {bound}, of which at least one must be left for output",
+                f"This model's maximum context length is {bound} tokens. However, you requested {longest + 1} tokens "
+                f"({longest} in the prompt, and at least one must be left for output; {what} is the limit)",
                 "prompt",
             )
         if length_field is not None and longest + params.max_tokens > bound:
             raise RequestError(
-                f"the prompt's {longest} tokens and {length_field} {params.max_tokens} add up to "
-                f"{longest + params.max_tokens}; {what} holds {bound}",
+                f"This model's maximum context length is {bound} tokens. However, you requested "
+                f"{longest + params.max_tokens} tokens ({longest} in the prompt, {params.max_tokens} in "
+                f"{length_field}; {what} is the limit)",
                 length_field,
             )
     left = min(bound for bound, _ in bounds) - longest

@@ -15,7 +15,7 @@ from headway.serving.generation_job import GenerationJob, TextOptions
 from headway.serving.journal import JournalEntry, RequestJournal
 from headway.serving.prompts import TokenPrompt
 
-Kind = Literal["completion", "chat"]
+Kind = Literal["completion", "chat", "response"]
 
 
 class _JournaledJob(msgspec.Struct, frozen=True):
@@ -31,6 +31,8 @@ class _JournaledJob(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     request_class: str | None = None
+    continuous_usage: bool = False
+    choices: int = 1
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class JournaledRequest:
         """Record a request that was just accepted."""
         saved = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage,
-            job.request_class,
+            job.request_class, job.continuous_usage, job.choices,
         )  # fmt: skip
         prompts = [prompt.data for prompt in job.prompts]
         return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(saved), prompts))
@@ -93,5 +95,7 @@ def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, Gene
         stream=saved.stream,
         include_usage=saved.include_usage,
         request_class=saved.request_class,
+        continuous_usage=saved.continuous_usage,
+        choices=saved.choices,
     )
     return saved.kind, job

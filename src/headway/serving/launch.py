@@ -100,11 +100,14 @@ def _serve(
     client: EngineClient, model: str, settings: ServerSettings, sockets: list[socket], allow_public: bool
 ) -> bool:
     from headway.serving.app import create_app
+    from headway.serving.chat_template import DEFAULT_TEMPLATE
     from headway.serving.run import serve
     from headway.serving.tokenizer import ModelTokenizer
 
     template = None if settings.chat_template is None else Path(settings.chat_template)
-    tokenizer = ModelTokenizer.load(Path(model), chat_template=template, memory=settings.tokenizer_memory)
+    tokenizer = ModelTokenizer.load(
+        Path(model), chat_template=template, memory=settings.tokenizer_memory, default_template=DEFAULT_TEMPLATE
+    )
     app = create_app(client, tokenizer, settings)
     return serve(app, settings, force_binding=allow_public, sockets=sockets)
 

@@ -17,7 +17,8 @@ class ScoredToken:
     """One token of the answer with its log-probabilities."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    """None: the first token of a prompt, which nothing predicts."""
     offset: int
     """Start of its text in the answer, in characters."""
 
@@ -26,18 +27,38 @@ def completion_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer
     """Return the format of /v1/completions: parallel arrays; alternatives as an object of text to log-probability."""
     return {
         "tokens": [_label(item.token, tokenizer) for item in scored],
-        "token_logprobs": [_finite(item.logprobs.logprob) for item in scored],
+        "token_logprobs": [item.logprobs and _finite(item.logprobs.logprob) for item in scored],
         "top_logprobs": [
-            {_label(token, tokenizer): _finite(value) for token, value in item.logprobs.top} for item in scored
+            item.logprobs and {_label(token, tokenizer): _finite(value) for token, value in item.logprobs.top}
+            for item in scored
         ],
         "text_offset": [item.offset for item in scored],
     }
+
+
+def prompt_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> list[dict[str, Any] | None]:
+    """Return vLLM's form of a prompt's log-probabilities: for each token an object by id, the token's own first."""
+    found: list[dict[str, Any] | None] = []
+    for item in scored:
+        if item.logprobs is None:
+            found.append(None)
+            continue
+        values = {item.token: item.logprobs.logprob, **dict(item.logprobs.top)}
+        found.append(
+            {
+                str(token): {"logprob": _finite(value), "decoded_token": _label(token, tokenizer)}
+                for token, value in values.items()
+            }
+        )
+    return found
 
 
 def chat_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> dict[str, Any]:
     """Return the format of /v1/chat/completions: one entry per token with its bytes, alternatives likewise."""
     content = []
     for item in scored:
+        if item.logprobs is None:
+            continue
         entry = _entry(item.token, item.logprobs.logprob, tokenizer)
         entry["top_logprobs"] = [_entry(token, value, tokenizer) for token, value in item.logprobs.top]
         content.append(entry)

@@ -25,7 +25,11 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         raise RequestError(f"'{name}' must be an object, not {kind(value)}", name)
     role = value.get("role")
     if role in ("tool", "function"):
-        raise RequestError(f"'{name}.role' {role!r} is not supported: tools do not exist here", f"{name}.role")
+        raise RequestError(
+            f"'{name}.role' {role!r} is not supported: the native engine has no tools; "
+            "`headway serve MODEL --engine vllm` has that",
+            f"{name}.role",
+        )
     if role not in _ROLES:
         shown = repr(role[:40]) if isinstance(role, str) else kind(role)
         raise RequestError(f"'{name}.role' must be one of {', '.join(_ROLES)} (got {shown})", f"{name}.role")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import UnavailableError
+from headway.runtime.engine.protocol import EngineInfo
 from headway.serving.context import context
-from headway.serving.errors import as_api_error, error_response, json_response
+from headway.serving.errors import ApiError, as_api_error, error_response, json_response
 
 router = APIRouter()
 # The API wants a creation time of the model; its files' times are not known here.
@@ -23,14 +25,24 @@ async def models(request: Request) -> Response:
     """`max_model_len` tells clients how long prompt and answer may be together."""
     server = context(request)
     info = server.info()
-    data = [
-        {
-            "id": name, "object": "model", "created": _STARTED, "owned_by": "headway", "root": info.model,
-            "parent": None, "max_model_len": info.max_model_len,
-        }
-        for name in server.models()
-    ]  # fmt: skip
-    return json_response({"object": "list", "data": data})
+    return json_response({"object": "list", "data": [_model(name, info) for name in server.models()]})
+
+
+@router.get("/v1/models/{name:path}", response_model=None, summary="The model under one of its names")
+async def model(request: Request) -> Response:
+    """404 for a name that it does not have. Names may hold slashes."""
+    server = context(request)
+    name: str = request.path_params["name"]
+    if name not in server.models():
+        raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {server.models()[0]!r}")
+    return json_response(_model(name, server.info()))
+
+
+def _model(name: str, info: EngineInfo) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": _STARTED, "owned_by": "headway", "root": info.model,
+        "parent": None, "max_model_len": info.max_model_len,
+    }  # fmt: skip
 
 
 @router.get("/health", response_model=None, summary="Live: 503 only when the engine is lost for good")

@@ -17,19 +17,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.serving.answer import AnswerFormat, ChoiceAnswer, MakeFormat, is_unfinished, run_job, usage
+from headway.serving.answer_pieces import TextPiece
 from headway.serving.chat import ChatFormat
 from headway.serving.completions import CompletionFormat
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, error_response, json_response
-from headway.serving.generation import TextPiece
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.journaled_request import JournaledRequest, Kind, job_of
+from headway.serving.response_format import ResponseFormat
 from headway.serving.sse import DONE, SseResponse, event
 
 log = logging.getLogger("headway.server")
 router = APIRouter()
 
-_FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": ChatFormat}
+_FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": ChatFormat, "response": ResponseFormat}
 
 
 @dataclass(slots=True)

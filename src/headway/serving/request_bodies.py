@@ -59,26 +59,28 @@ class StreamOptions(RequestBody):
     """How to stream."""
 
     include_usage: bool | None = Field(None, description="end the stream with a chunk of token counts")
+    continuous_usage_stats: bool | None = Field(None, description="token counts so far in every chunk")
 
 
-_NO_STRUCTURE = "structured output does not exist here"
+_OTHER_ENGINE = "; `headway serve MODEL --engine vllm` has that"
+NO_STRUCTURE = "the native engine has no structured output" + _OTHER_ENGINE
+NO_TOOLS = "the native engine has no tools" + _OTHER_ENGINE
 
 
 class GenerationBody(RequestBody):
     """What both generating endpoints take."""
 
     unsupported: ClassVar[Unsupported] = {
-        "n": ((1,), "one choice for each prompt; send the request several times with different seeds"),
-        "best_of": ((1,), "one choice for each prompt"),
+        "best_of": ((1,), "n choices are n answers"),
         "use_beam_search": ((False,), "sampling only"),
         "prompt_embeds": ((), "send text or token ids"),
-        "guided_json": ((), _NO_STRUCTURE),
-        "guided_regex": ((), _NO_STRUCTURE),
-        "guided_choice": ((), _NO_STRUCTURE),
-        "guided_grammar": ((), _NO_STRUCTURE),
-        "structured_outputs": ((), _NO_STRUCTURE),
+        "guided_json": ((), NO_STRUCTURE),
+        "guided_regex": ((), NO_STRUCTURE),
+        "guided_choice": ((), NO_STRUCTURE),
+        "guided_grammar": ((), NO_STRUCTURE),
+        "structured_outputs": ((), NO_STRUCTURE),
         "truncate_prompt_tokens": ((), "shorten the prompt before sending it"),
-        "response_format": (({"type": "text"},), "only plain text"),
+        "response_format": (({"type": "text"},), NO_STRUCTURE),
     }
 
     model: str = Field(description="a name that the model is served by (GET /v1/models)")
@@ -86,6 +88,7 @@ class GenerationBody(RequestBody):
     stream_options: StreamOptions | None = Field(None, description="object with include_usage; needs stream")
     max_tokens: int | None = Field(None, ge=1, le=_INT32, description="most output tokens")
     min_tokens: int = Field(0, ge=0, le=_INT32, description="least output tokens: no end or stop before")
+    n: int = Field(1, ge=1, le=128, description="choices for each prompt; with a seed, choice i has seed + i")
     temperature: float = Field(1.0, ge=0, le=2, description="0: the most likely token")
     top_p: float = Field(1.0, gt=0, le=1, description="least probability mass that is sampled from")
     top_k: int = Field(0, ge=-1, le=_INT32, description="most likely tokens that are sampled from; 0 or -1: all")
@@ -118,13 +121,16 @@ class CompletionBody(GenerationBody):
     undecoded: ClassVar[frozenset[str]] = frozenset(("prompt",))
     unsupported: ClassVar[Unsupported] = {
         **GenerationBody.unsupported,
-        "echo": ((False,), "the prompt is not repeated in the answer"),
         "suffix": (("",), "text is only continued at its end"),
     }
 
     prompt: Raw = Field(description="text or an array of token ids, or an array of several of these")
     add_special_tokens: bool = Field(True, description="the tokenizer's special tokens before a text")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of so many alternatives")
+    echo: bool = Field(False, description="the prompt before the answer; with logprobs, the prompt's tokens too")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of the prompt's tokens, with so many alternatives"
+    )
 
 
 class ChatBody(GenerationBody):
@@ -132,10 +138,10 @@ class ChatBody(GenerationBody):
 
     unsupported: ClassVar[Unsupported] = {
         **GenerationBody.unsupported,
-        "tools": (([],), "tools do not exist here"),
-        "functions": (([],), "tools do not exist here"),
-        "tool_choice": (("none", "auto"), "tools do not exist here"),
-        "function_call": (("none", "auto"), "tools do not exist here"),
+        "tools": (([],), NO_TOOLS),
+        "functions": (([],), NO_TOOLS),
+        "tool_choice": (("none", "auto"), NO_TOOLS),
+        "function_call": (("none", "auto"), NO_TOOLS),
         "modalities": ((["text"],), "only text"),
         "audio": ((), "only text"),
         "chat_template": ((), "templates come with the model"),

@@ -13,7 +13,12 @@ _UNLIMITED = 2**31 - 1
 
 
 def sampling_params(
-    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Return the parameters of a request. max_tokens None: as many as the model allows, settled by `fit_length`.
 
@@ -39,6 +44,7 @@ def sampling_params(
         repetition_penalty=body.repetition_penalty,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         ignore_eos=body.ignore_eos,
         stop_token_ids=tuple(check_integer(token, "stop_token_ids", 0, vocab_size - 1) for token in stops),
     )

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.core.setting_types import ByteSize, Number, Text, TextList, WholeNumber
+from headway.core.setting_types import ByteSize, Flag, Number, Text, TextList, WholeNumber
 from headway.core.settings import SettingsModel
 
 
@@ -14,13 +14,21 @@ class EndpointSettings(SettingsModel):
     """What an operator may set about the HTTP server. Times in seconds, sizes in bytes."""
 
     served_model_name: TextList = Field(
-        (), description="names that requests may give as 'model'; the first is shown. Default: the engine's"
+        (),
+        description="names that requests may give as 'model'; the first is shown. Default: the engine's",
+        json_schema_extra={"nargs": "+"},  # --served-model-name a b, as in vLLM; a,b too
     )
     host: Text = Field("127.0.0.1", description="address to listen on")
     port: WholeNumber = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     api_key: Text | None = Field(
         None, description="clients of /v1, /tokenize and /detokenize must send it as a Bearer token"
     )
+    allowed_origins: TextList = Field(
+        (), description="origins whose web pages may call the server (CORS); * for all. Default: none"
+    )
+    allowed_methods: TextList = Field(("*",), description="methods that pages of these origins may use")
+    allowed_headers: TextList = Field(("*",), description="headers that they may send")
+    allow_credentials: Flag = Field(False, description="whether they may send credentials")
     max_body_bytes: ByteSize = Field(64 << 20, gt=0, description="largest request body, in bytes; above it: 413")
     max_buffered_bytes: ByteSize = Field(
         1 << 30, gt=0, description="bodies being read or parsed at one time, in bytes in all; above it: 429"

@@ -35,8 +35,10 @@ _FIRST_WAIT_S = 1.0
 
 
 def event(content: object) -> bytes:
-    """Encode one `data:` event as JSON."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    """Encode one `data:` event as JSON; an object of the Responses API has its type as the event's name too."""
+    kind = content.get("type") if isinstance(content, dict) else None
+    name = b"event: %b\n" % kind.encode() if isinstance(kind, str) else b""
+    return name + b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class SseResponse(Response):

@@ -6,6 +6,7 @@ All functions block; large texts are encoded in the body reader's threads, in pi
 from __future__ import annotations
 
 import json
+import logging
 import os
 from array import array
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
+
+log = logging.getLogger("headway.server")
 
 
 class ModelTokenizer:
@@ -60,10 +63,18 @@ class ModelTokenizer:
             self.characters_per_token = characters_per_token(description, backend.get_vocab(with_added_tokens=True))
 
     @classmethod
-    def load(cls, folder: Path, *, chat_template: Path | None = None, memory: int = DEFAULT_MEMORY) -> ModelTokenizer:
+    def load(
+        cls,
+        folder: Path,
+        *,
+        chat_template: Path | None = None,
+        memory: int = DEFAULT_MEMORY,
+        default_template: str | None = None,
+    ) -> ModelTokenizer:
         """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
-        chat_template: a file to use instead of the folder's own. Raises CheckpointError for an unreadable file.
+        chat_template: a file to use instead of the folder's own; default_template: source for a model without one.
+        Raises CheckpointError for an unreadable file.
         """
         config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
         template = _read_template(chat_template or folder / "chat_template.jinja", config, chat_template is not None)
@@ -81,6 +92,9 @@ class ModelTokenizer:
         # tokenizer.json may hold the padding and truncation of training, which would alter prompts.
         backend.no_padding()
         backend.no_truncation()
+        if template is None and default_template is not None:
+            log.warning("the model has no chat template: chats use a plain one, a line `role: text` for each message")
+            template = default_template
         return cls(backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory)
 
     @classmethod
@@ -118,7 +132,7 @@ class ModelTokenizer:
         for piece in self._pieces.cut(text):
             if most_tokens is not None and len(ids) > most_tokens:
                 raise RequestError(
-                    f"the text has more than the {most_tokens} tokens that the model's context holds", "prompt"
+                    f"This model's maximum context length is {most_tokens} tokens. However, the text has more", "prompt"
                 )
             ids.extend(self._encoded(piece, add_special_tokens=False))
         ids.extend(after)
@@ -136,8 +150,8 @@ class ModelTokenizer:
         each = self.characters_per_token
         if each is not None and len(text) > each * most_tokens:
             raise RequestError(
-                f"the text has {len(text)} characters; at most {int(each * most_tokens)} can fit into the model's "
-                f"context of {most_tokens} tokens (none stands for more than {each:g} characters)",
+                f"This model's maximum context length is {most_tokens} tokens. However, the text has {len(text)} "
+                f"characters; at most {int(each * most_tokens)} can fit (no token stands for more than {each:g})",
                 "prompt",
             )
 

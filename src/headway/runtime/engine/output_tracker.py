@@ -41,6 +41,7 @@ class OutputTracker:
             id=emitted.request,
             tokens=() if stop else (emitted.token,),
             logprobs=() if stop and logprobs is not None else logprobs,
+            prompt_logprobs=emitted.prompt_logprobs,
             finish=finish,
             stop_token=emitted.token if stop else None,
             emitted_s=now,

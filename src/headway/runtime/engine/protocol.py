@@ -57,6 +57,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """See `EmittedToken.prompt_logprobs`."""
     finish: FinishReason | None = None
     stop_token: int | None = None
     """The end token that finished the request; it is not in `tokens`."""

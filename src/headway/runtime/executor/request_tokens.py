@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headway.core.errors import InvariantError
 from headway.core.sampling import SamplingParams
+from headway.runtime.executor.prompt_scores import PromptScores
 from headway.runtime.model.sampling import SamplerState, make_state
 
 
@@ -18,7 +19,7 @@ class RequestTokens:
     plan, `append` with the token.
     """
 
-    __slots__ = ("_prompt", "_prompt_tokens", "known", "last", "output", "sampler")
+    __slots__ = ("_prompt", "_prompt_tokens", "known", "last", "output", "sampler", "scores")
 
     def __init__(self, prompt_tokens: int, prompt: memoryview | bytes | None, sampler: SamplerState | None) -> None:
         self._prompt = None if prompt is None else np.frombuffer(prompt, dtype=np.int32)
@@ -30,6 +31,10 @@ class RequestTokens:
         """The newest id; -1 where this rank keeps none."""
         self.sampler = sampler
         """Set on the rank that samples only."""
+        self.scores: PromptScores | None = None
+        """Of a request that asks for its prompt's log-probabilities."""
+        if sampler is not None and sampler.params.prompt_logprobs is not None:
+            self.scores = PromptScores(sampler.params.prompt_logprobs, prompt_tokens)
 
     @property
     def behind(self) -> bool:

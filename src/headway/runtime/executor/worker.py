@@ -175,6 +175,8 @@ class ModelWorker:
             assert self._links is not None
             self._links.send_rows(hidden)
         emitted: list[EmittedToken] = []
+        if self._draws:
+            self._score_prompts(part, hidden)
         if wanted and self._ends:
             # The head is the largest matrix: only rows that yield a token are multiplied, and a batch of decodes is not
             # copied.
@@ -192,6 +194,20 @@ class ModelWorker:
             # The receive is posted now and completed by `_receive_tokens`, when a later batch embeds the token.
             self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
         return emitted
+
+    def _score_prompts(self, part: GroupBatch, hidden: Tensor) -> None:
+        """Score the chunks of requests that ask for their prompt's log-probabilities."""
+        at = part.decodes.count
+        for chunk in part.prefills:
+            resident = self._residents[chunk.request]
+            if resident.scores is not None:
+                resident.scores.add(chunk.start, hidden[at : at + chunk.tokens], resident.tokens, self._logits)
+            at += chunk.tokens
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.decoder.head(hidden)
+        assert logits is not None
+        return logits
 
     def _layout(self, part: GroupBatch, decoding: list[RequestTokens]) -> tuple[list[BatchSegment], Tensor, list[int]]:
         """Rows of the forward pass: decodes first, then chunks. (segments, positions, rows that yield a token)."""
@@ -272,7 +288,10 @@ class ModelWorker:
             self._links.send_tokens([result.token for result in drawn])
         for resident, result in zip(residents, drawn, strict=True):
             resident.append(result.token)
-        return [EmittedToken(name, result.token, result.logprobs) for name, result in zip(names, drawn, strict=True)]
+        return [
+            EmittedToken(name, result.token, result.logprobs, None if one.scores is None else one.scores.report())
+            for name, one, result in zip(names, residents, drawn, strict=True)
+        ]
 
     def _members(self, group: DecodeGroup) -> list[RequestTokens]:
         if group.epoch != self._group[0]:

@@ -104,3 +104,14 @@ def _report(row: Tensor, token: int, count: int) -> TokenLogprobs:
         values, ids = row.topk(min(count, row.numel()))
         top = tuple((index, value - total) for index, value in zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(float(row[token]) - total, top)
+
+
+def score(rows: Tensor, tokens: Tensor, count: int) -> list[TokenLogprobs]:
+    """Return the log-probability of a given token in each row (R, vocab), and of the `count` most likely ones."""
+    totals = torch.logsumexp(rows, dim=1)
+    given = (rows.gather(1, tokens.unsqueeze(1)).squeeze(1) - totals).tolist()
+    if not count:
+        return [TokenLogprobs(value, ()) for value in given]
+    values, ids = rows.topk(min(count, rows.shape[1]), dim=1)
+    tops = zip(ids.tolist(), (values - totals.unsqueeze(1)).tolist(), strict=True)
+    return [TokenLogprobs(value, tuple(zip(*top, strict=True))) for value, top in zip(given, tops, strict=True)]

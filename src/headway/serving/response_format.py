@@ -1,0 +1,178 @@
+"""/v1/responses: the text part of OpenAI's Responses API, as a thin layer over a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field, WithJsonSchema
+
+from headway.core.errors import RequestError
+from headway.serving.answer import AnswerHeader, ChoiceAnswer
+from headway.serving.answer_pieces import TextPiece
+from headway.serving.body_fields import BodyFields, kind
+from headway.serving.chat import parse_chat
+from headway.serving.context import ServerContext
+from headway.serving.generation_job import GenerationJob, RequestContext
+from headway.serving.journaled_request import Kind
+from headway.serving.prompts import PromptReader
+from headway.serving.request_bodies import NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
+
+_PASSED = ("model", "stream", "temperature", "top_p", "seed", "slo", "class", "priority", "timeout_s", "user", "stop")
+"""Fields that a chat has under the same name."""
+
+
+class ResponseBody(RequestBody):
+    """/v1/responses; `temperature`, `top_p`, `seed`, `stop`, `slo`, `class`, `priority`, `timeout_s` as in a chat."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "tools": (([],), NO_TOOLS),
+        "tool_choice": (("none", "auto"), NO_TOOLS),
+        "text": (({"format": {"type": "text"}}, {}), NO_STRUCTURE),
+        "previous_response_id": ((), "nothing is stored: send the whole conversation as 'input'"),
+        "conversation": ((), "nothing is stored: send the whole conversation as 'input'"),
+        "background": ((False,), "answers are not kept: wait for this one"),
+        "prompt": ((), "send the text as 'input'"),
+    }
+
+    model: str = Field(description="a name that the model is served by (GET /v1/models)")
+    input: Annotated[
+        Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
+    ] = Field(description="text, or an array of messages: role and content (text)")
+    instructions: str | None = Field(None, description="a system message before the input")
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="most output tokens")
+    stream: bool = Field(False, description="send the answer as server-sent events, as it comes")
+
+
+def parse_response(fields: BodyFields, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+    """Validate a body and read it as a chat. Raises RequestError or ApiError that names the field at fault."""
+    body = read_body(ResponseBody, fields)
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    messages += _messages(body.input)
+    chat: dict[str, Any] = {name: value for name in _PASSED if (value := fields.get(name)) is not None}
+    chat |= {"messages": messages}
+    if body.max_output_tokens is not None:
+        chat["max_completion_tokens"] = body.max_output_tokens
+    if body.stream:
+        # The last event of a stream has the counts.
+        chat["stream_options"] = {"include_usage": True}
+    try:
+        return parse_chat(BodyFields.parse(msgspec.json.encode(chat)), context, prompts)
+    except RequestError as error:
+        ours = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+        param = (error.param or "").split("[")[0].split(".")[0]
+        raise RequestError(str(error).replace(param, ours.get(param, param)), ours.get(param, error.param)) from None
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise RequestError(f"'input' must be text or a non-empty array of messages, not {kind(given)}", "input")
+    return [_message(item, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def _message(item: Any, name: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise RequestError(f"'{name}' must be an object, not {kind(item)}", "input")
+    if item.get("type", "message") != "message":
+        raise RequestError(f"'{name}' has type {str(item['type'])[:40]!r}; only messages are supported", "input")
+    content = item.get("content")
+    if isinstance(content, list):
+        # Parts of a message have other names here than in a chat.
+        content = [_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
+    return {"role": item.get("role"), "content": content}
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+        raise RequestError(f"'{name}' must be of type input_text or output_text: only text is supported", "input")
+    return {"type": "text", "text": part.get("text")}
+
+
+class ResponseFormat:
+    """Objects of type `response`, and the events of their streams."""
+
+    kind: Kind = "response"
+
+    def __init__(self, job: GenerationJob, server: ServerContext, request_id: str) -> None:
+        self.job = job
+        self._header = AnswerHeader.of("resp", request_id, job.model)
+        self._item = f"msg-{request_id}"
+        self._answer = ChoiceAnswer()
+        self._sent = 0
+
+    def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
+        """Return the events of one piece: before the first those that open the message, after the last its whole."""
+        events = [] if self._sent else self._opening()
+        self._answer.add(piece)
+        place = {"item_id": self._item, "output_index": 0, "content_index": 0}
+        if piece.text:
+            events.append(self._event("response.output_text.delta", **place, delta=piece.text, logprobs=[]))
+        if piece.finish is not None:
+            text = "".join(self._answer.text)
+            events += [
+                self._event("response.output_text.done", **place, text=text, logprobs=[]),
+                self._event("response.content_part.done", **place, part=_text_part(text)),
+                self._event("response.output_item.done", output_index=0, item=self._message(self._answer)),
+            ]
+        return events
+
+    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Return the last event, with the whole response."""
+        done = self._response(self._answer, usage)
+        return self._event(f"response.{done['status']}", response=done)
+
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
+        """Return the complete answer."""
+        return self._response(answers[0], usage)
+
+    def _opening(self) -> list[dict[str, Any]]:
+        begun = self._response(None, None)
+        message = {**self._message(ChoiceAnswer()), "status": "in_progress", "content": []}
+        return [
+            self._event("response.created", response=begun),
+            self._event("response.in_progress", response=begun),
+            self._event("response.output_item.added", output_index=0, item=message),
+            self._event(
+                "response.content_part.added", item_id=self._item, output_index=0, content_index=0, part=_text_part("")
+            ),
+        ]
+
+    def _event(self, name: str, **content: Any) -> dict[str, Any]:
+        self._sent += 1
+        return {"type": name, "sequence_number": self._sent - 1, **content}
+
+    def _message(self, answer: ChoiceAnswer) -> dict[str, Any]:
+        return {
+            "id": self._item, "type": "message", "role": "assistant", "status": _status(answer),
+            "content": [_text_part("".join(answer.text))],
+        }  # fmt: skip
+
+    def _response(self, answer: ChoiceAnswer | None, usage: dict[str, int] | None) -> dict[str, Any]:
+        status = "in_progress" if answer is None else _status(answer)
+        return {
+            "id": self._header.id, "object": "response", "created_at": self._header.created,
+            "model": self._header.model, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [] if answer is None else [self._message(answer)], "parallel_tool_calls": False,
+            "tool_choice": "none", "tools": [], "store": False, "temperature": self.job.params.temperature,
+            "top_p": self.job.params.top_p, "metadata": {}, "usage": None if usage is None else _usage(usage),
+        }  # fmt: skip
+
+
+def _status(answer: ChoiceAnswer) -> str:
+    return "incomplete" if answer.finish == "length" else "completed"
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: dict[str, int]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }  # fmt: skip
