@@ -15,15 +15,18 @@ import itertools
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from headway.serving.load.server_process import SERVE, ServerProcess
 
 QUIET_S = 2.0
+JOURNAL = tempfile.TemporaryDirectory()
 ENGLISH = "The quick brown fox, 12 years old, jumped over the lazy dog's house and didn't look back. "
 MB = 1 << 20
 HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
@@ -124,8 +127,8 @@ class Fault:
     attack: Callable[[str, str], str]
     """Called with the server's URL and model; returns what came of it."""
     flags: tuple[str, ...] = ()
-    files: int | None = None
-    """Files that the server may open (`ulimit -n`)."""
+    limits: str = ":"
+    """Shell command that limits the server, such as `ulimit -n 256`."""
 
 
 def prompts(*texts: str) -> Callable[[str, str], str]:
@@ -183,20 +186,65 @@ def connections(data: bytes, count: int = 600, lasting_s: float = 14.0) -> Calla
     return attack
 
 
+def fill(url: str, name: str) -> str:
+    """Send prompts until the journal's file may not grow, then say how the server answers."""
+    said: list[str] = []
+    for _ in range(20):
+        status, text = post(url, {"model": name, "prompt": [5] * 4000, "max_tokens": 1}, "/v1/completions")
+        if status != 200:
+            said.append(f"{status} {text[21:150]}")
+            break
+    for path in ("/ready", "/health"):
+        one = connection(url)
+        one.request("GET", path)
+        said.append(f"{path} {one.getresponse().status}")
+        one.close()
+    return "; ".join(said)
+
+
+def damaged_journal() -> str:
+    """Kill a server with four requests, flip a bit in the first one's record, start another; return the row."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ("--journal", folder)
+        with ServerProcess(flags) as server:
+            name = model(server.url)
+            body = {"model": name, "prompt": [3, 4], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+            clients = [connection(server.url) for _ in range(4)]
+            for number, client in enumerate(clients):
+                client.request("POST", "/v1/completions", json.dumps(body), {"X-Request-Id": f"r{number}"})
+                client.getresponse().readline()
+            server.kill()
+        file = Path(folder) / "requests.journal"
+        data = bytearray(file.read_bytes())
+        data[data.index(b"r0")] ^= 1
+        file.write_bytes(data)
+        with ServerProcess(flags) as server:
+            found = []
+            for number in range(4):
+                one = connection(server.url)
+                one.request("GET", f"/v1/requests/r{number}")
+                found.append(one.getresponse().status in (200, 202))
+                one.close()
+        copies = len(list(Path(folder).glob("requests.damaged-*")))
+    what = f"{found.count(True)} of 4 were taken up; {copies} copy of the damaged file"
+    return f"{'a flipped bit in one of 4 requests':40} {'':39}  {what}"
+
+
 FAULTS = (
     Fault("4 prompts of 1 MB of English", prompts(*[english(MB)] * 4)),
     Fault("4 prompts of 1 MB of hex", prompts(*[os.urandom(MB // 2).hex() for _ in range(4)])),
     Fault("4 prompts of 1 MB of one letter", prompts(*["a" * MB] * 4)),
     Fault("a prompt of 60 MB of English", prompts(english(60 * MB))),
-    Fault("600 idle connections, 256 files", connections(b""), files=256),
-    Fault("600 half headers, 256 files", connections(b"GET /health HTTP/1.1\r\nHost: x\r\n"), files=256),
-    Fault("600 half bodies, 256 files", connections(HALF_BODY), files=256),
+    Fault("600 idle connections, 256 files", connections(b""), limits="ulimit -n 256"),
+    Fault("600 half headers, 256 files", connections(b"GET /health HTTP/1.1\r\nHost: x\r\n"), limits="ulimit -n 256"),
+    Fault("the journal's disk is full", fill, ("--journal", f"{JOURNAL.name}/j"), limits="ulimit -f 128"),
+    Fault("600 half bodies, 256 files", connections(HALF_BODY), limits="ulimit -n 256"),
 )
 
 
 def run(fault: Fault) -> str:
     """Return the fault's row."""
-    command = SERVE if fault.files is None else ("sh", "-c", f'ulimit -n {fault.files}; exec "$@"', "sh", *SERVE)
+    command = ("sh", "-c", f'{fault.limits}; exec "$@"', "sh", *SERVE)
     with ServerProcess(fault.flags, command=command) as server:
         name = model(server.url)
         with Bystander(server.url, name) as beside:
@@ -220,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for fault in FAULTS:
         if only in fault.name:
             print(run(fault), flush=True)
+    if only in "a flipped bit in one of 4 requests":
+        print(damaged_journal())
 
 
 if __name__ == "__main__":

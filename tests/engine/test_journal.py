@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import stat
@@ -83,32 +84,106 @@ def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: 
                 journal.end(numbers[who])
                 model.pop(f"r{who}", None)
             elif verb == "compact":
-                journal._rewrite()
+                journal._compact()
                 states.clear()
             states.append((os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()}))
         journal.close()
         path = folder / "requests.journal"
         size = max(states[0][0], path.stat().st_size - torn)
         os.truncate(path, size)
-        wanted = [state for at, state in states if at <= size][-1]
+        # An end is marked in the request's first frame, which stands before what is torn.
+        wanted = {name: said for name, said in [kept for at, kept in states if at <= size][-1].items() if name in model}
         assert left(folder) == {name: [tokens] for name, tokens in wanted.items()}
         assert left(folder) == {name: [tokens] for name, tokens in wanted.items()}
 
 
-def test_damage_in_the_middle_keeps_what_stands_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = RequestJournal(tmp_path)
-    one = journal.accept("one", b"", [PROMPTS[0]])
-    journal.write_output(one, 0, delta(5))
-    path = tmp_path / "requests.journal"
-    at = path.stat().st_size
-    journal.write_output(one, 0, delta(6))
-    journal.write_output(one, 0, delta(7))
+def written(folder: Path) -> list[int]:
+    """Ends of the journal's frames: two headers, then r0 to r3 accepted, then 2 outputs of each in turn."""
+    journal = RequestJournal(folder)
+    path, ends = folder / "requests.journal", []
+    numbers = []
+    for i in range(4):
+        numbers.append(journal.accept(f"r{i}", b"j" * 50, [PROMPTS[1]]))
+        ends.append(path.stat().st_size)
+    for token in range(2):
+        for number in numbers:
+            journal.write_output(number, 0, delta(token))
+            ends.append(path.stat().st_size)
     journal.close()
+    return ends
+
+
+WHOLE = {f"r{i}": [[0, 1]] for i in range(4)}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), length=st.integers(1, 9))
+def test_a_damaged_record_costs_that_record_only(where: float, bit: int, length: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "j"
+        ends = written(folder)
+        path = folder / "requests.journal"
+        data = bytearray(path.read_bytes())
+        at = int(where * len(data))
+        damaged = range(at, min(len(data), at + (1 if length == 1 else length)))
+        for place in damaged:
+            data[place] ^= 1 << bit
+        path.write_bytes(data)
+        found = left(folder)
+        # Frames that the damage touches: 0 to 3 are requests, 4 to 11 their outputs.
+        hit = {i for i, (begin, end) in enumerate(itertools.pairwise(ends), 1) if {*damaged} & {*range(begin, end)}}
+        if at < ends[0]:
+            hit.add(0)
+        for i in range(4):
+            whole = [0, 1]
+            allowed = [whole] if not hit & {i, i + 4, i + 8} else [whole, [0] if i + 8 in hit else [], []]
+            assert found.get(f"r{i}", [[]])[0] in allowed
+            if i not in hit:
+                assert f"r{i}" in found
+        if found != WHOLE:
+            assert len(list(folder.glob("requests.damaged-*"))) == 1
+
+
+def test_a_damaged_file_is_kept_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ends = written(tmp_path / "j")
+    path = tmp_path / "j" / "requests.journal"
     data = bytearray(path.read_bytes())
-    data[at + 12] ^= 255
+    data[ends[4] + 20] ^= 255
     path.write_bytes(data)
-    assert left(tmp_path) == {"one": [[5]]}
-    assert "dropped" in caplog.text
+    assert left(tmp_path / "j") == {**WHOLE, "r1": [[]]}
+    (kept,) = (tmp_path / "j").glob("requests.damaged-*")
+    assert kept.read_bytes() == bytes(data)
+    (line,) = caplog.records
+    assert line.fields["places"] == 1  # type: ignore[attr-defined]
+    assert line.fields["kept_as"] == kept.name  # type: ignore[attr-defined]
+    # Read again: whole, and nothing else is kept.
+    assert left(tmp_path / "j") == {**WHOLE, "r1": [[]]}
+    assert len(list((tmp_path / "j").glob("requests.damaged-*"))) == 1
+
+
+@pytest.mark.parametrize("lost", ["truncated", "damaged", "removed"])
+def test_the_lock_file_may_be_damaged_too(tmp_path: Path, lost: str) -> None:
+    written(tmp_path / "j")
+    lock = tmp_path / "j" / "lock"
+    if lost == "removed":
+        lock.unlink()
+    else:
+        lock.write_bytes(b"" if lost == "truncated" else b"12345678")
+    assert left(tmp_path / "j") == WHOLE
+
+
+def test_a_prompt_that_holds_a_frame_is_no_frame(tmp_path: Path) -> None:
+    evil = tmp_path / "evil"
+    written(evil)
+    frames = (evil / "requests.journal").read_bytes()
+    journal = RequestJournal(tmp_path / "j")
+    journal.accept("mine", b"", [frames])
+    journal.close()
+    path = tmp_path / "j" / "requests.journal"
+    data = bytearray(path.read_bytes())
+    data[-len(frames) - 20] ^= 255  # its own frame is damaged: what it holds is not read as frames
+    path.write_bytes(data)
+    assert left(tmp_path / "j") == {}
 
 
 @contextmanager
@@ -124,7 +199,7 @@ def disk_of(size: int) -> Iterator[None]:
 
 def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
-    one = journal.accept("one", b"", [PROMPTS[0]])
+    one, ended = journal.accept("one", b"", [PROMPTS[0]]), journal.accept("ended", b"", [PROMPTS[0]])
     journal.write_output(one, 0, delta(5))
     path = tmp_path / "requests.journal"
     size = path.stat().st_size
@@ -134,8 +209,7 @@ def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path
         assert path.stat().st_size == size
         with pytest.raises(OSError):
             journal.accept("refused", b"", [PROMPTS[0]])
-        with pytest.raises(OSError):
-            journal.end(one)
+        journal.end(ended)  # in place: it needs no room
     journal.write_output(one, 0, delta(7))
     two = journal.accept("two", b"", [PROMPTS[0]])
     journal.write_output(two, 0, delta(8))
@@ -150,13 +224,13 @@ def test_a_file_that_cannot_be_rewritten_stays_unchanged(tmp_path: Path) -> None
         journal.write_output(one, 0, delta(token))
     size = (tmp_path / "requests.journal").stat().st_size
     with disk_of(size // 2), pytest.raises(OSError):
-        journal._rewrite()
+        journal._rewrite(journal._live_frames())
     assert sorted(os.listdir(tmp_path)) == ["lock", "requests.journal"]
     assert not [name for name in open_files() if "requests.new" in name]
     with disk_of(size + 3), pytest.raises(OSError):
         journal.write_output(one, 0, delta(99))
     journal.write_output(one, 0, delta(20))
-    journal._rewrite()
+    journal._compact()
     journal.write_output(one, 0, delta(21))
     journal.close()
     assert left(tmp_path) == {"one": [list(range(22))]}
@@ -262,3 +336,44 @@ def test_an_end_is_recorded_without_space_to_compact(
     assert (tmp_path / "requests.journal").stat().st_size < 2500
     journal.close()
     assert left(tmp_path) == {"stays": [[5]]}
+
+
+def test_a_full_disk_at_start_is_one_sentence(tmp_path: Path) -> None:
+    RequestJournal(tmp_path / "j").close()
+    with disk_of(8), pytest.raises(ConfigError, match="make room or give another folder"):
+        RequestJournal(tmp_path / "j")
+    RequestJournal(tmp_path / "j").close()
+
+
+@pytest.mark.parametrize("name", ["", "lock", "requests.journal", "requests.new"])
+def test_no_link_is_followed(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    if name:
+        folder = tmp_path / "j"
+        folder.mkdir(mode=0o700)
+        target.write_text("of another")
+        (folder / name).symlink_to(target)
+    else:
+        target.mkdir(mode=0o755)
+        (tmp_path / "j").symlink_to(target)
+    if name == "requests.new":  # a leftover: removed, not followed
+        RequestJournal(tmp_path / "j").close()
+    else:
+        with pytest.raises(ConfigError, match="--journal"):
+            RequestJournal(tmp_path / "j")
+    if name:
+        assert target.read_text() == "of another"
+    else:
+        assert stat.S_IMODE(target.stat().st_mode) == 0o755
+        assert not list(target.iterdir())
+
+
+def test_an_open_folder_is_closed_to_others_unless_it_holds_other_files(tmp_path: Path) -> None:
+    (tmp_path / "j").mkdir(mode=0o755)
+    RequestJournal(tmp_path / "j").close()
+    assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o700
+    (tmp_path / "j" / "photo.png").write_text("")
+    (tmp_path / "j").chmod(0o755)
+    with pytest.raises(ConfigError, match=r"holds 'photo.png' besides"):
+        RequestJournal(tmp_path / "j")
+    assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o755

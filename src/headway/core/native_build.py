@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -46,11 +47,10 @@ def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[
     # Everything that the machine code depends on.
     identity = [*texts, compiler, *FLAGS, *flags, platform.machine(), _processor()]
     target = cache / f"{name}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
-    if target.is_file():
+    _make_private(cache)
+    if _is_own(target):
         return target
     _log.info("compiling %s for this processor, once: it takes some seconds", name)
-    # Private: other users must not be able to plant a library.
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=cache) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
         objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
         linked = Path(folder) / "linked.so"
@@ -62,6 +62,25 @@ def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[
         # Atomic: processes that build at once replace each other's equal file, and none loads half of one.
         os.replace(linked, target)
     return target
+
+
+def _make_private(cache: Path) -> None:
+    """Make the folder, or close an open one to others: no other user may plant a library. Raises OSError."""
+    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = cache.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise OSError(f"{cache} is not a folder of this user; remove it, or set XDG_CACHE_HOME")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        cache.chmod(0o700)
+
+
+def _is_own(library: Path) -> bool:
+    """Whether the file is there, is no link, and only this user can have written it; else it is built anew."""
+    try:
+        found = library.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _compile(step: tuple[str, ...]) -> None:

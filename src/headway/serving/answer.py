@@ -111,7 +111,7 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
         form = make_format(job, server, request_id)
-        journaled = None if server.journal is None else JournaledRequest.of(server.journal, request_id, form.kind, job)
+        journaled = await _journaled(server, request_id, form, job)
         if journaled is not None:
             # Pushed after admission, so it runs first: the journal entry ends before the slot is free.
             held.callback(_end, server, journaled, records)
@@ -124,6 +124,15 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         response = json_response(form.whole(answers, usage(job, records)))
         response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
         return response
+
+
+async def _journaled(
+    server: ServerContext, request_id: str, form: AnswerFormat, job: GenerationJob
+) -> JournaledRequest | None:
+    """Record the accepted request; None without a journal."""
+    if server.journal is None:
+        return None
+    return await JournaledRequest.of(server.journal, request_id, "", form.kind, job)
 
 
 async def _close(held: ExitStack) -> None:

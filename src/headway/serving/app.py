@@ -63,7 +63,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     served_as = settings.served_model_name[0] if settings.served_model_name else None
     server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
     if settings.journal is not None:
-        server.journal = RequestJournal(Path(settings.journal))
+        server.unbound_journal = RequestJournal(Path(settings.journal))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -80,9 +80,8 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
         finally:
             if status is not None:
                 status.cancel()
-            if server.journal is not None:
-                # Closed first: requests that the shutdown cancels must not end in the journal.
-                server.journal.close()
+            # Closed first: requests that the shutdown cancels must not end in the journal.
+            server.close_journal()
             recovered_requests.stop_all(server)
             server.bodies.close()
             await engine.close()

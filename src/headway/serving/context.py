@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
-from headway.core.errors import HeadwayError, OverloadedError, UnavailableError
+from headway.core.errors import ConfigError, HeadwayError, OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
 from headway.serving.body_fields import BodyFields
 from headway.serving.generation_job import RequestContext
-from headway.serving.journal import RequestJournal
+from headway.serving.journal import JournalEntry, RequestJournal
+from headway.serving.journal_writer import JournalWriter
 from headway.serving.metrics import ServerMetrics
 from headway.serving.prompts import PromptReader
 from headway.serving.settings import ServerSettings
@@ -41,8 +42,12 @@ class ServerContext:
     """Generation requests between acceptance and their last byte."""
     failure: HeadwayError | None = None
     """The error that kept the engine from starting."""
-    journal: RequestJournal | None = None
-    """None without `--journal`."""
+    journal: JournalWriter | None = None
+    """None without `--journal`, and until the engine has started."""
+    unbound_journal: RequestJournal | None = None
+    """The journal, until the engine's start says which model it belongs to."""
+    unfinished: dict[int, JournalEntry] = field(default_factory=dict)
+    """Requests that an earlier server left in the journal, by number."""
     recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
     """Requests taken over from an earlier server's journal, by request id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
@@ -59,8 +64,8 @@ class ServerContext:
         self._starting = asyncio.ensure_future(self.engine.start())
         try:
             info = await self._starting
-            if self.journal is not None:
-                self.journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
+            if self.unbound_journal is not None:
+                self._open_journal(self.unbound_journal, info)
         except asyncio.CancelledError:
             # This task itself was cancelled, and not the engine's start by `cancel_start`.
             if not self._starting.cancelled():
@@ -71,10 +76,21 @@ class ServerContext:
             self.failure = error
             raise
 
+    def _open_journal(self, journal: RequestJournal, info: EngineInfo) -> None:
+        """Begin to record, unless the journal has requests of another model: then ConfigError."""
+        try:
+            journal.belongs_to(f"{info.model} ({info.architecture}, {info.parameters} parameters)")
+        except OSError as error:
+            raise ConfigError(f"--journal {self.settings.journal}: {error.strerror}; make room") from error
+        self.unfinished = dict(journal.unfinished)
+        self.journal = JournalWriter(journal, f"--journal {self.settings.journal}")
+
     def close_journal(self) -> None:
         """Stop recording: requests that are unfinished now are left to the next server."""
         if self.journal is not None:
             self.journal.close()
+        elif self.unbound_journal is not None:
+            self.unbound_journal.close()
 
     def interrupt_clients(self) -> None:
         """Cancel all requests: clients get 503, or an error event in a stream. Closes the journal first. Idempotent."""
@@ -127,8 +143,13 @@ class ServerContext:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Hold an admission slot while a generation request is alive. Raises OverloadedError at the limits."""
+        """Hold an admission slot while a generation request is alive. Raises OverloadedError at the limits.
+
+        Raises UnavailableError while the journal cannot be written.
+        """
         settings = self.settings
+        if self.journal is not None:
+            self.journal.check()
         if self.in_flight >= settings.max_concurrent_requests:
             raise OverloadedError(f"{self.in_flight} requests are in flight (max_concurrent_requests); try again")
         # The newest stats snapshot may lag: the engine enforces its own limit as well.

@@ -58,7 +58,7 @@ async def generate(
             async for delta in deltas:
                 _observe(delta, job, record)
                 if journaled is not None:
-                    journaled.write(index, delta)
+                    await journaled.write(index, delta)
                 piece = assembler.feed(delta)
                 if opening is not None:
                     yield opening.with_scores(delta.prompt_logprobs)

@@ -1,14 +1,16 @@
 """Write-ahead journal of accepted requests and their output, from which a new server process resumes them.
 
-The file is append-only: a sequence of records, each with its length and CRC-32. A record is written (one `write`)
-before the output it holds leaves the server, so it survives a crash of the process. A thread calls fsync every second,
-so a crash of the host loses at most the last second. A torn last record is dropped. The file is rewritten without ended
+The file is a sequence of frames: the folder's marker (8 random bytes), a state, the payload's length, CRC-32 of length
+and payload, payload. A damaged frame costs that one record: reading goes on at the next marker. A lost output record
+leaves a gap in its request's numbering; output behind the gap is dropped, and computed again. A request ends by its
+frame's state, which is overwritten in place, so that this needs no room on a full disk.
+
+A file with anything but whole frames is kept under another name before it is rewritten. It is rewritten without ended
 requests when it is opened, and when ended requests take more than `slack_bytes` of it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import struct
@@ -24,18 +26,20 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.runtime.engine.protocol import OutputDelta
+from headway.serving.journal_folder import MARKER_BYTES, JournalFolder
 
 log = logging.getLogger("headway.server")
 
-_FILE, _LOCK = "requests.journal", "lock"
-# Frame header: payload length in bytes, CRC-32 of the payload; both uint32, little-endian.
-_HEAD = struct.Struct("<II")
-_SYNC_S = 1.0
-_SCHEMA = 1
+_FILE, _FRESH, _DAMAGED = "requests.journal", "requests.new", "requests.damaged-"
+# Frame header behind the marker: state, payload length in bytes, CRC-32 of length and payload; little-endian.
+_HEAD = struct.Struct("<cII")
+_LENGTH = struct.Struct("<I")
+_LIVE, _ENDED = b"L", b"E"
+_SCHEMA = 2
 
 
 class JournalOpened(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """First record of a file: its format and the model that its token ids belong to."""
+    """First two records of a file (a copy for the case of damage): its format and the model of its token ids."""
 
     schema: int
     model: str = ""
@@ -48,6 +52,8 @@ class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     number: int
     id: str
     """Request id: the client's `X-Request-Id`, or one made by the server."""
+    owner: str
+    """Who may read and delete it (`identity.owner`)."""
     at_s: float
     """Time of acceptance, Unix seconds: a monotonic clock does not survive a reboot."""
     job: bytes
@@ -61,16 +67,12 @@ class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
 
     number: int
     index: int
+    at: int
+    """Records of that prompt's output before this one."""
     delta: OutputDelta
 
 
-class RequestEnded(msgspec.Struct, frozen=True, array_like=True, tag="e"):
-    """The answer was delivered or is no longer wanted: the request needs no recovery."""
-
-    number: int
-
-
-Record = JournalOpened | RequestAccepted | OutputRecorded | RequestEnded
+Record = JournalOpened | RequestAccepted | OutputRecorded
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
@@ -85,47 +87,56 @@ class JournalEntry:
     """Recorded output, by prompt, in order."""
 
 
-class RequestJournal:
-    """The journal in a folder, which is created when missing.
+@dataclass(slots=True)
+class _Place:
+    """Where a live request is in the file."""
 
-    Raises ConfigError when another server has the folder locked. All methods are called on the event loop; the only
-    other thread is the journal's own, which calls fsync.
+    frame: int
+    """Offset of the frame of its `RequestAccepted`."""
+    size: int
+    """Bytes of all its frames."""
+    written: list[int]
+    """Output records, by prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    begin: int
+    end: int
+    ended: bool
+    record: Record
+
+
+class RequestJournal:
+    """The journal in a folder, which is created when missing. Used by one thread at a time (`journal_writer`).
+
+    Raises ConfigError when another server has the folder locked, and for a folder that cannot be used.
     """
 
     def __init__(self, folder: Path, slack_bytes: int = 64 << 20) -> None:
         # Bytes of ended requests that trigger a rewrite; `_allowed_bytes` grows after a rewrite that failed.
         self._slack_bytes = self._allowed_bytes = slack_bytes
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"--journal {folder}: {error.strerror}") from error
-        try:
-            # The lock is on a file of its own, because a rewrite replaces the journal's inode.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ConfigError(f"--journal {folder}: another server writes to it; give each its own folder") from None
         self._path = folder / _FILE
+        self._folder = JournalFolder(folder, (_FILE, _FRESH, _DAMAGED))
         self._opened = JournalOpened(_SCHEMA)
         # Requests that an earlier process accepted and did not end, by number.
         self.unfinished: dict[int, JournalEntry] = {}
-        # Bytes in the file of each request that has not ended, by number.
-        self._live: dict[int, int] = {}
+        self._places: dict[int, _Place] = {}
         self._size = 0
         self._next = 1
         self._file = -1
-        # Held around a change of `_file` or `_dirty`, which the fsync thread reads.
+        self._closed = False
+        # Held around a change of `_file`, which `sync` reads on another thread.
         self._guard = threading.Lock()
         try:
+            self._marker = self._folder.marker()
             self._load()
+        except OSError as error:
+            self._folder.close()
+            raise ConfigError(f"--journal {folder}: {error.strerror}; make room or give another folder") from error
         except BaseException:
-            os.close(self._lock)
+            self._folder.close()
             raise
-        self._dirty = self._closed = False
-        self._stop = threading.Event()
-        self._syncing = threading.Thread(target=self._sync, name="journal-sync", daemon=True)
-        self._syncing.start()
 
     def belongs_to(self, model: str) -> None:
         """Bind the journal to a model, once it is known. Raises ConfigError when unfinished requests are of another."""
@@ -136,12 +147,15 @@ class RequestJournal:
             )
         if self._opened.model != model:
             self._opened = JournalOpened(_SCHEMA, model)
-            self._rewrite()
+            self._rewrite(self._live_frames())
 
-    def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview]) -> int:
-        """Record an accepted request; return its number in this journal."""
+    def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview], owner: str = "") -> int:
+        """Record an accepted request; return its number in this journal. Raises OSError."""
         number, self._next = self._next, self._next + 1
-        self._append(number, RequestAccepted(number, request_id, time.time(), job, tuple(map(bytes, prompts))))
+        record = RequestAccepted(number, request_id, owner, time.time(), job, tuple(map(bytes, prompts)))
+        begin = self._size
+        size = self._append(record)
+        self._places[number] = _Place(begin, size, [0] * len(prompts))
         return number
 
     def write_output(self, number: int, index: int, delta: OutputDelta) -> None:
@@ -150,75 +164,130 @@ class RequestJournal:
         Does nothing for a request that has ended. Raises OSError when the record cannot be written; earlier records
         stay intact.
         """
-        if number in self._live:
-            self._append(number, OutputRecorded(number, index, delta))
+        place = self._places.get(number)
+        if place is not None:
+            place.size += self._append(OutputRecorded(number, index, place.written[index], delta))
+            place.written[index] += 1
 
     def end(self, number: int) -> None:
-        """Record that a request has ended. Idempotent."""
-        if number not in self._live or self._closed:
+        """Record that a request has ended. Idempotent. Needs no room on the disk."""
+        place = self._places.get(number)
+        if place is None or self._closed:
             return
-        self._append(number, RequestEnded(number))
-        del self._live[number]
+        os.pwrite(self._file, _ENDED, place.frame + MARKER_BYTES)
+        del self._places[number]
         self.unfinished.pop(number, None)
         # File size less the bytes of live requests: what a rewrite would free.
-        if self._size - sum(self._live.values()) > self._allowed_bytes:
+        if self._size - sum(each.size for each in self._places.values()) > self._allowed_bytes:
             self._compact()
+
+    def check_room(self, size: int) -> None:
+        """Raise OSError unless `size` more bytes can be written."""
+        try:
+            _write(self._file, bytes(size), self._size)
+        finally:
+            os.ftruncate(self._file, self._size)
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk. May be called while another thread writes."""
+        # A duplicate, because a rewrite may close the original meanwhile.
+        with self._guard:
+            copy = os.dup(self._file)
+        try:
+            os.fsync(copy)
+        finally:
+            os.close(copy)
 
     def close(self) -> None:
         """Stop writing; unfinished requests are left to the next server. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._stop.set()
-        self._syncing.join()
-        os.fsync(self._file)
+        with suppress(OSError):
+            os.fsync(self._file)
         os.close(self._file)
-        os.close(self._lock)
+        self._folder.close()
 
     # -- the file -----------------------------------------------------------------------------------------------
 
-    def _append(self, number: int, record: Record) -> None:
-        """Append the whole record, or raise OSError and append nothing: reading stops at a torn record."""
+    def _append(self, record: Record) -> int:
+        """Append the whole record and return its size, or raise OSError and append nothing."""
         if self._closed:
-            return
-        frame = _framed(record)
-        with self._guard:
-            try:
-                _write(self._file, frame)
-            except OSError:
-                # `_size` is still the end of the last whole record: it grows only after a successful write.
-                os.ftruncate(self._file, self._size)
-                raise
-            self._dirty = True
+            return 0
+        frame = self._framed(record)
+        try:
+            _write(self._file, frame, self._size)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
         self._size += len(frame)
-        self._live[number] = self._live.get(number, 0) + len(frame)
+        return len(frame)
+
+    def _framed(self, record: Record) -> bytes:
+        payload = _encoder.encode(record)
+        return self._marker + _HEAD.pack(_LIVE, len(payload), _checksum(payload)) + payload
 
     def _load(self) -> None:
         """Read the file of an earlier process, then rewrite it with the unfinished requests only."""
-        try:
-            data = self._path.read_bytes()
-        except FileNotFoundError:
-            data = b""
-        good = 0
-        for end, record in _records(data):
-            good = end
-            if isinstance(record, JournalOpened):
-                self._opened = record
-                if record.schema != _SCHEMA:
-                    raise ConfigError(f"{self._path} is of schema {record.schema}; this version reads {_SCHEMA}")
-            elif isinstance(record, RequestAccepted):
+        data = self._folder.read(_FILE)
+        first = data[:MARKER_BYTES]
+        # The lock file may be damaged or lost: the file's own frames have the marker too.
+        if len(first) == MARKER_BYTES and data.count(first) > data.count(self._marker):
+            self._marker = first
+            self._folder.set_marker(first)
+        whole = places = at = 0
+        for frame in _frames(data, self._marker):
+            whole += frame.end - frame.begin
+            places += frame.begin > at
+            at = frame.end
+            self._take(frame)
+        places += len(data) > at
+        if whole < len(data):
+            self._keep_damaged(places, len(data) - whole)
+        # Sizes and places are counted by the rewrite.
+        self._places = {
+            number: _Place(0, 0, [len(said) for said in entry.outputs]) for number, entry in self.unfinished.items()
+        }
+        self._rewrite(self._unfinished_frames())
+
+    def _take(self, frame: _Frame) -> None:
+        """Take one record of the file into `unfinished`."""
+        record = frame.record
+        if isinstance(record, JournalOpened):
+            self._opened = record
+            if record.schema != _SCHEMA:
+                raise ConfigError(f"{self._path} is of schema {record.schema}; this version reads {_SCHEMA}")
+        elif isinstance(record, RequestAccepted):
+            # Numbers go on after the largest in the file, those of ended requests included.
+            self._next = max(self._next, record.number + 1)
+            if not frame.ended:
                 self.unfinished[record.number] = JournalEntry(record, [[] for _ in record.prompts])
-                # Numbers go on after the largest in the file, those of ended requests included.
-                self._next = max(self._next, record.number + 1)
-            elif isinstance(record, RequestEnded):
-                self.unfinished.pop(record.number, None)
-            elif record.number in self.unfinished:
-                self.unfinished[record.number].outputs[record.index].append(record.delta)
-        if good < len(data):
-            log.warning("%s: dropped %d bytes behind its last whole record", self._path, len(data) - good)
-        # Sizes are counted by the rewrite.
-        self._live = dict.fromkeys(self.unfinished, 0)
-        self._rewrite(data[:good])
+        elif record.number in self.unfinished:
+            said = self.unfinished[record.number].outputs[record.index]
+            # A record before it was lost: what is behind the gap is computed again.
+            if record.at == len(said):
+                said.append(record.delta)
+
+    def _keep_damaged(self, places: int, size: int) -> None:
+        kept = f"{_DAMAGED}{int(time.time() * 1000)}"
+        self._folder.keep(_FILE, kept)
+        fields = {"file": str(self._path), "places": places, "bytes": size, "kept_as": kept}
+        log.warning("the journal is damaged: whole records are used, others dropped", extra={"fields": fields})
+
+    def _unfinished_frames(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the frames of `unfinished`, each with its request's number."""
+        for number, entry in self.unfinished.items():
+            yield number, self._framed(entry.accepted)
+            for index, said in enumerate(entry.outputs):
+                for at, delta in enumerate(said):
+                    yield number, self._framed(OutputRecorded(number, index, at, delta))
+
+    def _live_frames(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the file's frames of live requests, each with its request's number."""
+        data = self._folder.read(_FILE)
+        for frame in _frames(data, self._marker):
+            if not isinstance(frame.record, JournalOpened) and frame.record.number in self._places:
+                yield frame.record.number, data[frame.begin : frame.end]
 
     def _compact(self) -> None:
         """Rewrite the file without ended requests.
@@ -227,86 +296,66 @@ class RequestJournal:
         because each attempt reads the whole file.
         """
         try:
-            self._rewrite()
+            self._rewrite(self._live_frames())
             self._allowed_bytes = self._slack_bytes
         except OSError as error:
             self._allowed_bytes += self._slack_bytes
             log.warning("%s cannot be written anew without what has ended: %s", self._path, error.strerror)
 
-    def _rewrite(self, data: bytes | None = None) -> None:
-        """Write the records of unfinished requests to a new file, then replace the old one.
-
-        data: contents of the old file, where they have been read already. On OSError the old file stays in use.
-        """
-        data = self._path.read_bytes() if data is None else data
-        fresh = self._path.with_suffix(".new")
-        live = dict.fromkeys(self._live, 0)
-        file = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    def _rewrite(self, frames: Iterator[tuple[int, bytes]]) -> None:
+        """Write frames of live requests to a new file, then replace the old one. On OSError the old stays in use."""
+        self._folder.remove(_FRESH)
+        file = self._folder.open(_FRESH, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        places: dict[int, _Place] = {}
         try:
-            frame = _framed(self._opened)
-            _write(file, frame)
-            size = len(frame)
-            for _, record in _records(data):
-                if not isinstance(record, JournalOpened) and record.number in live:
-                    frame = _framed(record)
-                    _write(file, frame)
-                    size += len(frame)
-                    live[record.number] += len(frame)
+            header = 2 * self._framed(self._opened)
+            _write(file, header, 0)
+            size = len(header)
+            for number, frame in frames:
+                _write(file, frame, size)
+                # The first frame of a request is the one that says it was accepted.
+                place = places.setdefault(number, _Place(size, 0, self._places[number].written))
+                place.size += len(frame)
+                size += len(frame)
             os.fsync(file)
             # fsync before the rename: otherwise a crash could leave the final name with empty contents.
-            os.replace(fresh, self._path)
+            self._folder.replace(_FRESH, _FILE)
         except BaseException:
             os.close(file)
-            fresh.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._folder.remove(_FRESH)
             raise
+        self._size, self._places = size, places
         with self._guard:
             old, self._file = self._file, file
-            self._size, self._live = size, live
-        if old >= 0:
-            os.close(old)
-        # The rename itself is durable only once the folder is synced.
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def _sync(self) -> None:
-        """Call fsync once a second while there is something new; the body of the journal's own thread."""
-        while not self._stop.wait(_SYNC_S):
-            with self._guard:
-                dirty, self._dirty = self._dirty, False
-                # A duplicate, so that fsync runs without the lock while a rewrite may close the original.
-                copy = os.dup(self._file) if dirty else -1
-            if copy >= 0:
-                with suppress(OSError):  # a full disk shows where it is written to
-                    os.fsync(copy)
-                os.close(copy)
+            if old >= 0:
+                os.close(old)
 
 
-def _framed(record: Record) -> bytes:
-    payload = _encoder.encode(record)
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+def _checksum(payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(_LENGTH.pack(len(payload))))
 
 
-def _records(data: bytes) -> Iterator[tuple[int, Record]]:
-    """Yield whole records from the beginning, each with its end in bytes. Stops at the first torn or corrupt one."""
-    at = 0
-    while at + _HEAD.size <= len(data):
-        size, crc = _HEAD.unpack_from(data, at)
-        payload = data[at + _HEAD.size : at + _HEAD.size + size]
-        if len(payload) < size or zlib.crc32(payload) != crc:
+def _frames(data: bytes, marker: bytes) -> Iterator[_Frame]:
+    """Yield the whole frames of a file, in order, whatever is between them."""
+    view, at = memoryview(data), data.find(marker)
+    while at >= 0:
+        begin = at + len(marker) + _HEAD.size
+        at, found = data.find(marker, at + 1), at
+        if begin > len(data):
             return
-        try:
-            record = _decoder.decode(payload)
-        except msgspec.DecodeError:
-            return
-        at += _HEAD.size + size
-        yield at, record
+        state, length, checksum = _HEAD.unpack_from(data, begin - _HEAD.size)
+        payload = view[begin : begin + length]
+        if len(payload) < length or _checksum(payload) != checksum:
+            continue
+        with suppress(msgspec.DecodeError):
+            yield _Frame(found, begin + length, state == _ENDED, _decoder.decode(payload))
+            at = data.find(marker, begin + length)
 
 
-def _write(file: int, data: bytes) -> None:
+def _write(file: int, data: bytes, at: int) -> None:
     view = memoryview(data)
     while view:
-        # os.write may write less than it was given, on a nearly full disk for example.
-        view = view[os.write(file, view) :]
+        # A write may take less than it was given, on a nearly full disk for example.
+        done = os.pwrite(file, view, at)
+        view, at = view[done:], at + done

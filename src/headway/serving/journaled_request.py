@@ -12,7 +12,8 @@ from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import OutputDelta
 from headway.serving.generation_job import GenerationJob, TextOptions
-from headway.serving.journal import JournalEntry, RequestJournal
+from headway.serving.journal import JournalEntry
+from headway.serving.journal_writer import JournalWriter
 from headway.serving.prompts import TokenPrompt
 
 Kind = Literal["completion", "chat", "response"]
@@ -39,20 +40,22 @@ class _JournaledJob(msgspec.Struct, frozen=True):
 class JournaledRequest:
     """One HTTP request's entry in the journal."""
 
-    journal: RequestJournal
+    journal: JournalWriter
     number: int
     earlier: Sequence[Sequence[OutputDelta]] | None = None
     """Output from before a restart, by prompt; None for a request that this server accepted."""
 
     @classmethod
-    def of(cls, journal: RequestJournal, request_id: str, kind: Kind, job: GenerationJob) -> JournaledRequest:
-        """Record a request that was just accepted."""
+    async def of(
+        cls, journal: JournalWriter, request_id: str, owner: str, kind: Kind, job: GenerationJob
+    ) -> JournaledRequest:
+        """Record a request that was just accepted. Raises UnavailableError when the disk takes nothing more."""
         saved = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage,
             job.request_class, job.continuous_usage, job.choices,
         )  # fmt: skip
         prompts = [prompt.data for prompt in job.prompts]
-        return cls(journal, journal.accept(request_id, msgspec.msgpack.encode(saved), prompts))
+        return cls(journal, await journal.accept(request_id, msgspec.msgpack.encode(saved), prompts, owner))
 
     def emitted_before(self, index: int) -> Sequence[OutputDelta]:
         """Return the output of prompt `index` from before a restart."""
@@ -63,9 +66,9 @@ class JournaledRequest:
         """Whether an earlier server accepted the request."""
         return self.earlier is not None
 
-    def write(self, index: int, delta: OutputDelta) -> None:
-        """Record output of prompt `index`; called before it is sent to the client. Raises OSError."""
-        self.journal.write_output(self.number, index, delta)
+    async def write(self, index: int, delta: OutputDelta) -> None:
+        """Record output of prompt `index`; called before it is sent to the client."""
+        await self.journal.write_output(self.number, index, delta)
 
     def end(self) -> None:
         """Record that the request has ended: answered, or abandoned by its client."""

@@ -9,6 +9,7 @@ from socket import socket
 
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
+from headway.core.structured_log import setup
 from headway.runtime.build import cluster_rules, hosts
 from headway.runtime.build.instance_factory import InstanceFactory
 from headway.runtime.cluster.cluster_file import ClusterFile
@@ -104,6 +105,8 @@ def _serve(
     from headway.serving.run import serve
     from headway.serving.tokenizer import ModelTokenizer
 
+    # Before the journal is opened, which may have something to log.
+    setup(settings.log_level, settings.log_format)
     template = None if settings.chat_template is None else Path(settings.chat_template)
     tokenizer = ModelTokenizer.load(
         Path(model), chat_template=template, memory=settings.tokenizer_memory, default_template=DEFAULT_TEMPLATE

@@ -63,12 +63,14 @@ async def health(request: Request) -> Response:
 @router.get("/ready", response_model=None, summary="Ready: 200 when new requests are taken, 503 otherwise")
 async def ready(request: Request) -> Response:
     """For a readiness probe or a load balancer. While workers or the engine start again it says so: requests that come
-    all the same wait until they have."""
+    all the same wait until they have. While the journal's disk is full it names that: new requests get 503."""
     try:
         server = context(request)
         server.info()
         if server.engine.state == "recovering":
             raise UnavailableError("workers are lost and start again; what was accepted goes on afterwards", 1.0)
+        if server.journal is not None:
+            server.journal.check()
     except UnavailableError as error:
         return error_response(as_api_error(error))
     return json_response({"status": "ready"})

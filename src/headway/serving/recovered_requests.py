@@ -112,7 +112,7 @@ class RecoveredRequest:
 def resume_all(server: ServerContext) -> None:
     """Resume the journal's unfinished requests. Called once, when the engine is ready."""
     assert server.journal is not None
-    for number, entry in list(server.journal.unfinished.items()):  # a copy: `_drop` removes entries
+    for number, entry in server.unfinished.items():
         request_id = entry.accepted.id
         kind, job = job_of(entry, time.monotonic(), time.time())
         journaled = JournaledRequest(server.journal, number, entry.outputs)

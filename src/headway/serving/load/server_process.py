@@ -109,6 +109,12 @@ class ServerProcess:
         text = self._log.read().decode("utf-8", "replace").strip()
         return f"it wrote:\n{text}" if text else "it wrote nothing"
 
+    def kill(self) -> None:
+        """Kill the server and its child processes at once, as a crash would."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def stop(self) -> None:
         """End the server and its child processes. Idempotent."""
         process, self._process = self._process, None
