@@ -15,6 +15,7 @@ import pytest
 
 from headway.cli import vllm_engine
 from headway.cli.main import COMMANDS, NESTED
+from headway.sim.vllm.section import VllmSection
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md")) + [
@@ -49,7 +50,8 @@ def resolves(name: str) -> bool:
 def test_every_module_that_a_page_names_exists(page: Path):
     pattern = rf"`((?:headway\.)?(?:{'|'.join(PACKAGES)})(?:\.\w+)+)`"
     named = set(re.findall(pattern, written_text(page)))
-    fields = ("policy.policy", "policy.t_target_s", "policy.admission_age_s", "policy.kv_headroom")
+    fields = {"policy.policy", "policy.t_target_s", "policy.admission_age_s", "policy.kv_headroom"}
+    fields |= {f"vllm.{name}" for name in VllmSection.model_fields}
     assert [name for name in sorted(named) if name not in fields and not resolves(name)] == []
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import FileSection, validated
+from headway.core.file_sections import Count, FileSection, Positive, validated
 from headway.core.units import size, tokens
 from headway.perf.accelerator.assumptions import PRESETS, AcceleratorAssumptions, assumptions
 from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
@@ -25,13 +25,7 @@ from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import from_hf_config, model
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.scenario import (
-    Count,
-    ModelSection,
-    PolicySection,
-    Positive,
-    WorkloadSection,
-)
+from headway.sim.scenario import ModelSection, PolicySection, WorkloadSection
 
 
 def _number(read: Any) -> Any:

@@ -32,6 +32,8 @@ from headway.sim.result import SimResult
 from headway.sim.scenario import LatencySection, ModelSection, Scenario
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec, UtilisationBase
+from headway.sim.vllm.section import VllmSection
+from headway.sim.vllm.spec import VllmSpec, stock_flags
 from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def config_of(scenario: Scenario) -> SchedulerConfig:
 
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
     """Return one instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
-    config = config_of(scenario)
+    config = vllm_config_of(scenario) if scenario.engine == "vllm" else config_of(scenario)
     device, shape = named(scenario)
     layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
     kv_tokens = scenario.memory.kv_tokens
@@ -119,6 +121,33 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         utilisation_base=UtilisationBase(
             shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices
         ),
+        vllm=vllm_of(scenario.vllm, kv_tokens) if scenario.engine == "vllm" else None,
+    )
+
+
+def vllm_config_of(scenario: Scenario) -> SchedulerConfig:
+    """Return the plugged policy's settings, by which memory is planned. Raises ConfigError on an impossible value."""
+    section = scenario.vllm
+    try:
+        return section.headway.scheduler_config(
+            section.max_num_seqs, section.max_num_batched_tokens, 1, scenario.layout.stages, section.block_size
+        )
+    except ConfigError as error:
+        raise ConfigError(f"vllm.headway: {error}") from None
+
+
+def vllm_of(section: VllmSection, kv_tokens: int) -> VllmSpec:
+    """Return vLLM's settings with the blocks of a KV cache of `kv_tokens`. Raises ConfigError if it is too small."""
+    same = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "async_scheduling",
+            "enable_prefix_caching", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "watermark",
+            "priorities")  # fmt: skip
+    by_priority, threshold = stock_flags(section.scheduler)
+    return VllmSpec(
+        num_blocks=kv_tokens // section.block_size,
+        by_priority=by_priority,
+        long_prefill_token_threshold=threshold,
+        headway=section.headway if section.scheduler == "plugged" else None,
+        **{name: getattr(section, name) for name in same},
     )
 
 

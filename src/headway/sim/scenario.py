@@ -11,11 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import FileSection, validated
+from headway.core.file_sections import Count, FileSection, Positive, validated
 from headway.policy.iteration.config import SchedulerConfig
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+from headway.sim.vllm.section import VllmSection
 
 
 class ModelSection(FileSection):
@@ -294,10 +292,29 @@ class Scenario(FileSection):
     layout: LayoutSection = LayoutSection()
     latency: LatencySection = LatencySection()
     memory: MemorySection = MemorySection()
+    engine: Literal["headway", "vllm"] = Field(
+        default="headway", description="headway: the native engine, with `policy`; vllm: vLLM 0.32, with `vllm`"
+    )
     policy: PolicySection = PolicySection()
+    vllm: VllmSection = VllmSection()
     workload: WorkloadSection
     slo: dict[str, SloSection] = Field(default_factory=dict, description="by class")
     run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _fields_of_the_engine(self) -> Scenario:
+        given = self.model_fields_set
+        if self.engine == "headway":
+            if "vllm" in given:
+                raise ValueError("`vllm` needs `engine: vllm`")
+            return self
+        if "policy" in given:
+            raise ValueError("`policy` is of Headway's own engine; with `engine: vllm` write `vllm.headway`")
+        if self.cluster.placement is not None:
+            raise ValueError("a `cluster.placement` simulates Headway's own engine only, not `engine: vllm`")
+        if self.layout.stages > 1 or self.layout.kvp > 1:
+            raise ValueError("`engine: vllm` is simulated with one stage and one KV group: set layout.tp only")
+        return self
 
 
 def parse_scenario(data: Any, where: str = "scenario") -> Scenario:

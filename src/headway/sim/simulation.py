@@ -14,6 +14,7 @@ from headway.sim.records import record_of
 from headway.sim.replica import SimulatedEngine
 from headway.sim.result import IterationRecord, SimResult
 from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.vllm.engine import SimulatedVllm
 from headway.sim.workload import TraceRequest
 
 
@@ -48,20 +49,18 @@ class InstanceSimulation(EventLoop):
         super().__init__(workload, run)
         self.instance = instance
         self.iterations: list[IterationRecord] | None = [] if run.keep_iterations else None
-        self.replicas = [
-            SimulatedEngine(
-                index,
-                instance,
-                NoiseSource(run.noise, f"noise {run.seed} {index}"),
-                run.fast_forward,
-                self.iterations,
-                stopwatch,
-            )
-            for index in range(run.replicas)
-        ]
+        self.replicas = [self._engine(index, stopwatch) for index in range(run.replicas)]
         self.tracks: list[DecodeTrack] = []
         # replicas with an event at this instant: only those may start batches
         self._changed: set[int] = set()
+
+    def _engine(self, index: int, stopwatch: Callable[[], float] | None) -> SimulatedEngine | SimulatedVllm:
+        """Return the engine of one replica."""
+        spec, run = self.instance, self.run_spec
+        noise = NoiseSource(run.noise, f"noise {run.seed} {index}")
+        if spec.vllm is not None:
+            return SimulatedVllm(index, spec, spec.vllm, noise, self.iterations, stopwatch)
+        return SimulatedEngine(index, spec, noise, run.fast_forward, self.iterations, stopwatch)
 
     @property
     def ended(self) -> int:

@@ -13,6 +13,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
+from headway.sim.vllm.spec import VllmSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class InstanceSpec:
     learns: bool = False
     """Whether predictions are corrected from the times of past iterations, as in the live engine."""
     utilisation_base: UtilisationBase | None = None
+    vllm: VllmSpec | None = None
+    """Settings of vLLM, if the engine is vLLM and not Headway's own; `config` then serves memory planning only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.store import load
 from headway.perf.latency.tables import TableLatency
-from headway.policy.hosted.settings import VllmSettings
+from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
 """Assumed shares of an accelerator's peak rates (data sheet)."""
-_TRUST_ROOFLINE, _TRUST_PROFILE = 0.3, 2.0
-"""Weight of the start against measurements, in steps (`CorrectedLatency.confidence`)."""
+_TRUST_ROOFLINE = 0.3
+"""Weight of a roofline against measurements, in steps (`CorrectedLatency.confidence`)."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyMo
     """(a model that corrects itself, where it starts from). Raises ConfigError for a profile that cannot be read."""
     if settings.profile is not None:
         source = load(settings.profile, None)
-        return CorrectedLatency(TableLatency(source), _TRUST_PROFILE), f"profile {settings.profile}"
+        return CorrectedLatency(TableLatency(source), TRUST_PROFILE), f"profile {settings.profile}"
     shape, told = model_shape(facts)
     rates = machine_rates(facts)
     return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {told}"

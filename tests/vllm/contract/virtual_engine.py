@@ -55,6 +55,8 @@ class VirtualEngine:
         max_num_seqs: int = 64,
         policy: str = "fcfs",
         threshold: int = 0,
+        adaptive: bool = False,
+        caching: bool = True,
     ) -> None:
         self.now = 1000.0
         self.depth = 2 if asynchronous else 1
@@ -66,8 +68,9 @@ class VirtualEngine:
             async_scheduling=asynchronous,
             policy=policy,
             long_prefill_token_threshold=threshold,
+            long_prefill_token_threshold_adaptive=adaptive,
         )
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
         config = VllmConfig(
             model_config=model,
             scheduler_config=scheduling,
@@ -198,8 +201,12 @@ class VirtualEngine:
                 if one.new_token_ids:
                     self.first_token.setdefault(one.request_id, self.now)
                     self._generated[one.request_id] = self._generated.get(one.request_id, 0) + len(one.new_token_ids)
+                    self.on_token(one.request_id, len(one.new_token_ids))
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = self.now
+
+    def on_token(self, name: str, count: int) -> None:
+        """Called for each output; for tests that record more."""
 
     def generated(self, name: str) -> int:
         return self._generated.get(name, 0)

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 
+TRUST_PROFILE = 2.0
+"""Weight of a measured profile against the steps that the engine measures, in steps (`CorrectedLatency`)."""
+
 
 class VllmSettings(BaseModel):
     """All fields are optional. Unknown names are refused."""

@@ -1,0 +1,189 @@
+"""One simulated vLLM engine: its loop in virtual time around `VllmScheduler`.
+
+Synchronous: a step is scheduled when the one before has returned. Asynchronous: one step ahead, while the one before is
+computed, so that a request which arrives meanwhile waits for that step too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from headway.core.errors import RequestError
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, one_chunk_s
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.policy.hosted.settings import TRUST_PROFILE
+from headway.sim.decode_cohorts import DecodeTrack
+from headway.sim.noise import NoiseSource
+from headway.sim.result import IterationRecord, ReplicaUse
+from headway.sim.spec import InstanceSpec
+from headway.sim.vllm.plugged import PluggedPolicy
+from headway.sim.vllm.request import VllmRequestState
+from headway.sim.vllm.scheduler import VllmScheduler, VllmStep
+from headway.sim.vllm.spec import VllmSpec
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    step: VllmStep
+    end_s: float
+
+
+class SimulatedVllm:
+    """The engine of one replica. Calls must come in order of virtual time."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: InstanceSpec,
+        vllm: VllmSpec,
+        noise: NoiseSource,
+        iterations: list[IterationRecord] | None,
+        stopwatch: Callable[[], float] | None = None,
+    ) -> None:
+        self.index = index
+        self.tracks: dict[str, DecodeTrack] = {}
+        self.scheduler = VllmScheduler(vllm)
+        self.latency: LatencyModel = CorrectedLatency(spec.latency, TRUST_PROFILE) if spec.learns else spec.latency
+        if vllm.headway is not None:
+            PluggedPolicy(self.scheduler, vllm.headway, self.latency)
+        self._vllm = vllm
+        self._actual_latency = spec.actual_latency or spec.latency
+        self._noise = noise
+        self._iteration_rows = iterations
+        self._stopwatch = stopwatch
+        self._in_flight: deque[_StepInFlight] = deque()
+        # Whether a step has returned since the last one was scheduled.
+        self._returned = False
+        self._free_s = 0.0
+        self._iterations = self._prefill = self._decoded = self._kv_read = 0
+        self._preemptions = self._peak_blocks = 0
+        self._pairs = self._busy_s = self._scheduling_s = 0.0
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def add(self, track: DecodeTrack, now: float) -> None:
+        """Admit a request. Raises RequestError when it is longer than vLLM allows or its KV can hold."""
+        request, most = track.request, self._vllm.longest_request
+        # Priorities are vLLM's setting: Headway's own engine orders by urgency.
+        priority = self._vllm.priorities.get(track.source.klass, 0)
+        if request.prompt_tokens >= most:
+            raise RequestError(f"a prompt of {request.prompt_tokens:,} tokens; at most {most - 1:,} fit")
+        self.tracks[request.id] = track
+        track.replica = self.index
+        self.scheduler.add(VllmRequestState(replace(request, priority=priority), track.left))
+
+    def abort(self, track: DecodeTrack, now: float, error: str) -> None:
+        """Abort a request; what it has in a step in flight is computed in vain."""
+        self.scheduler.abort(track.request.id)
+        self._end(track, now, error)
+
+    def start_batches(self, now: float, quiet_s: float) -> list[tuple[float, int]]:
+        """Schedule steps, unless one is awaited. Return (time, step) at which to call `complete`."""
+        if self._in_flight and not self._returned:
+            return []
+        self._returned = False
+        begun: list[tuple[float, int]] = []
+        while len(self._in_flight) < (2 if self._vllm.async_scheduling else 1):
+            started_s = self._stopwatch() if self._stopwatch is not None else 0.0
+            step = self.scheduler.schedule(now)
+            if self._stopwatch is not None:
+                self._scheduling_s += self._stopwatch() - started_s
+            self._preemptions += len(step.preempted)
+            if not step.tokens:
+                # The only running request has lost its KV: it may begin again at once.
+                if step.preempted and not self._in_flight:
+                    continue
+                break
+            end_s = self._start(step, now)
+            begun.append((end_s, step.number))
+        return begun
+
+    def complete(self, batch_id: int, now: float) -> list[DecodeTrack]:
+        """Apply the results of the oldest step in flight. Return the tracks that it ended."""
+        done = self._in_flight.popleft()
+        self._returned = True
+        got, ended = self.scheduler.update(done.step, now)
+        for name in got:
+            self.tracks[name].times.append(now)
+        tracks = [self.tracks[name] for name in ended]
+        for track in tracks:
+            self._end(track, now, None)
+        return tracks
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _start(self, step: VllmStep, now: float) -> float:
+        """Put a step in flight behind those that are. Return its end."""
+        load = self._load(step, self._actual_latency)
+        seconds = load_s(self._actual_latency, load) * self._noise.factor()
+        start_s = max(now, self._free_s)
+        self._free_s = end_s = start_s + seconds
+        self._busy_s += seconds
+        self._in_flight.append(_StepInFlight(step, end_s))
+        self._count(step, load, now)
+        self._iterations += 1
+        if self._iteration_rows is not None:
+            self._iteration_rows.append(self._row(step, load, start_s, end_s))
+        return end_s
+
+    def _row(self, step: VllmStep, load: BatchLoad, start_s: float, end_s: float) -> IterationRecord:
+        chunks = [(name, step.past[name], n) for name, n in step.tokens.items() if not self._decodes(step, name)]
+        predicted_s = load_s(self.latency, self._load(step, self.latency))
+        times = ((start_s, end_s),)
+        return IterationRecord(
+            self.index, step.number, times, end_s, load.decodes, load.decode_kv, tuple(chunks), predicted_s, 1
+        )
+
+    def _load(self, step: VllmStep, latency: LatencyModel) -> BatchLoad:
+        """Return the load of a step: its decodes, then each chunk with its history."""
+        decodes = [name for name in step.tokens if self._decodes(step, name)]
+        load = decode_load(latency, len(decodes), sum(step.past[name] for name in decodes))
+        for name, tokens in step.tokens.items():
+            if not self._decodes(step, name):
+                past = step.past[name]
+                load = load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)
+        return load
+
+    def _decodes(self, step: VllmStep, name: str) -> bool:
+        """Whether a request's row is one of an output token."""
+        return step.tokens[name] == 1 and step.past[name] >= self.scheduler.requests[name].num_prompt_tokens
+
+    def _count(self, step: VllmStep, load: BatchLoad, now: float) -> None:
+        self._decoded += load.decodes
+        self._prefill += load.tokens - load.decodes
+        self._kv_read += load.decode_kv
+        self._pairs += load.decode_kv
+        for name, tokens in step.tokens.items():
+            track = self.tracks[name]
+            if track.scheduled_s is None:
+                track.scheduled_s = now
+            if not self._decodes(step, name):
+                past = step.past[name]
+                self._kv_read += past + tokens
+                # Token i of a chunk attends to past + i + 1 tokens.
+                self._pairs += tokens * (past + 0.5 * (tokens + 1))
+        self._peak_blocks = max(self._peak_blocks, self.scheduler.pool.used_blocks)
+
+    def _end(self, track: DecodeTrack, now: float, error: str | None) -> None:
+        track.ended_s, track.error = now, error
+        del self.tracks[track.request.id]
+
+    def use(self, until_s: float) -> ReplicaUse:
+        """Return the replica's counters up to `until_s`."""
+        return ReplicaUse(
+            iterations=self._iterations,
+            batches=self._iterations,
+            busy_s=max(0.0, self._busy_s - max(0.0, self._free_s - until_s)),
+            prefill_tokens=self._prefill,
+            decode_tokens=self._decoded,
+            kv_read_tokens=self._kv_read,
+            attention_pairs=self._pairs,
+            preemptions=self._preemptions,
+            recomputed_tokens=self.scheduler.recomputed_tokens,
+            kv_peak_tokens=self._peak_blocks * self._vllm.block_size,
+            scheduling_s=self._scheduling_s,
+        )
