@@ -99,7 +99,7 @@ class GroupedWorld:
         assert (self.scheduler.running, self.scheduler.waiting, self.scheduler.shard_table.longs) == (0, 0, {})
         for group in self.scheduler.groups:
             assert group.block_manager.free_blocks == group.block_manager.n_blocks
-            assert group.policy.targets.held == {}
+            assert group.policy.targets.decoding is False
         assert self.finished | self.aborted == {request.id for request, _ in self.plan}
         return self
 
@@ -280,7 +280,11 @@ class GroupedWorld:
         chunks = [chunk for part in batch.parts for chunk in part.prefills]
         if rules.chunking != "adaptive" or not chunks:
             return
-        budget_s = max(rules.t_target_s, rules.least_gain * float(model.token_s(1, 1)[0]))
+        assert rules.t_target_s is not None
+        assert rules.newcomer_wait_s is not None
+        decodes = any(part.decodes.members for part in batch.parts)
+        target_s = rules.t_target_s if decodes else max(rules.t_target_s, rules.newcomer_wait_s)
+        budget_s = max(target_s, rules.least_gain * float(model.token_s(1, 1)[0]))
         budget_s *= 1.0 + rules.stretch if any(chunk.last for chunk in chunks) else 1.0
         progress = any(chunk.tokens <= max(1, rules.min_chunk) for chunk in chunks)
         for part, seconds in zip(batch.parts, times, strict=True):
@@ -298,6 +302,7 @@ def grouped_world(seed: int) -> GroupedWorld:
         policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
+        newcomer_wait_s=random.Random(f"wait {seed}").choice((0.0, 0.03)),
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((64, 256, 2048)),
         long_tokens=200,

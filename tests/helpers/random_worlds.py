@@ -19,6 +19,7 @@ def random_world(seed: int) -> World:
         policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
+        newcomer_wait_s=random.Random(f"wait {seed}").choice((0.0, 0.03, None)),
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((48, 256, 2048)),
         progress_every=rng.choice((1, 4)),

@@ -84,7 +84,7 @@ class World:
         assert self.scheduler.block_manager.free_blocks == self.scheduler.block_manager.n_blocks
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
         assert self.told_preempted == self.preempted
-        assert self.scheduler.policy.targets.held == {}
+        assert not self.scheduler.policy.targets.decoding
         assert self.finished.keys() | self.aborted == {request.id for request, _ in self.plan}
         return self
 
@@ -278,7 +278,12 @@ class World:
         else:
             assert batch.tokens <= rules.max_num_batched_tokens
             promises = [b.request.slo.tbt_s for b in self.books.values() if b.decoding and b.request.slo.tbt_s]
-            budget_s = min([rules.t_target_s, *(tbt_s / rules.stages for tbt_s in promises)])
+            assert rules.t_target_s is not None
+            target_s = rules.t_target_s
+            if not any(book.decoding for book in self.books.values()):
+                # Only a newcomer would wait: the longest default wait is 1 s.
+                target_s = max(target_s, 1.0 if rules.newcomer_wait_s is None else rules.newcomer_wait_s)
+            budget_s = min([target_s, *(tbt_s / rules.stages for tbt_s in promises)])
             one_token_s = float(self.scheduler.latency.token_s(1, 1)[0])
             budget_s = max(budget_s, rules.least_gain * one_token_s)
             budget_s = max(budget_s, rules.least_gain * float(self.model.token_s(1, 1)[0]))

@@ -32,7 +32,14 @@ def test_policy_alone_gives_the_same_quotas_as_the_scheduler(first: int) -> None
 
 
 def policy_of(pool: CountedPool, **fields: object) -> IterationPolicy:
-    fields = {"policy": "fcfs", "t_target_s": 0.01, "reserve_tokens": 0, "long_iterations": 0.0, **fields}
+    fields = {
+        "policy": "fcfs",
+        "t_target_s": 0.01,
+        "newcomer_wait_s": 0.0,
+        "reserve_tokens": 0,
+        "long_iterations": 0.0,
+        **fields,
+    }
     return IterationPolicy(SchedulerConfig(**fields), small_machine(), pool)  # type: ignore[arg-type]
 
 

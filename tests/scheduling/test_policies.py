@@ -104,6 +104,7 @@ def test_the_modes_differ_in_named_fields_only() -> None:
         "stretch",
         "min_chunk",
         "t_target_s",
+        "newcomer_wait_s",
     }
     assert (paper.rho_min, paper.rho_max, paper.min_chunk, paper.quantum) == (0.0, 0.4, 0, 0.0)
     assert SchedulerConfig.named("paper", rho_max=0.1).rho_max == 0.1

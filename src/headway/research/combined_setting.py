@@ -120,7 +120,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
     base = tetris_setting.prefill_cluster("8b")
     mixed = point.system in ("FIFO", "JSQ-Medha")
     policy = "fcfs" if point.system in ("FIFO", "PecSched") else "lars"
-    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S)
+    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, newcomer_wait_s=0.0)
     model = instance_latency(base.spans)  # type: ignore[arg-type]
     instances = [
         ClusterInstance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)
@@ -165,7 +165,13 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
     data = pecsched_setting.scenario(MODEL, base, "default", regime, window_s)
     options = _options(system, {"rate": AZURE_RATE}, 0)
     aim_s = BESIDE_DECODES_S if system == "JSQ-Medha" else ALONE_S
-    policy = {"policy": "lars", "chunking": "adaptive", "t_target_s": aim_s, "max_num_seqs": 512}
+    policy = {
+        "policy": "lars",
+        "chunking": "adaptive",
+        "t_target_s": aim_s,
+        "newcomer_wait_s": 0.0,
+        "max_num_seqs": 512,
+    }
     cluster = {**data["cluster"], "placement": PLACEMENTS[system], "options": options}
     # Tetris and Weave take the KV that memory leaves on the decode instance, not PecSched's fixed size
     if system != "JSQ-Medha":

@@ -107,7 +107,13 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
     """Return the setting as a scenario's data, as `headway simulate` takes it."""
     if system in CLUSTERS:
         return _cluster(system, mode, qps, long_share, window_s)
-    policy = {"mode": mode, "t_target_s": stage_target_s(mode), "max_num_seqs": 512, **SYSTEMS[system]}
+    policy = {
+        "mode": mode,
+        "t_target_s": stage_target_s(mode),
+        "newcomer_wait_s": 0.0,
+        "max_num_seqs": 512,
+        **SYSTEMS[system],
+    }
     whole = system == "non-preemptive"
     data: dict[str, Any] = {
         "name": f"{system}, {mode} mode, {qps:g} QPS, {long_share:.0%} long",
@@ -142,7 +148,7 @@ def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: f
             "pools": [{"role": "mixed", "count": 8, "tp": 2, "per_node": 4}],
             "masters": "all",
         },
-        "policy": {"policy": "fcfs", "max_num_seqs": 512},
+        "policy": {"policy": "fcfs", "max_num_seqs": 512, "t_target_s": 0.055, "newcomer_wait_s": 0.0},
     }
     return data
 

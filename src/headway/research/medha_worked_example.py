@@ -61,6 +61,7 @@ def finish_times(policy: str, mode: Mode) -> dict[str, float]:
         mode,
         policy=policy,
         t_target_s=QUANTUM_S + 1e-9,
+        newcomer_wait_s=0.0,
         long_iterations=0.0,
         **order_only,  # 100 tokens, not 99
     )

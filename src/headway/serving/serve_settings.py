@@ -123,7 +123,9 @@ class EngineSettings(SettingsModel):
     )
 
 
-_SCHEDULER_NAMES = {"policy": "scheduling_policy", "t_target_s": "t_target_ms"}
+_MILLISECONDS = {"t_target_s": "t_target_ms", "newcomer_wait_s": "newcomer_wait_ms"}
+"""`SchedulerConfig` fields in seconds that users write in milliseconds."""
+_SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
 _SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))
 """Fields of `SchedulerConfig` that follow from `EngineSettings`."""
@@ -136,11 +138,10 @@ def _scheduler_fields() -> dict[str, Any]:
         if field.name in _SCHEDULER_INTERNAL:
             continue
         default, text = field.default, str(field.metadata["help"])
-        if field.name == "t_target_s":
-            # Users write milliseconds; `scheduler` converts to seconds.
-            default, text = 55, text.replace("seconds", "milliseconds")
+        if field.name in _MILLISECONDS:
+            text = text.replace("seconds", "milliseconds")
         kind: Any = Text
-        if field.name == "t_target_s" or isinstance(default, float):
+        if field.name in _MILLISECONDS or isinstance(default, float):
             kind = Number
         elif isinstance(default, bool) or field.name == "space_sharing":
             kind = Flag
@@ -173,7 +174,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             # Only given values: defaults of these settings are not those of the mode.
             if name in self.model_fields_set and field.name != "mode":
                 value = getattr(self, name)
-                given[field.name] = value / 1000.0 if field.name == "t_target_s" else value
+                given[field.name] = value / 1000.0 if field.name in _MILLISECONDS and value is not None else value
         return given
 
     def effective(self) -> dict[str, Any]:
@@ -184,7 +185,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             name = _SCHEDULER_NAMES.get(field.name, field.name)
             if name in shown:
                 value = getattr(scheduler, field.name)
-                shown[name] = round(value * 1000.0, 6) if field.name == "t_target_s" else value
+                shown[name] = round(value * 1000.0, 6) if field.name in _MILLISECONDS and value is not None else value
         return shown
 
     def engine_config(self, model: str) -> EngineConfig:

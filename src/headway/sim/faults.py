@@ -19,6 +19,7 @@ from headway.core.request import Request, Slo
 from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.perf.latency.tables import TableLatency, TableSource
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.noise import NoiseSource, NoiseSpec
@@ -65,6 +66,7 @@ def random_spec(rng: random.Random) -> InstanceSpec:
         policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
+        newcomer_wait_s=0.01,
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((64, 256, 2048)),
         long_tokens=200,
@@ -172,7 +174,10 @@ class _AuditedReplica(SimulatedEngine):
         # an iteration may take `least_gain` times the cost of one row, however low the target is
         one_s = self.latency.rows_s(1)
         completes = any(chunk.last for chunk in chunks)
-        budget_s = max(config.t_target_s, config.least_gain * one_s) * (1 + 1e-9)
+        target_s = reference_aim_s(config, self.latency)
+        if not any(part.decodes.members for part in batch.parts):
+            target_s = max(target_s, config.newcomer_wait_s or 0.0)
+        budget_s = max(target_s, config.least_gain * one_s) * (1 + 1e-9)
         # a chunk that completes a prompt may exceed the target by `stretch`
         budget_s *= 1.0 + config.stretch if completes else 1.0
         # a lone chunk of the smallest size is always allowed, so that prefills advance

@@ -105,7 +105,7 @@ class HostedReplay:
     def on_schedule(self, event: Event) -> None:
         self._answers(event)
         policy = self._driver.policy
-        view = DecisionView.of(policy) if self.detail else None
+        view = DecisionView.of(policy, event["at_s"]) if self.detail else None
         plan = self._driver.plan(event["decodes"], event["rows"], event["kv_sum"], event["at_s"], event["admits_new"])
         step, ours = event["id"], [list(quota) for quota in plan.quotas.items()]
         if ours != [list(quota) for quota in event["quotas"]]:

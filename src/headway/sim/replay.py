@@ -69,7 +69,8 @@ def replay(events: Events, detail: bool = False) -> ReplayedRun:
         raise ConfigError("not an event log of this version: it does not begin with a start event")
     try:
         table, model = restore(start["latency"])
-        config = SchedulerConfig(**start["config"])
+        # A log without this setting was made when no iteration exceeded the target.
+        config = SchedulerConfig(**{"newcomer_wait_s": 0.0, **start["config"]})
         run = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
         run.engine = start.get("engine", run.engine)
         state = HostedReplay(run, start["blocks"], detail) if run.engine == "vllm" else _ReplayState(run, start, detail)
@@ -121,7 +122,7 @@ class _ReplayState:
         self.times.ended(event["request"], None, "aborted")
 
     def on_schedule(self, event: Mapping[str, Any]) -> None:
-        views = [DecisionView.of(policy) for policy in self.policies] if self.detail else []
+        views = [DecisionView.of(policy, event["at_s"]) for policy in self.policies] if self.detail else []
         batch = self.scheduler.schedule(event["at_s"], 1, event.get("free"))
         if batch is None or batch.id != event["id"]:
             self.replayed.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")

@@ -175,12 +175,11 @@ class DecisionView(NamedTuple):
     """Whether a long prompt leaves a share of the aim to shorts."""
 
     @classmethod
-    def of(cls, policy: IterationPolicy) -> DecisionView:
-        """Return it as of now, before `pick`, in the way that `IterationPolicy.pick` computes it."""
+    def of(cls, policy: IterationPolicy, now: float) -> DecisionView:
+        """Return it before `pick` at `now`, in the way that `IterationPolicy.pick` computes it."""
         config, queue = policy.config, policy.queue
-        aim_s = max(policy.targets.least(config.t_target_s), config.least_gain * policy.latency.rows_s(1))
-        waits = queue.longs > 0 and (not config.yield_only_to_shorts or policy.shorts_wait)
-        return cls(aim_s, waits and config.shares_space)
+                waits = queue.longs > 0 and (not config.yield_only_to_shorts or policy.shorts_wait)
+        return cls(policy.budget_s(now), waits and config.shares_space)
 
 
 def limit_of_chunk(

@@ -88,10 +88,12 @@ class HeadwaySchedulerMethods:
         self._headway_reported_s = 0.0
         self._headway_log = self._open_log(vllm_config)
         self._headway = self._make_driver()
+        aim_ms = self._headway_settings.t_target_ms
+        aim = "the machine's aim" if aim_ms is None else f"at most {aim_ms:g} ms"
         logger.info(
-            "Headway schedules prefills: policy %s, steps of %g ms, starts from %s",
+            "Headway schedules prefills: policy %s, steps of %s beside decodes, starts from %s",
             self._headway_settings.policy,
-            self._headway_settings.t_target_ms,
+            aim,
             start,
         )
 

@@ -14,11 +14,16 @@ import numpy as np
 
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, one_chunk_s, solve_tokens
 
+_UNEVEN = 0.25
+"""Products and attention may change so differently, as a share, before times are computed anew."""
+_RESCALED = 2.0
+"""Times may be scaled up or down by so much: chunks of another size fit the same iteration then."""
+
 
 class PrefillCache:
     """Isolated prefill times under one latency model, extended on demand by a scheduler's look-ups.
 
-    `refresh` rebuilds it when the latency model has changed noticeably."""
+    `refresh` follows a latency model that has changed noticeably."""
 
     def __init__(self, model: LatencyModel, t_target_s: float, min_chunk: int = 16, max_chunk: int = MAX_CHUNK) -> None:
         self._model = model
@@ -35,11 +40,11 @@ class PrefillCache:
             self._extend()
         # Within the first chunk: exact. Interpolating from 0 would spread the fixed cost over its tokens.
         if tokens <= self._tokens[1]:
-            return self._first[tokens - 1]
+            return self._first[tokens - 1] * self._scale
         i = bisect.bisect_left(self._tokens, tokens)
         x0, x1 = self._tokens[i - 1], self._tokens[i]
         y0, y1 = self._seconds[i - 1], self._seconds[i]
-        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+        return (y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)) * self._scale
 
     def remaining_s(self, tokens: int, done: int) -> float:
         """Return the seconds left when `done` of `tokens` are computed: C(tokens) - C(done)."""
@@ -51,16 +56,24 @@ class PrefillCache:
         self._tokens, self._seconds = [0], [0.0]
         # Seconds of each prompt of one chunk, by tokens - 1; filled with the first knot.
         self._first = np.zeros(0).data
+        # Factor of all times since then.
+        self._scale = 1.0
         # The model's predictions when this was built, for `refresh`.
         self._mark = self._probe()
 
     def refresh(self) -> bool:
-        """Rebuild if the model's predictions differ by over 10% from those at the last rebuild; return whether it did.
+        """Follow a changed model. Return whether its predictions have changed by over 10%.
 
-        Costs microseconds."""
-        if all(abs(new - old) <= 0.1 * old for new, old in zip(self._probe(), self._mark, strict=True)):
+        Rescales all times while products and attention have changed nearly alike, and rebuilds otherwise: look-ups
+        after a rebuild cost up to a millisecond. Costs microseconds itself."""
+        ratios = [new / old if old > 0 else 1.0 for new, old in zip(self._probe(), self._mark, strict=True)]
+        scale = sum(ratios) / len(ratios)
+        if max(ratios) - min(ratios) > _UNEVEN * scale or not 1 / _RESCALED <= scale <= _RESCALED:
+            self.rebuild()
+            return True
+        if abs(scale - self._scale) <= 0.1 * self._scale:
             return False
-        self.rebuild()
+        self._scale = scale
         return True
 
     def _probe(self) -> tuple[float, float]:
@@ -82,8 +95,9 @@ class PrefillCache:
         if repeat > 1:
             chunk, seconds = self._chunk(past + chunk * (repeat - 1) // 2)
         self._tokens.append(past + chunk * repeat)
-        self._seconds.append(self._seconds[-1] + seconds * repeat)
+        # Look-ups multiply by the scale.
+        self._seconds.append(self._seconds[-1] + seconds * repeat / self._scale)
         # Measured times may fall at sizes that suit the device: suffix minima keep the cache monotone.
         if not past:
             alone = self._model.token_s(1, chunk) + self._model.chunk_s(0, 1, chunk)
-            self._first = np.minimum.accumulate(alone[::-1])[::-1].data
+            self._first = (np.minimum.accumulate(alone[::-1])[::-1] / self._scale).data

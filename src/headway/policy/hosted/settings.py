@@ -20,7 +20,12 @@ class VllmSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    t_target_ms: float = Field(55.0, gt=0, description="longest step aimed at: the TBT that running requests see, ms")
+    t_target_ms: float | None = Field(
+        None, gt=0, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 250"
+    )
+    newcomer_wait_ms: float | None = Field(
+        None, ge=0, description="longest step while nothing decodes, ms; default: by the machine and by arrivals"
+    )
     policy: str = Field("lars", description="order of waiting prefills: fcfs, edf, lrs, srpt or lars")
     long_tokens: int = Field(8192, ge=1, description="prompts above this are long: at most one of them in a step")
     min_chunk: int = Field(8, ge=1, description="smallest chunk of a prompt that is worth a step, tokens")
@@ -46,7 +51,8 @@ class VllmSettings(BaseModel):
         """
         return SchedulerConfig(
             policy=self.policy,
-            t_target_s=self.t_target_ms / 1000,
+            t_target_s=None if self.t_target_ms is None else self.t_target_ms / 1000,
+            newcomer_wait_s=None if self.newcomer_wait_ms is None else self.newcomer_wait_ms / 1000,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             least_gain=self.least_gain,

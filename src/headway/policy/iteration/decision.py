@@ -15,6 +15,8 @@ from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import KvBlockAdmission
+from headway.policy.iteration.aim import reference_aim_s
+from headway.policy.iteration.budget import IterationBudget
 from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
 from headway.policy.iteration.chunking import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
@@ -23,7 +25,6 @@ from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.packer import ChunkQuota, pack, rules_of
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import make_queue
-from headway.policy.iteration.tbt_targets import TbtTargets
 from headway.policy.iteration.urgency import UrgencyOrder
 
 
@@ -57,15 +58,17 @@ class IterationPolicy:
         self.config = config
         self.latency = latency
         self.chunking = make_chunking(config.chunking, config.subtract_times)
-        times = prefill_times or PrefillCache(latency, config.t_target_s, max(config.min_chunk, 16))
-        self.urgency = UrgencyOrder(config, times)
-        self.targets = TbtTargets(config.stages)
+        aim_s = reference_aim_s(config, latency)
+        times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
+        self.urgency = UrgencyOrder(config, times, aim_s)
+        self.budget = IterationBudget(config, latency)
+        self.targets = self.budget.targets
         self.queue = make_queue(self.urgency.policy.parallel)
         self.admission = KvBlockAdmission(config, pool)
         self.holders = self.admission.holders
         self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost)
         self._pool = pool
-        self._rules = rules_of(config)
+        self._rules = rules_of(config, aim_s)
         self._states: dict[str, PrefillState] = {}
         self._entered = 0
         self._iterations = 0
@@ -92,6 +95,7 @@ class IterationPolicy:
         # `assess` sets the deadline, which a request that decodes at once reports too.
         line = self.urgency.assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
+        self.budget.arrived(state)
         self._insert(state, line)
 
     def transfer_in(self, state: PrefillState) -> None:
@@ -115,13 +119,15 @@ class IterationPolicy:
 
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
-        self.targets.begin(self._states[request_id])
+        self.budget.begin(self._states[request_id], self._iterations, self._long_context)
 
     def lost(self, request_id: str, known_tokens: int) -> None:
         """Queue a request whose KV is gone: all its `known_tokens`, generated ones included, are computed again."""
         state = self._states[request_id]
         state.generated = known_tokens - state.prompt
         state.scheduled = state.base = 0
+        if state.request.cached_tokens:
+            self._count_cached_part(state)
         # Its age in the admission queue starts anew: it had its turn.
         state.skipped_since = None
         self.targets.end(state)
@@ -167,16 +173,13 @@ class IterationPolicy:
         """Choose the prefill tokens of the next iteration, whose decodes are `load` (`latency.base.decode_load`).
 
         KV of requests that get their first tokens has been pledged by the pool on return. `budget_s`: longest
-        iteration, seconds; None: the aim, or the shortest TBT target of a running request. `skip`: requests that can
+        iteration, seconds; None: `budget_s(now)`. `skip`: requests that can
         take no tokens in this iteration. `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short
         prefills wait in other groups of the same lockstep batch, so a long one here yields time."""
         if not len(self.queue):
             return IterationDecision([], load)
         config = self.config
-        least_s = self.targets.least(config.t_target_s) if budget_s is None else budget_s
-        # Floor: below a few times one token's cost an iteration is overhead only, and one tight TBT target would stop
-        # prefills.
-        t_target_s = max(least_s, config.least_gain * self.latency.rows_s(1))
+        t_target_s = self.budget_s(now) if budget_s is None else budget_s
         if t_target_s != self._rules.t_target_s:
             self._rules = replace(self._rules, t_target_s=t_target_s)
         shorts_wait = self.queue.longs > 0 and (shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait)
@@ -191,8 +194,9 @@ class IterationPolicy:
     def observed(self, load: BatchLoad, seconds: float) -> None:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
-        # Cached isolated times follow the corrected model.
-        self.urgency.prefill_times.refresh()
+        # Cached isolated times and efficient chunks follow the corrected model.
+        if self.urgency.prefill_times.refresh():
+            self.budget.refresh()
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -201,6 +205,16 @@ class IterationPolicy:
 
         `skipped_since` is set for those that are blocked for lack of KV."""
         return self.queue.ordered(now)
+
+    def budget_s(self, now: float) -> float:
+        """Return the longest next iteration, seconds, that running decodes and a possible newcomer allow."""
+        return self.budget.seconds(now, self._iterations, self._long_context)
+
+    @property
+    def _long_context(self) -> int:
+        """Cached tokens of the long prompt that got tokens last and is not complete; 0: there is none."""
+        active = self.urgency.active_long
+        return active.scheduled if active is not None and active.slot >= 0 else 0
 
     @property
     def shorts_wait(self) -> bool:
@@ -223,8 +237,19 @@ class IterationPolicy:
             state.last_progress = self._iterations
         # Decodes take part in every iteration and never queue.
         if state.decoding or line is None:
-            self.targets.begin(state)
+            self.budget.begin(state, self._iterations, self._long_context)
         else:
+            self.queue.add(state, line)
+
+    def _count_cached_part(self, state: PrefillState) -> None:
+        """Count the cached part of a prompt as work again: its KV is lost, and short work may have become long."""
+        queued = state.slot >= 0
+        if queued:
+            self.queue.remove(state)
+        state.is_long = self.urgency.is_long_work(state.known, 0)
+        line = self.urgency.line(state)
+        state.total_s = max(state.total_s, state.work_s)
+        if queued:
             self.queue.add(state, line)
 
     def _admit(self, request_id: str) -> bool:

@@ -23,6 +23,7 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost
 from headway.policy.iteration.admission import refuse_unservable
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
@@ -74,7 +75,8 @@ class GroupedScheduler:
         self.exchange = exchange
         self.shard_tokens = shard_tokens(config, latency, block_managers[0])
         # One cache for all groups. Isolated times count attention over one shard: shards are attended concurrently.
-        times = PrefillCache(ShardedModel(latency, self.shard_tokens), config.t_target_s, max(config.min_chunk, 16))
+        aim_s = reference_aim_s(config, latency)
+        times = PrefillCache(ShardedModel(latency, self.shard_tokens), aim_s, max(config.min_chunk, 16))
         self.shard_table = ShardTable()
         self._placement = ShardPlacement(self.shard_table, config.admission_age_s)
         self.groups = [

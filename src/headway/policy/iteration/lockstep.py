@@ -74,8 +74,8 @@ class LockstepBatch:
             if any(self._owner[name][1] == group.group for name in waits)
         }
         shorts = any(group.policy.shorts_wait for group in self.groups)
-        # Lockstep groups end together: the shortest TBT target of any bounds all.
-        least_s = min(group.policy.targets.least(group.config.t_target_s) for group in self.groups)
+        # Lockstep groups end together: the shortest budget of any bounds all.
+        least_s = min(group.policy.budget_s(now) for group in self.groups)
         # Owners of spanning prefills first (their chunks load all holders), the least recently served one leading.
         for group in sorted(self.groups, key=lambda g: (g.group not in last, last.get(g.group, 0), g.group)):
             chunks, load = group.builder.pick_chunks(

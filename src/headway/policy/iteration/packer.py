@@ -47,7 +47,7 @@ class PackRules(msgspec.Struct, frozen=True, gc=False):
     """Settings of `SchedulerConfig` that the packer reads; the config explains each field."""
 
     t_target_s: float
-    """Longest iteration, seconds: the configured aim, lowered to the shortest TBT target of a running request."""
+    """Longest iteration, seconds (`IterationPolicy.budget_s`)."""
     max_tokens: int
     """Rows of one iteration, decodes included."""
     min_chunk: int
@@ -58,10 +58,10 @@ class PackRules(msgspec.Struct, frozen=True, gc=False):
     stretch: float = 0.0
 
 
-def rules_of(config: SchedulerConfig) -> PackRules:
-    """Return the rules before any running request has a TBT target below `t_target_s`."""
+def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
+    """Return the rules of a configuration for iterations of at most `t_target_s` seconds."""
     return PackRules(
-        t_target_s=config.t_target_s,
+        t_target_s=t_target_s,
         max_tokens=config.max_num_batched_tokens,
         min_chunk=config.min_chunk,
         progress_every=config.progress_every,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from headway.core.request import Request
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import WHOLE
 
@@ -17,8 +18,9 @@ from headway.policy.iteration.prefill import WHOLE
 def shard_tokens(config: SchedulerConfig, latency: LatencyModel, block_manager: BlockManager) -> int:
     """Return the limit of a shard in tokens: whole blocks, at least one, at most the pool."""
     given = config.kv_shard_tokens
-    tokens = given if given is not None else _decodable(config.t_target_s, latency, block_manager.total_tokens)
-    return max(1, min(tokens, block_manager.total_tokens) // block_manager.block_tokens) * block_manager.block_tokens
+    if given is None:
+        given = _decodable(reference_aim_s(config, latency), latency, block_manager.total_tokens)
+    return max(1, min(given, block_manager.total_tokens) // block_manager.block_tokens) * block_manager.block_tokens
 
 
 def limit_of(request: Request, shard: int, groups: int, block_tokens: int) -> int:

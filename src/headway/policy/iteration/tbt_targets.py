@@ -1,44 +1,87 @@
-"""TBT targets of decoding requests: an iteration keeps to the shortest."""
+"""Targets of decoding requests: the longest gap each allows, and when its next token is due."""
 
 from __future__ import annotations
 
+import heapq
+
+from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import PrefillState
 
 
 class TbtTargets:
-    """Multiset of the TBT targets of decoding requests, in seconds of one pipeline stage."""
+    """Gap targets and due times of the decoding requests of one group, in seconds of one pipeline stage.
 
-    def __init__(self, stages: int) -> None:
-        self._stages = stages
-        # Number of requests by target. Few distinct targets exist, so the minimum is cheap.
-        self.held: dict[float, int] = {}
+    Every decode gains a token in every iteration, so due times of requests with the same target move together: a heap
+    by the due time less the target's seconds of all iterations so far never needs an update."""
 
-    def begin(self, state: PrefillState) -> None:
-        """Add the target of a request that begins to decode."""
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._stages = config.stages
+        # With several stages a decode takes part in some iterations only, so its tokens cannot be counted by them.
+        self._lends = config.stages == 1
+        # Requests by gap target. Few distinct targets exist, so the minimum is cheap.
+        self._gaps: dict[float, int] = {}
+        # Heaps of (due time of the next token as of iteration 0, request) by seconds a token.
+        self._due: dict[float, list[tuple[float, str]]] = {}
+        # Members: seconds a token and heap key. Entries of other keys are out of date.
+        self._members: dict[str, tuple[float, float]] = {}
+
+    @property
+    def decoding(self) -> bool:
+        """Whether any request decodes."""
+        return bool(self._members)
+
+    def begin(self, state: PrefillState, aim_s: float, iteration: int) -> None:
+        """Add a request that decodes after `iteration`. `aim_s`: seconds a token if it has no target of its own."""
         state.decoding = True
-        tbt_s = state.request.slo.tbt_s
-        if tbt_s is not None:
+        slo, name = state.request.slo, state.request.id
+        if slo.tbt_s is not None:
             # A token passes all stages, one iteration each: every stage gets an equal part of its TBT.
-            per_stage = tbt_s / self._stages
-            self.held[per_stage] = self.held.get(per_stage, 0) + 1
+            gap_s = slo.tbt_s / self._stages
+            self._gaps[gap_s] = self._gaps.get(gap_s, 0) + 1
+            self._members[name] = (-gap_s, 0.0)
+            return
+        # Token j is due at deadline + j·aim: the next one, j = generated, as of now.
+        key = state.deadline_s + aim_s * (state.generated - iteration)
+        self._members[name] = (aim_s, key)
+        heap = self._due.setdefault(aim_s, [])
+        # Entries of ended requests leave the heap at its top only: drop them all before they outnumber the others.
+        if len(heap) > 2 * len(self._members) + 16:
+            heap[:] = [entry for entry in heap if self._members.get(entry[1]) == (aim_s, entry[0])]
+            heapq.heapify(heap)
+        heapq.heappush(heap, (key, name))
 
     def end(self, state: PrefillState) -> None:
-        """Remove the target of a request that no longer decodes, if it did: its KV was evicted."""
+        """Remove a request that no longer decodes, if it did: its KV was evicted."""
         if state.decoding:
             self.leave(state)
             state.decoding = False
 
     def leave(self, state: PrefillState) -> None:
-        """Remove the target of a decoding request that leaves this group. It stays marked as decoding."""
-        tbt_s = state.request.slo.tbt_s
-        if tbt_s is not None:
-            per_stage = tbt_s / self._stages
-            left = self.held.get(per_stage, 0) - 1
-            if left > 0:
-                self.held[per_stage] = left
+        """Remove a decoding request that leaves this group. It stays marked as decoding."""
+        aim_s, _ = self._members.pop(state.request.id, (0.0, 0.0))
+        if aim_s < 0:
+            left = self._gaps[-aim_s] - 1
+            if left:
+                self._gaps[-aim_s] = left
             else:
-                self.held.pop(per_stage, None)
+                del self._gaps[-aim_s]
 
     def least(self, t_target_s: float) -> float:
-        """Return the shortest target, at most `t_target_s`."""
-        return min(t_target_s, min(self.held)) if self.held else t_target_s
+        """Return the shortest gap target, at most `t_target_s`."""
+        return min(t_target_s, min(self._gaps)) if self._gaps else t_target_s
+
+    def allowed(self, now: float, iteration: int, aim_s: float, longest_s: float) -> float:
+        """Return the longest iteration, seconds, at most `longest_s`, that breaks no gap target and lets no token of
+        the others become overdue.
+
+        `aim_s` is allowed by requests without a gap target in any case: a late one gains no time by shorter chunks."""
+        allowed_s = self.least(longest_s)
+        for each_s, heap in list(self._due.items()):
+            while heap and self._members.get(heap[0][1]) != (each_s, heap[0][0]):
+                heapq.heappop(heap)
+            if not heap:
+                del self._due[each_s]
+                continue
+            spare_s = heap[0][0] + each_s * iteration - now if self._lends else 0.0
+            allowed_s = min(allowed_s, max(aim_s, spare_s))
+        return allowed_s

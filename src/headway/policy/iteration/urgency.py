@@ -13,23 +13,30 @@ from headway.policy.iteration.queue import WaitingQueue
 class UrgencyOrder:
     """Urgency lines of one group's prefills. The caller stores them in the queue."""
 
-    def __init__(self, config: SchedulerConfig, prefill_times: PrefillCache) -> None:
+    def __init__(self, config: SchedulerConfig, prefill_times: PrefillCache, aim_s: float) -> None:
+        """`aim_s`: seconds of a usual iteration, the unit of `long_iterations`."""
         self._config = config
+        self._aim_s = aim_s
         self.policy = make_policy(config.policy)
         self.prefill_times = prefill_times
         # The long request that got tokens last; it keeps its place by a quantum.
         self.active_long: PrefillState | None = None
 
     def is_long(self, request: Request) -> bool:
-        """Whether a request is long: by its tokens (Medha's IsLong, made for its GPUs) or by its isolated time.
+        """Whether a request is long: by its uncached tokens or their isolated time."""
+        return self.is_long_work(request.prompt_tokens, request.cached_tokens)
 
-        On a slow processor prompts below `long_tokens` take many iterations too."""
+    def is_long_work(self, tokens: int, cached: int) -> bool:
+        """Whether computing `tokens` tokens but for the cached ones is long.
+
+        By their number (Medha's IsLong, made for its GPUs) or by their isolated time: on a slow processor prompts
+        below `long_tokens` take many iterations too."""
         config = self._config
-        if request.prompt_tokens > config.long_tokens:
+        if tokens - cached > config.long_tokens:
             return True
-        alone_s = self.prefill_times.remaining_s(request.prompt_tokens, request.cached_tokens)
+        alone_s = self.prefill_times.remaining_s(tokens, cached)
         # long_iterations 0 (paper mode): tokens only.
-        return 0 < config.long_iterations * config.t_target_s < alone_s
+        return 0 < config.long_iterations * self._aim_s < alone_s
 
     def assess(self, state: PrefillState) -> UrgencyLine:
         """Set a new request's isolated time and deadline. Return its line."""

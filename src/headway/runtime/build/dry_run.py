@@ -8,6 +8,7 @@ from headway.core.clock import ManualClock
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
 from headway.runtime.build.engine import assemble
 from headway.runtime.build.engine_summary import summary
@@ -30,7 +31,7 @@ def loaded(config: EngineConfig) -> EngineCore:
 def described(core: EngineCore, prefills: bool = True) -> list[str]:
     """Return lines on what fits, and on chunks and times to expect. prefills: False for a decode instance."""
     info, scheduler = core.info, core.scheduler
-    budget = scheduler.config.t_target_s
+    budget = reference_aim_s(scheduler.config, scheduler.latency)
     latency, groups = scheduler.latency, None
     if isinstance(scheduler, GroupedScheduler):
         shard = scheduler.shard_tokens

@@ -27,6 +27,7 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
 from headway.perf.latency.tables import TableLatency, TableSource
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime import embedded
@@ -124,7 +125,7 @@ def _engine(
         policy=schedule.policy,
         chunking=schedule.chunking,
         mode=schedule.mode,
-        t_target_s=schedule.t_target_s,
+        t_target_s=reference_aim_s(schedule, latency),
         max_num_seqs=schedule.max_num_seqs,
         max_queued_requests=config.max_queued_requests,
         parameters=built.parameters,

@@ -11,7 +11,7 @@ def summary(info: EngineInfo, groups: str | None = None) -> list[str]:
     per_token = info.kv_bytes // info.kv_tokens_total
     size = f"{info.parameters / 1e6:.1f} M parameters"
     cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
-    aim = f"iterations of at most {info.t_target_s * 1e3:.0f} ms"
+    aim = f"iterations of {info.t_target_s * 1e3:.0f} ms beside decodes"
     processor = f"{info.processor or 'not known'}{f', {info.kernels}' if info.kernels else ''}"
     lines = [
         ("model", info.model),

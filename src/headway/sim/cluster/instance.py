@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
+from headway.policy.iteration.aim import reference_aim_s
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.replica import SimulatedEngine
 
@@ -24,7 +25,7 @@ class SimulatedInstance:
         # by request: tokens of its prefill, and predicted seconds that are left
         self._prefills: dict[str, tuple[int, float]] = {}
         self._prefill_backlog_s = 0.0
-        self._times = PrefillCache(replica.spec.latency, replica.spec.config.t_target_s)
+        self._times = PrefillCache(replica.spec.latency, reference_aim_s(replica.spec.config, replica.spec.latency))
 
     def add(self, track: DecodeTrack, now: float) -> None:
         """Admit a request. Raises RequestError when it can never be served here."""

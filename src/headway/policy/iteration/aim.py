@@ -1,0 +1,80 @@
+"""Default aim of an iteration: the time of an efficient chunk, which depends on the machine and on the context."""
+
+from __future__ import annotations
+
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
+from headway.policy.iteration.config import SchedulerConfig
+
+LEAST_AIM_S = 0.055
+"""Shortest default aim, seconds: a gap between tokens that a reader does not notice."""
+LONGEST_AIM_S = 0.25
+"""Longest default aim, seconds, however much a longer chunk would gain."""
+DECODE_EFFICIENCY = 0.8
+"""Share of the best tokens per second that the default target between two tokens gives a prefill."""
+NEWCOMER_EFFICIENCY = 0.9
+"""The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
+_GROWTH = 1.25
+# No iteration is longer by default, so no longer one sets the best rate.
+_LONGEST_COMPARED_S = 1.0
+# Attention within a chunk is work, not overhead: rates of chunks are compared around the same context, which must
+# exceed half of any chunk.
+_LEAST_CONTEXT = MAX_CHUNK // 2
+
+
+class EfficientChunks:
+    """Iteration times of efficient chunks under one latency model, cached by context length up to a power of two."""
+
+    def __init__(self, latency: LatencyModel, max_tokens: int) -> None:
+        """`max_tokens`: most rows of an iteration."""
+        self._latency = latency
+        self._sizes = _sizes(min(max_tokens, MAX_CHUNK))
+        # By context (its bit length): the rate in tokens/s and the seconds of each size.
+        self._points: dict[int, list[tuple[float, float]]] = {}
+        self._aims: dict[tuple[int, float], float] = {}
+
+    def clear(self) -> None:
+        """Drop cached times, after the latency model has changed."""
+        self._points.clear()
+        self._aims.clear()
+
+    def aim_s(self, context: int, share: float) -> float:
+        """Return the shortest iteration, seconds, whose lone chunk reaches `share` of the best tokens per second.
+
+        Within `LEAST_AIM_S` … `LONGEST_AIM_S`. `context`: tokens that the chunk attends."""
+        bucket = max(context, _LEAST_CONTEXT).bit_length()
+        aim = self._aims.get((bucket, share))
+        if aim is None:
+            points = self._points.get(bucket)
+            if points is None:
+                points = self._points[bucket] = self._measure(1 << (bucket - 1))
+            enough = share * max(rate for rate, _ in points)
+            seconds = next(seconds for rate, seconds in points if rate >= enough)
+            aim = self._aims[bucket, share] = min(max(seconds, LEAST_AIM_S), LONGEST_AIM_S)
+        return aim
+
+    def _measure(self, context: int) -> list[tuple[float, float]]:
+        points = []
+        for size in self._sizes:
+            seconds = self._latency.rows_s(size) + one_chunk_s(self._latency, context - size // 2, size)
+            points.append((size / seconds if seconds > 0 else float("inf"), seconds))
+            if seconds > _LONGEST_COMPARED_S:
+                break
+        return points
+
+
+def reference_aim_s(config: SchedulerConfig, latency: LatencyModel) -> float:
+    """Return the target between two tokens for a prompt of moderate length: as configured, else the machine's.
+
+    The unit of `long_iterations`, and the iteration of a predicted isolated prefill."""
+    if config.t_target_s is not None:
+        return config.t_target_s
+    return EfficientChunks(latency, config.max_num_batched_tokens).aim_s(0, DECODE_EFFICIENCY)
+
+
+def _sizes(most: int) -> list[int]:
+    """Return chunk sizes to compare, in tokens: a geometric grid that ends at `most`."""
+    sizes, size = [], min(8, most)
+    while size < most:
+        sizes.append(size)
+        size = max(size + 1, int(size * _GROWTH))
+    return [*sizes, most]

@@ -1,0 +1,107 @@
+"""Longest time of the next iteration, from what it would delay: running decodes, and a request that may arrive.
+
+A decode without a target of its own gets the aim of the configuration, or by default of the machine (`aim`). Its tokens
+are due at deadline + aim·j, so that one which is ahead lends its time to prefills (FairBatching, arXiv 2510.14392).
+Departures from FairBatching: a gap target of a request, or a configured aim, bounds every gap and lends nothing; a
+decode lends no more than makes chunks efficient, since a reader sees each gap; with pipeline stages nothing is lent,
+and a newcomer waits no longer than a decode.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from headway.perf.latency.base import LatencyModel
+from headway.policy.iteration.aim import DECODE_EFFICIENCY, NEWCOMER_EFFICIENCY, EfficientChunks
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.tbt_targets import TbtTargets
+
+LONGEST_WAIT_S = 1.0
+"""Longest iteration by default, however rare arrivals are, seconds."""
+_WAIT_SHARE = 0.05
+"""A newcomer's wait as a share of the expected time between arrivals."""
+_GAPS = 4
+"""Arrivals are expected at the shortest of so many past intervals: bursts end a quiet time at once."""
+_QUIET = 5.0
+"""Without arrivals for so many such intervals they are expected to be rarer (probability 0.7% of Poisson arrivals)."""
+
+
+class ArrivalGaps:
+    """Expected time between arrivals, from the last few of them."""
+
+    def __init__(self) -> None:
+        self._last_s: float | None = None
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+
+    def arrived(self, at_s: float) -> None:
+        """Note an arrival. Times that go backwards count as simultaneous."""
+        if self._last_s is not None:
+            self._gaps.append(max(0.0, at_s - self._last_s))
+        self._last_s = at_s if self._last_s is None else max(at_s, self._last_s)
+
+    def expected_s(self, now: float) -> float:
+        """Return the expected interval, seconds; 0 before any arrival."""
+        if self._last_s is None:
+            return 0.0
+        quiet_s = max(0.0, now - self._last_s)
+        # With one arrival only, the time since then is all there is to go by.
+        return max(min(self._gaps), quiet_s / _QUIET) if self._gaps else quiet_s
+
+
+class IterationBudget:
+    """Time budget of the iterations of one group. Deterministic: time is an argument."""
+
+    def __init__(self, config: SchedulerConfig, latency: LatencyModel) -> None:
+        self._config = config
+        self._latency = latency
+        self._chunks = EfficientChunks(latency, config.max_num_batched_tokens)
+        self._arrivals = ArrivalGaps()
+        self.targets = TbtTargets(config)
+
+    def arrived(self, state: PrefillState) -> None:
+        """Note a new request: arrivals decide how long a newcomer may wait."""
+        self._arrivals.arrived(state.request.arrival_s)
+
+    def begin(self, state: PrefillState, iteration: int, context: int) -> None:
+        """Note that a request decodes after `iteration` iterations. Its tokens are due at the aim of this moment."""
+        self.targets.begin(state, self._aim_s(context), iteration)
+
+    def seconds(self, now: float, iteration: int, context: int) -> float:
+        """Return the longest iteration that the running decodes and a possible newcomer allow, seconds.
+
+        `iteration`: how many have begun. `context`: cached tokens of the long prompt in progress, on which the size of
+        an efficient chunk depends."""
+        config = self._config
+        if not self.targets.decoding:
+            bound_s = self._newcomer_s(now, context)
+        elif config.t_target_s is not None:
+            bound_s = self.targets.least(config.t_target_s)
+        else:
+            longest_s = self._chunks.aim_s(context, NEWCOMER_EFFICIENCY)
+            bound_s = self.targets.allowed(now, iteration, self._aim_s(context), longest_s)
+        # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
+        # prefills.
+        return max(bound_s, config.least_gain * self._latency.rows_s(1))
+
+    def refresh(self) -> None:
+        """Follow a latency model that has learned."""
+        self._chunks.clear()
+
+    def _newcomer_s(self, now: float, context: int) -> float:
+        """Return the longest iteration while nothing decodes: what a request that arrives during it may wait."""
+        config = self._config
+        # What decodes would get is never too long for a newcomer.
+        aim_s = self._aim_s(context)
+        if config.stages > 1:
+            # A batch behind this one may hold a prompt's end, whose request decodes next.
+            return aim_s
+        if config.newcomer_wait_s is not None:
+            return max(aim_s, config.newcomer_wait_s)
+        rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * self._arrivals.expected_s(now))
+        return max(aim_s, self._chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
+
+    def _aim_s(self, context: int) -> float:
+        """Return the target between two tokens: as configured, else by the machine, seconds."""
+        configured_s = self._config.t_target_s
+        return self._chunks.aim_s(context, DECODE_EFFICIENCY) if configured_s is None else configured_s
