@@ -178,7 +178,7 @@ class DecisionView(NamedTuple):
     def of(cls, policy: IterationPolicy, now: float) -> DecisionView:
         """Return it before `pick` at `now`, in the way that `IterationPolicy.pick` computes it."""
         config, queue = policy.config, policy.queue
-                waits = queue.longs > 0 and (not config.yield_only_to_shorts or policy.shorts_wait)
+        waits = queue.longs > 0 and (not config.yield_only_to_shorts or policy.shorts_wait)
         return cls(policy.budget_s(now), waits and config.shares_space)
 
 
