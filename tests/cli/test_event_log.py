@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from headway.core import event_log
 from headway.core.errors import ConfigError
 from headway.core.event_log import open_event_log
 
@@ -35,19 +34,15 @@ def test_a_log_of_an_earlier_run_is_kept_beside_the_new_one(tmp_path: Path) -> N
     }
 
 
-def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_another_process_writes_to_is_refused_until_that_has_ended(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     words = [sys.executable, "-c", HOLD + "print(1, flush=True); sys.stdin.read()", path]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == b"1\n"
-        with monkeypatch.context() as patched:
-            patched.setattr(event_log, "_ATTEMPTS", 0)
-            with pytest.raises(ConfigError, match=f"another process writes to {path}: give each its own file"):
-                open_event_log(path)
+        with pytest.raises(ConfigError, match=f"another process writes to {path}: give each its own file"):
+            open_event_log(path, attempts=0)
         assert [each.name for each in tmp_path.iterdir()] == ["log"]
         other.stdin.close()  # it ends while the next one waits
         with open_event_log(path) as file:

@@ -44,8 +44,6 @@ CLUSTERS: dict[str, tuple[str, object, object]] = {
 ALONE = ("tetris-mixed", "loongserve-mixed", "jsq-mixed")
 """Where an instance may do all that there is to do alone."""
 NAMES = list(CLUSTERS)
-QUICK = ("tetris", 1)
-"""An instance is killed while it computes: the case of `make test`."""
 TURNS = 3
 
 
@@ -84,7 +82,7 @@ CASES = [
     pytest.param(
         name,
         turn,
-        marks=[pytest.mark.xdist_group(name), *([] if (name, turn) == QUICK else [pytest.mark.long])],
+        marks=[pytest.mark.xdist_group(name), pytest.mark.long],
         id=f"{name}-{turn}",
     )
     for name in NAMES

@@ -40,9 +40,8 @@ class Corpse(subprocess.Popen[bytes]):
 def held(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineChild, Corpse]]:
     corpse = Corpse()
     monkeypatch.setattr(module, "spawn", lambda endpoint, config, module: corpse)
-    monkeypatch.setattr(module, "_END_S", 0.05)
     try:
-        yield EngineChild(EngineConfig(model="m"), "m", folder, 0), corpse
+        yield EngineChild(EngineConfig(model="m"), "m", folder, 0, end_s=0.05), corpse
     finally:
         corpse.released.set()
         assert corpse.wait(20) == -signal.SIGKILL

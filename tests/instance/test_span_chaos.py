@@ -133,6 +133,6 @@ def test_answers_are_unchanged_under_random_events(world: World, expected: Expec
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_answers_are_unchanged_under_many_random_events(world: World, expected: Expected, seed: int) -> None:
-    soak(world, expected, 40, 100 + seed)
+    soak(world, expected, 30, 100 + seed)

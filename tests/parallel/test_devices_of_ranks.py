@@ -17,8 +17,7 @@ from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.perf.hardware import device as device_module
-from headway.perf.hardware.device import CudaReport, DeviceAssignment, choose
+from headway.perf.hardware.device import CudaReport, DeviceAssignment, choose, has_driver
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import cuda_probe as cuda
 from headway.runtime.executor.group_attention import GroupAttention
@@ -39,19 +38,26 @@ def never() -> NoReturn:
     raise AssertionError("nobody had to ask torch")
 
 
-def drivers(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    monkeypatch.setattr(device_module, "_DRIVERS", ("/",) if there else ("/there is none",))
+def driver() -> bool:
+    return True
 
 
-def test_auto_is_the_cpu_unless_every_worker_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    drivers(monkeypatch, False)
-    assert choose("auto", 1, never) is None
-    assert choose("cpu", 1, never) is None
-    drivers(monkeypatch, True)
-    assert choose("cpu", 1, never) is None
-    assert choose("auto", 2, lambda: PAIR) == DeviceAssignment(0, "A", 30)
-    assert choose("auto", 3, lambda: PAIR) is None
-    assert choose("auto", 1, lambda: CudaReport("2.9+cpu")) is None
+def no_driver() -> bool:
+    return False
+
+
+def test_auto_is_the_cpu_unless_every_worker_has_a_device() -> None:
+    assert choose("auto", 1, never, no_driver) is None
+    assert choose("cpu", 1, never, no_driver) is None
+    assert choose("cpu", 1, never, driver) is None
+    assert choose("auto", 2, lambda: PAIR, driver) == DeviceAssignment(0, "A", 30)
+    assert choose("auto", 3, lambda: PAIR, driver) is None
+    assert choose("auto", 1, lambda: CudaReport("2.9+cpu"), driver) is None
+
+
+@pytest.mark.parametrize(("file", "there"), [("/", True), ("/there is none", False)])
+def test_a_driver_is_known_by_its_files(file: str, there: bool) -> None:
+    assert has_driver(("/there is none", file)) == there
 
 
 def test_cuda_is_asked_for_by_number() -> None:

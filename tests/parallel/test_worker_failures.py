@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
+from tests.helpers.marks import quick_first
 from tests.helpers.rank_faults import FAULTS, TIMEOUT_S, World, cut, hang, kill, rank_config, serve_through, world
 from tests.helpers.rank_serving import Ask, greedy, prompt_of
 
@@ -68,7 +69,7 @@ HALF = {"killed": MOMENTS, "hung": MOMENTS[1::2], "cut off": MOMENTS[::2]}
     ("tp", "stages", "kvp"),
     [pytest.param(*layout, marks=() if layout == (1, 2, 1) else pytest.mark.long) for layout in LAYOUTS],
 )
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", quick_first(list(FAULTS)))
 def test_every_answer_is_that_of_an_undisturbed_run(
     llama: Path, wanted: list[list[int]], tp: int, stages: int, kvp: int, fault: str
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, params, prompt_of, reserve, rest, send
 from tests.helpers.instance_world import Part, World
 
-TURNS, RESTARTS = 200, 4
+TURNS, RESTARTS = 100, 2
 WARM = 20
 """Turns after which everything that is made once has been made."""
 _MORE_BYTES = 16 << 20

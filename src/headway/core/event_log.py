@@ -38,12 +38,12 @@ def event_sink(path: str) -> EventSink:
     return write
 
 
-def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
+def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> IO[bytes]:
     """Open an empty event log for appending, locked while it is open.
 
     The log of an earlier run is renamed first: FILE becomes FILE.until-20260102T030405Z, the time of its last line. A
     path that is not a regular file (a pipe, /dev/null) is opened as it is. Raises ConfigError when the path cannot be
-    opened or another process writes to it.
+    opened or another process writes to it; attempts: how often to try again before that, `_PAUSE_S` apart.
     """
     try:
         while True:
@@ -52,7 +52,7 @@ def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):
                     return file
-                _lock(file)
+                _lock(file, attempts)
                 # Another process may have renamed the file between open and lock: then open the new one.
                 if not _still_there(path, about):
                     file.close()
@@ -73,15 +73,15 @@ def open_event_log(path: str, buffering: int = 0) -> IO[bytes]:
         raise ConfigError(f"event-log: {path}: {error.strerror}") from error
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Lock the file, waiting for its writer a few seconds. Raises BlockingIOError after that."""
+def _lock(file: IO[bytes], attempts: int) -> None:
+    """Lock the file, waiting for its writer for so many pauses. Raises BlockingIOError after that."""
     pause = threading.Event()
-    for attempt in range(_ATTEMPTS + 1):
+    for attempt in range(attempts + 1):
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if attempt == _ATTEMPTS:
+            if attempt == attempts:
                 raise
             pause.wait(_PAUSE_S)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,19 +44,22 @@ def check(asked: str) -> str:
     return asked
 
 
-def has_driver() -> bool:
-    """Return whether this host has the driver of an accelerator that CUDA programs use."""
-    return any(Path(path).exists() for path in _DRIVERS)
+def has_driver(files: Sequence[str] = _DRIVERS) -> bool:
+    """Return whether this host has the driver of an accelerator that CUDA programs use: one of its files."""
+    return any(Path(path).exists() for path in files)
 
 
-def choose(asked: str, workers: int, look: Callable[[], CudaReport]) -> DeviceAssignment | None:
+def choose(
+    asked: str, workers: int, look: Callable[[], CudaReport], there: Callable[[], bool] = has_driver
+) -> DeviceAssignment | None:
     """Return the CUDA devices of `workers` workers; None: the CPU.
 
     "auto" takes the CPU unless there is a device for each worker. look: imports torch, which takes seconds; it is not
-    called for "auto" without a driver. Raises ConfigError when the requested devices do not exist.
+    called for "auto" without a driver. there: whether there is one. Raises ConfigError when the requested devices do
+    not exist.
     """
     check(asked)
-    if asked == "cpu" or (asked == "auto" and not has_driver()):
+    if asked == "cpu" or (asked == "auto" and not there()):
         return None
     # Imports torch; every case above is decided without it.
     found = look()

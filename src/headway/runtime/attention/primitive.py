@@ -93,11 +93,13 @@ def _attend_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | 
     return out.squeeze(0), lse.squeeze(0)
 
 
-def _attend_math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """`_attend_flash` by plain operations, for other devices. At most `_SCORES` scores are materialised at a time."""
+def _attend_math(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, scores_at_once: int = _SCORES
+) -> tuple[Tensor, Tensor]:
+    """`_attend_flash` by plain operations, for other devices. At most `scores_at_once` are materialised at a time."""
     group = q.shape[0] // k.shape[0]
     # Scores are q_heads x rows x keys numbers in fp32: bound the keys of one step, and merge the steps.
-    most = max(1, _SCORES // (q.shape[0] * q.shape[1]))
+    most = max(1, scores_at_once // (q.shape[0] * q.shape[1]))
     if not causal and k.shape[1] > most:
         shards = zip(torch.split(k, most, dim=1), torch.split(v, most, dim=1), strict=True)
         parts = [_attend_math(q.float(), keys, values, False, scale) for keys, values in shards]

@@ -35,7 +35,8 @@ class EngineChild:
     abandoned = False
     """Whether the engine was lost with its host, which did not return in time."""
 
-    def __init__(self, config: EngineConfig, module: str, folder: Path, serial: int) -> None:
+    def __init__(self, config: EngineConfig, module: str, folder: Path, serial: int, end_s: float = _END_S) -> None:
+        """end_s: seconds within which `end` lets the process end in order."""
         endpoint = f"ipc://{folder}/e{serial}"
 
         def bind(messages: zmq.Socket[Any], beats: zmq.Socket[Any]) -> None:
@@ -47,6 +48,7 @@ class EngineChild:
         """The engine's own report of why it ended, if it sent one."""
         self.served = False
         """Whether the engine has ever been ready."""
+        self._end_s = end_s
         self._reaper: threading.Thread | None = None
         try:
             self.process = spawn(endpoint, config, module)
@@ -82,7 +84,7 @@ class EngineChild:
     def end(self, at_once: bool = False) -> None:
         """End the process. May be called repeatedly.
 
-        at_once: kill it and return immediately; otherwise it may end in order within `_END_S`. A process that the
+        at_once: kill it and return immediately; otherwise it may end in order within `end_s`. A process that the
         kernel does not release in time (it frees much memory, or waits for a disk) is left to a background thread.
         """
         self._channel.close()
@@ -90,7 +92,7 @@ class EngineChild:
             if not at_once:
                 self.process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(_END_S)
+                    self.process.wait(self._end_s)
             if self.process.poll() is None:
                 # The whole process group: the engine's workers are in it.
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -98,4 +100,4 @@ class EngineChild:
                 self._reaper = threading.Thread(target=self.process.wait, name="reaper", daemon=True)
                 self._reaper.start()
         if self._reaper is not None and not at_once:
-            self._reaper.join(_END_S)
+            self._reaper.join(self._end_s)
