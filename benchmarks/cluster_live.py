@@ -355,7 +355,9 @@ def main() -> int:
             options.plot.mkdir(parents=True, exist_ok=True)
             picture = options.plot / f"cluster-live-{name}.png"
             figure = gantt_figure(
-                bars, [each.seen for each in client.fleet], f"{name}: 3 live instances on {about['cores']} cores"
+                bars,
+                [each.initial_instance for each in client.fleet],
+                f"{name}: 3 live instances on {about['cores']} cores",
             )
             figure.savefig(picture)
             print(f"{name}: {picture}, replayed: ", end="", flush=True)

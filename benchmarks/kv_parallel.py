@@ -75,7 +75,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[tuple[float, float, flo
     shared = GroupAttention(CpuBackend(), links, args.q_heads)
     whole = BatchSegment(0, 1, args.tokens, ((0, slots),))
     own = BatchSegment(0, 1, args.tokens - share * owner, ((share * owner, slots - share * owner),))
-    reading = PartialRead(0, 1, own.runs if rank == owner else ((0, share),), rank == owner)
+    reading = PartialRead(0, 1, own.slot_ranges if rank == owner else ((0, share),), rank == owner)
 
     def one() -> None:
         if rank == owner:
@@ -96,7 +96,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[tuple[float, float, flo
         else:
             plan = shared.share((), pool, (), [RemoteRows(owner, 1, [(0, share)])])
             for layer in range(args.layers):
-                shared.visit(layer, plan)
+                shared.attend_in_place(layer, plan)
 
     turns = [(clock(one), clock(local, slowest=True), clock(merged)) for _ in range(args.repeats + 1)]
     return turns[1:]

@@ -14,7 +14,7 @@ from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
 from headway.runtime.attention.primitive import attend
-from headway.runtime.attention.slots import cut_runs
+from headway.runtime.attention.slots import cut_ranges
 
 
 def fragmented(lengths: list[int], block: int, seed: int) -> tuple[list[tuple[tuple[int, int], ...]], int]:
@@ -93,9 +93,9 @@ def test_compiled_decode_equals_aten_over_many_tiles(context: int) -> None:
 
 
 def test_adjacent_runs_are_one_view_and_cuts_are_exact() -> None:
-    assert cut_runs(((32, 16), (48, 16), (0, 16)), 0, 40) == [(32, 32), (0, 8)]
-    assert cut_runs(((32, 16), (48, 16), (0, 16)), 20, 33) == [(52, 12), (0, 1)]
-    assert cut_runs(((32, 16),), 16, 16) == []
+    assert cut_ranges(((32, 16), (48, 16), (0, 16)), 0, 40) == [(32, 32), (0, 8)]
+    assert cut_ranges(((32, 16), (48, 16), (0, 16)), 20, 33) == [(52, 12), (0, 1)]
+    assert cut_ranges(((32, 16),), 16, 16) == []
 
 
 def test_a_plan_refuses_rows_without_slots_and_gaps() -> None:

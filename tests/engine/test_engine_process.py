@@ -194,7 +194,7 @@ def test_an_engine_that_hangs_while_starting_is_reported(monkeypatch: pytest.Mon
     async def test() -> None:
         client = make_client("hangs", worker_timeout_s=1)
         try:
-            with pytest.raises(ConfigError, match=r"was not heard of for 0.5 s: it hangs"):
+            with pytest.raises(ConfigError, match=r"sent no heartbeat for 0.5 s: it hangs"):
                 await client.start()
         finally:
             await client.close()

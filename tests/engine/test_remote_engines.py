@@ -174,7 +174,7 @@ def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
             engine.ready()
             hung = await pid(engine)
             os.kill(hung, signal.SIGSTOP)
-            assert await engine.wait_until_exited() == "was not heard of for 1 s: it hangs, or is cut off"
+            assert await engine.wait_until_exited() == "sent no heartbeat for 1 s: it hangs, or is cut off"
             engine.end()
             await eventually(lambda: not alive(hung))
 

@@ -83,7 +83,7 @@ class Model:
         """Greedy tokens from the one given on."""
         drawn = [token]
         for at in range(past, past + DECODES - 1):
-            plan = self.whole.backend.plan([BatchSegment(0, 1, at, shard.runs)], shard.pool)
+            plan = self.whole.backend.plan([BatchSegment(0, 1, at, shard.slot_ranges)], shard.pool)
             logits = self.whole.forward(torch.tensor([drawn[-1]]), torch.tensor([at]), plan, None)
             drawn.append(int(logits[-1].argmax()))
         return drawn

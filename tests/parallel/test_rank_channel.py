@@ -17,7 +17,7 @@ def test_a_channel_closes_after_a_thread_has_sent_a_control_message(tmp_path: Pa
     engine = context.socket(zmq.ROUTER)
     engine.bind(f"ipc://{tmp_path}/e")
     channel = ZmqChannel(3, f"ipc://{tmp_path}/e", None)
-    aside = channel.aside(3)
+    aside = channel.control_sender(3)
     speaks = threading.Thread(target=aside, args=(b"came",))
     speaks.start()
     speaks.join()

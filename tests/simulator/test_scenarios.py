@@ -37,6 +37,7 @@ EXAMPLES = [file for file in FILES if "\nworkload:" in file.read_text()]  # othe
         ("model", {"layers": 2}, "model.hidden is missing"),
         ("cluster.accelerator", "a1000", "cluster.accelerator: unknown accelerator 'a1000'"),
         ("run.noise.kind", "pink", "run.noise.kind must be 'none', 'lognormal' or 'uniform', not 'pink'"),
+        ("run.slo_told", False, "run.slo_told is now send_slo"),
         ("latency.source", "table", "`file` goes with `source: table`"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.kv_transfer.completion import Completion
+from headway.runtime.kv_transfer.completion import TransferCompletion
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.kv_transfer.streams import MessageStreams
 
@@ -35,10 +35,10 @@ def came(lanes: MessageStreams, lane: int, scope: str, body: bytes) -> Callable[
 def test_the_nth_message_of_a_stream_is_for_the_nth_receiver(acts: Acts, late: bool) -> None:
     """late: a message is only there when the next thing has happened."""
     lanes = MessageStreams(1)
-    waits: dict[tuple[str, int], list[tuple[Completion, bytearray]]] = defaultdict(list)
+    waits: dict[tuple[str, int], list[tuple[TransferCompletion, bytearray]]] = defaultdict(list)
     told: dict[tuple[str, int], int] = defaultdict(int)
     read: list[tuple[str, Callable[[], None]]] = []
-    ended: list[Completion] = []
+    ended: list[TransferCompletion] = []
     for number, (act, scope, lane) in enumerate(acts):
         key, due = (scope, lane), read
         read = []

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.kv.slot_ranges import cut_runs, runs_of, slots_of
+from headway.kv.slot_ranges import cut_ranges, slot_ranges_of, slots_of
 from headway.runtime.kv_transfer.body_notes import BodyNote, decode, encode, lengthen, packets, shorten
 from headway.runtime.sequence_parallel.tokens import spread
 
@@ -23,8 +23,8 @@ def test_progressions_expand_to_the_same_numbers(numbers: np.ndarray, ordered: b
     assert all(chosen.stop - chosen.start <= most for chosen, _ in cut)
     assert all(np.array_equal(lengthen(short), numbers[chosen]) for chosen, short in cut)
     assert sum(chosen.stop - chosen.start for chosen, _ in cut) == len(numbers)
-    assert sum(count for _, count in runs_of(numbers)) == len(numbers)
-    found = [np.arange(first, first + count) for first, count in runs_of(numbers)]
+    assert sum(count for _, count in slot_ranges_of(numbers)) == len(numbers)
+    found = [np.arange(first, first + count) for first, count in slot_ranges_of(numbers)]
     assert np.array_equal(np.concatenate([np.empty(0, dtype=np.int64), *found]), numbers)
 
 
@@ -55,4 +55,4 @@ def test_slots_of_tokens_are_those_of_the_runs(steps: list[tuple[int, int]], dat
     end = data.draw(st.integers(begin, total))
     expected = [slot for first, count in runs for slot in range(first, first + count)][begin:end]
     assert slots_of(runs, np.arange(begin, end)).tolist() == expected
-    assert [slot for first, count in cut_runs(runs, begin, end) for slot in range(first, first + count)] == expected
+    assert [slot for first, count in cut_ranges(runs, begin, end) for slot in range(first, first + count)] == expected

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.kv.slot_ranges import Indices, runs_of
+from headway.kv.slot_ranges import Indices, slot_ranges_of
 from headway.runtime.kv_transfer.connector import Bytes
 from headway.runtime.kv_transfer.packing import by_runs, gather, scatter, spread
 
@@ -55,7 +55,7 @@ def test_a_body_that_is_spread_or_scattered_is_in_its_slots_and_nowhere_else(
     for way in ("spread", "scatter"):
         into = whole.copy()
         if way == "spread":
-            spread(body, into[:, 1 : 1 + heads], runs_of(slots))
+            spread(body, into[:, 1 : 1 + heads], slot_ranges_of(slots))
         else:
             scatter(body, into[:, 1 : 1 + heads], slots)
         assert np.array_equal(into, wanted), way
@@ -63,5 +63,5 @@ def test_a_body_that_is_spread_or_scattered_is_in_its_slots_and_nowhere_else(
 
 def test_many_slots_in_few_runs_are_copied_run_by_run() -> None:
     long, single = np.arange(64), np.arange(0, 128, 2)
-    assert by_runs(64, len(runs_of(long)))
-    assert not by_runs(64, len(runs_of(single)))
+    assert by_runs(64, len(slot_ranges_of(long)))
+    assert not by_runs(64, len(slot_ranges_of(single)))

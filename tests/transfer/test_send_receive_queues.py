@@ -16,7 +16,7 @@ from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer import send_queue as outlets
 from headway.runtime.kv_transfer.body_notes import END, BodyNote, decode, packets
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, SaveKv
-from headway.runtime.kv_transfer.peers import Completion, SendRoom
+from headway.runtime.kv_transfer.peers import SendRoom, TransferCompletion
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
 from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, packets_of
 
@@ -45,10 +45,10 @@ class Way:
         self.taken += 1
         return SendRoom(np.empty(size, dtype=np.uint8))
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         self.taken -= 1
         self.pushed.append((decode(note), room.view.tobytes()))
-        ticket = Completion()
+        ticket = TransferCompletion()
         ticket.finish()
         return ticket
 
@@ -63,7 +63,7 @@ class Last(Way):
         super().__init__()
         self._left = left
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         self._left.set()
         return super().push(note, room)
 

@@ -70,7 +70,7 @@ def up(end: End, to: int) -> PeerConnection:
 
 def say(by: PeerConnection, frame: bytes) -> None:
     """A frame's head, whatever it says."""
-    by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.Completion(), None))
+    by._leave(connection._OutgoingFrame("r", [memoryview(frame)], connection.TransferCompletion(), None))
 
 
 def test_bodies_are_in_shared_memory_and_only_notes_in_the_socket(make: Make) -> None:

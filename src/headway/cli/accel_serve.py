@@ -70,7 +70,7 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--qps must be above 0, not {qps:g}")
     runs = {}
     for mode in COMPARED:
-        result = simulate(at.instance(mode), at.draw(qps), RunSpec(slo_told=False, seed=at.section.seed))
+        result = simulate(at.instance(mode), at.draw(qps), RunSpec(send_slo=False, seed=at.section.seed))
         rate = service.judged(result, qps, at.limits)
         runs[mode] = {"rate": rate.to_json(), "run": run_json(result, at.section.seed)}
     found = {"schema": SERVE_SCHEMA, "setting": study.to_json(), **at.to_json(), "runs": runs}

@@ -21,12 +21,12 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.sim.replay import read_log
     from headway.sim.report.live_trace import live_trace_events, timeline
 
-    told = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
-    if not told.slices and not told.requests:
+    trace = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
+    if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
-    arguments.out.write_bytes(msgspec.json.encode(live_trace_events(told)))
-    lanes = len({(one.group, one.stage) for one in told.slices})
-    print(f"{len(told.slices)} slices on {lanes} lanes, {len(told.requests)} requests: {arguments.out}")
+    arguments.out.write_bytes(msgspec.json.encode(live_trace_events(trace)))
+    lanes = len({(one.group, one.stage) for one in trace.slices})
+    print(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}")
     return 0
 
 

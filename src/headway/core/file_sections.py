@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,9 @@ class FileSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Today's names of fields, by earlier ones, which are refused with the new name."""
+
 
 def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
     """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
@@ -50,7 +53,7 @@ def limit_words(kind: str, item: Any) -> str | None:
     return None
 
 
-def _fault(item: dict[str, Any], root: type[BaseModel]) -> str:
+def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
     sections, known = _sections(root, item["loc"])
     # names of a union's alternatives are no fields of the file
     path = "".join(
@@ -61,6 +64,9 @@ def _fault(item: dict[str, Any], root: type[BaseModel]) -> str:
     name = path or "the file"
     if item["type"] == "extra_forbidden":
         allowed = [field.alias or name for section in sections for name, field in section.model_fields.items()]
+        renamed = {old: new for section in sections for old, new in section.renamed.items()}
+        if item["loc"][-1] in renamed:
+            return f"{name} is now {renamed[item['loc'][-1]]}"
         close = get_close_matches(str(item["loc"][-1]), allowed, 1, 0.6)
         hint = f" (did you mean {close[0]}?)" if close else ""
         return f"{name} is not a field; allowed here: {', '.join(allowed)}{hint}"
@@ -75,7 +81,7 @@ def _fault(item: dict[str, Any], root: type[BaseModel]) -> str:
     return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
 
 
-def _sections(root: type[BaseModel], path: Sequence[int | str]) -> tuple[list[type[BaseModel]], set[str]]:
+def _sections(root: type[FileSection], path: Sequence[int | str]) -> tuple[list[type[FileSection]], set[str]]:
     """Return the sections that a fault's field may belong to, and the names of alternatives of unions on the way."""
     sections, alternatives = [root], {"str"}
     for part in path:
@@ -88,8 +94,8 @@ def _sections(root: type[BaseModel], path: Sequence[int | str]) -> tuple[list[ty
     return sections, alternatives
 
 
-def models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[FileSection]]:
     """Return the sections that an annotation names, however deep."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, FileSection):
         return [annotation]
     return [found for part in getattr(annotation, "__args__", ()) for found in models_in(part)]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 
-def cut_runs(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+def cut_ranges(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
     """Return the slots of tokens [begin, end) of a request, as runs; adjacent runs are joined."""
     cut: list[tuple[int, int]] = []
     # Index of the request's token in the first slot of the current run.
@@ -51,7 +51,7 @@ def slots_of(runs: Sequence[tuple[int, int]], tokens: Indices) -> Indices:
     return SlotRanges(runs).of(tokens)
 
 
-def runs_of(numbers: Indices) -> list[tuple[int, int]]:
+def slot_ranges_of(numbers: Indices) -> list[tuple[int, int]]:
     """Return ascending numbers as runs (first, count) of consecutive ones."""
     if not len(numbers):
         return []

@@ -113,9 +113,9 @@ class LonePrefill:
 def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
     """Return the model of an instance by the names of device and model; the latency fit is compiled once."""
     layout = ParallelLayout(tp=tp, stages=stages)
-    told = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
+    assumptions = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
     return InstanceModel(
-        accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=told)
+        accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=assumptions)
     )
 
 

@@ -87,11 +87,11 @@ def _report(rows: list[ClaimRow], *more: PlotPanel) -> ExperimentReport:
     }
     panel = PlotPanel(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
     machines = [machine("h100", name, 8, stages, mode) for name, stages in STAGES.items() for mode in MODES]
-    told = (
+    setting = (
         "one request, simulated: prefill, then decode; TP8, 4 stages (8B) or 8 (70B), H100, equal shards, KV groups "
         "between nodes"
     )
-    source = latency_source(*machines, scenario=told)
+    source = latency_source(*machines, scenario=setting)
     source["as_scenario_file"] = scenario("llama-3-8b", 8, STAGES["llama-3-8b"], 2, 10_000_000, PREFILL_CHUNK, TOKENS)
     return ExperimentReport(source=source, rows=tuple(rows), panels=(panel, *more))
 

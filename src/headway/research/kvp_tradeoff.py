@@ -99,8 +99,8 @@ def trade(options: RunOptions) -> ExperimentReport:
         for context in CONTEXTS
     )
     machines = [machine("h100", "llama-3-8b", 4, 4, mode) for mode in MODES]
-    told = "one prefill of Llama-3 8B, simulated; H100, TP4 × 4 stages × 1, 2, 4 KV groups, chunks 32 to 256"
-    source = latency_source(*machines, scenario=told)
+    setting = "one prefill of Llama-3 8B, simulated; H100, TP4 × 4 stages × 1, 2, 4 KV groups, chunks 32 to 256"
+    source = latency_source(*machines, scenario=setting)
     source["as_scenario_file"] = scenario("llama-3-8b", 4, 4, 4, 4_000_000, 256)
     rows = _trade_rows(50_000 if options.quick else 1_000_000)
     return ExperimentReport(source=source, rows=tuple(rows), panels=panels)
@@ -152,8 +152,8 @@ def timeline(options: RunOptions) -> ExperimentReport:
     panels = [_gpus_panel(name, runs.served(name, "default")) for name in names]
     panels += [_batches_panel(name, runs.served(name, "default"), runs.served(name, "default", 1)) for name in names]
     machines = [machine("h100", name, 8, 4, mode) for name in names for mode in MODES]
-    told = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
-    source = latency_source(*machines, scenario=f"{told}chunks of {runs.chunk}, equal shards")
+    setting = f"a prefill of {prompt:,} tokens alone, simulated; TP8 × 4 stages, 1 to 4 KV groups (32 to 128 H100s), "
+    source = latency_source(*machines, scenario=f"{setting}chunks of {runs.chunk}, equal shards")
     source["as_scenario_file"] = scenario("llama-3-8b", 8, 4, 4, prompt, runs.chunk)
     return ExperimentReport(source=source, rows=tuple(_timeline_rows(runs)), panels=tuple(panels))
 

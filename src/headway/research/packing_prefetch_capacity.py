@@ -142,7 +142,7 @@ def judged(result: SimResult, qps: float, limits: ServiceLimits) -> RateResult:
 
 def rate_of(spec: InstanceSpec, draw: Draw, limits: ServiceLimits, qps: float) -> RateResult:
     """Simulate one rate and compare it with the limits."""
-    return judged(simulate(spec, draw(qps), RunSpec(slo_told=False)), qps, limits)
+    return judged(simulate(spec, draw(qps), RunSpec(send_slo=False)), qps, limits)
 
 
 def expected_qps(spec: InstanceSpec, requests: Sequence[TraceRequest]) -> float:

@@ -112,7 +112,7 @@ def transfer_share(tokens: int, backends: int) -> float:
     # on a node of its own: all KV crosses the network
     decode = ClusterInstance(id=16, node=9, role="decode", tp=8, capacity=1 << 20)
     spec = replace(base, instances=(*base.instances, decode), backends=backends)
-    heard: list[float] = []
+    event_s: list[float] = []
 
     class OverheadSample:
         def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -121,7 +121,7 @@ def transfer_share(tokens: int, backends: int) -> float:
                             strategy=Strategy(attn="striped"))  # fmt: skip
                 return [CommitSpans(event.request.id, (span,), view.version), TransferKv(event.request.id, 16, 0)]
             if isinstance(event, KvReady):
-                heard.append(view.now_s)
+                event_s.append(view.now_s)
             return []
 
         def next_wakeup(self, now: float) -> float | None:
@@ -129,7 +129,7 @@ def transfer_share(tokens: int, backends: int) -> float:
 
     result = simulate_cluster(spec, OverheadSample(), [TraceRequest(0.0, tokens, 2)])
     first = result.sim.records[0].token_s[0]
-    return (heard[0] - first) / first
+    return (event_s[0] - first) / first
 
 
 def table2(options: RunOptions) -> ExperimentReport:

@@ -84,7 +84,7 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,
     )
-    simulated = simulate(spec, workload, RunSpec(slo_told=False))
+    simulated = simulate(spec, workload, RunSpec(send_slo=False))
     return CalibrationReport(
         iterations=len(run.batches),
         running=_errors([(batch.predicted_s, batch.elapsed_s) for batch in run.batches]),

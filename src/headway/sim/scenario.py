@@ -5,8 +5,9 @@ Errors name the field by its path and what is allowed there. The sections are co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, create_model, model_validator
 
@@ -238,6 +239,8 @@ class NoiseSection(FileSection):
 
 
 class RunSection(FileSection):
+    renamed: ClassVar[Mapping[str, str]] = {"slo_told": "send_slo"}
+
     window_s: Positive | None = Field(
         default=None, description="observe for so long; null: until the last request ends"
     )
@@ -252,7 +255,9 @@ class RunSection(FileSection):
     max_output: Count | None = Field(
         default=None, description="output that clients ask for at most; null: what they will get"
     )
-    slo_told: bool = Field(default=True, description="the scheduler hears of the SLOs; else its own deadlines apply")
+    send_slo: bool = Field(
+        default=True, description="requests carry their SLOs to the scheduler; else its own deadlines apply"
+    )
     deadline_is_target: bool = Field(
         default=False, description="judge TTFT by the scheduler's deadline where there is no SLO"
     )

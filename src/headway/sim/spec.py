@@ -58,7 +58,7 @@ class RunSpec:
     seed: int = 0
     targets: Mapping[str, SloTargets] = field(default_factory=dict)
     """Objectives of the requests of each class."""
-    slo_told: bool = True
+    send_slo: bool = True
     """Whether requests carry the targets to the scheduler; otherwise its own deadlines apply."""
     deadline_is_target: bool = False
     """Whether classes without a TTFT target are measured against the deadline that the scheduler assigned."""

@@ -44,19 +44,19 @@ def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyMo
     if settings.profile is not None:
         source = load(settings.profile, None)
         return CorrectedLatency(TableLatency(source), TRUST_PROFILE), f"profile {settings.profile}"
-    shape, told = model_shape(facts)
+    shape, origin = model_shape(facts)
     rates = machine_rates(facts)
-    return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {told}"
+    return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {origin}"
 
 
 def model_shape(facts: EngineFacts) -> tuple[ModelShape, str]:
     """(the shape of one pipeline stage, in words). Where the config is not that of a Llama-like decoder, an 8B one."""
     try:
-        shape, told = from_hf_config(facts.hf_config), "shape of the checkpoint"
+        shape, origin = from_hf_config(facts.hf_config), "shape of the checkpoint"
     except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
-        shape, told = named_model("llama-3-8b"), f"shape of llama-3-8b, since the checkpoint's is unknown ({error})"
+        shape, origin = named_model("llama-3-8b"), f"shape of llama-3-8b, since the checkpoint's is unknown ({error})"
     layers = max(1, round(shape.layers / facts.pipeline_parallel))
-    return msgspec.structs.replace(shape, layers=layers, dtype_bytes=facts.dtype_bytes), told
+    return msgspec.structs.replace(shape, layers=layers, dtype_bytes=facts.dtype_bytes), origin
 
 
 def machine_rates(facts: EngineFacts) -> MachineRates:

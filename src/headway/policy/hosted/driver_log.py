@@ -37,7 +37,7 @@ class DriverLog:
         # Answers of the host's block pool to the driver's current call.
         self._free: int | None = None
         self._needs: dict[tuple[str, int], int] = {}
-        # Requests that have ended by themselves, until the driver is told.
+        # Requests that have ended by themselves, until the driver has that event.
         self._finished: set[str] = set()
         # Fields of the `batch` event of each step in flight, with its load.
         self._in_flight: deque[tuple[BatchLoad, dict[str, Any]]] = deque(maxlen=_MOST_IN_FLIGHT)

@@ -22,7 +22,7 @@ class BatchSegment(NamedTuple):
     """Its rows; 1 for a decode."""
     past: int
     """Tokens of the request whose keys and values are already in the pool."""
-    runs: tuple[tuple[int, int], ...]
+    slot_ranges: tuple[tuple[int, int], ...]
     """Its slot ranges (first, count), in token order, covering at least past + tokens."""
     shared: bool = False
     """Its keys lie in other pools as well: store the new ones and leave its rows of the output unset. They are

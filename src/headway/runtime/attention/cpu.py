@@ -20,7 +20,7 @@ from headway.runtime.attention.native import CompiledKernels, kernels
 from headway.runtime.attention.native_decode import NativeDecodes
 from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
 from headway.runtime.attention.primitive import attend, merge
-from headway.runtime.attention.slots import KvWritePlan, cut_runs, plan_writes
+from headway.runtime.attention.slots import KvWritePlan, cut_ranges, plan_writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _SegmentRows:
     stop: int
     """The row behind its last."""
     shards: tuple[tuple[Tensor, ...], ...]
-    """For each visible slot range: the views of all layers (`KvPool.run_views`)."""
+    """For each visible slot range: the views of all layers (`KvPool.range_views`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class CpuBackend:
             whole = decode or by_kernel
             # The compiled kernels and a decode read their own new keys from the pool; ATen's chunk takes them from k
             # and v.
-            seen = cut_runs(segment.runs, 0, segment.past + (segment.tokens if whole else 0))
+            seen = cut_ranges(segment.slot_ranges, 0, segment.past + (segment.tokens if whole else 0))
             if by_kernel:
                 # Kernels get raw addresses: bounds are checked here, once an iteration, and nowhere later.
                 for first, count in seen:
@@ -99,7 +99,7 @@ class CpuBackend:
                 spans.append((segment.start, segment.tokens))
                 span_runs.append(seen)
             else:
-                shards = tuple(pool.run_views(first, count) for first, count in seen)
+                shards = tuple(pool.range_views(first, count) for first, count in seen)
                 (decodes if decode else chunks).append(
                     _SegmentRows(segment.start, segment.start + segment.tokens, shards)
                 )
@@ -124,7 +124,7 @@ class CpuBackend:
         plan.writes.store(layer, k, v)
         if plan.prefill is not None:
             plan.prefill.run(layer, q, out)
-        # `KvPool.run_views` interleaves planes: keys of layer i at 2i, values at 2i + 1.
+        # `KvPool.range_views` interleaves planes: keys of layer i at 2i, values at 2i + 1.
         keys, values = 2 * layer, 2 * layer + 1
         for decode in plan.decodes:
             # The query heads of one KV head become rows of one call: (kv_heads, group, dim).
@@ -148,7 +148,7 @@ def new_runs(segment: BatchSegment) -> list[tuple[int, int, int]]:
     """Return (first row, first slot, tokens) of each slot range that a segment's new tokens go to."""
     new = []
     row = segment.start
-    for first, count in cut_runs(segment.runs, segment.past, segment.past + segment.tokens):
+    for first, count in cut_ranges(segment.slot_ranges, segment.past, segment.past + segment.tokens):
         new.append((row, first, count))
         row += count
     return new
@@ -162,7 +162,7 @@ def check_cover(segments: Sequence[BatchSegment]) -> None:
         if after.start != before.start + before.tokens:
             raise ValueError(f"a segment ends at row {before.start + before.tokens}, the next starts at {after.start}")
     for segment in segments:
-        held, needed = sum(count for _, count in segment.runs), segment.past + segment.tokens
+        held, needed = sum(count for _, count in segment.slot_ranges), segment.past + segment.tokens
         if segment.tokens < 1 or segment.past < 0 or held < needed:
             raise ValueError(
                 f"segment at row {segment.start}: {held} slots for {segment.past} + {segment.tokens} tokens"

@@ -61,7 +61,7 @@ class KvPool:
     def narrowed(self, kv_heads: int) -> KvPool:
         """Return a pool of fewer heads and more slots over the same memory, for a rank with some heads of more tokens.
 
-        `narrow_runs` maps slots between the two. kv_heads divides the number of this pool's heads.
+        `narrow_ranges` maps slots between the two. kv_heads divides the number of this pool's heads.
         """
         # No allocation: a narrow head's slots are those of `fold` neighbouring wide heads, one after the other.
         pool = KvPool.__new__(KvPool)
@@ -70,17 +70,17 @@ class KvPool:
         pool.data = self.data.view(self.layers, 2, kv_heads, pool.slots, self.head_dim)
         return pool
 
-    def narrow_runs(self, kv_heads: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def narrow_ranges(self, kv_heads: int, slot_ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the slot ranges of a narrowed pool that lie in the same memory as these ranges."""
         parts = range(self.kv_heads // kv_heads)
-        return [(part * self.slots + first, count) for first, count in runs for part in parts]
+        return [(part * self.slots + first, count) for first, count in slot_ranges for part in parts]
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values over all layers, for sizing a pool before it exists."""
         return layers * 2 * kv_heads * head_dim * dtype.itemsize
 
-    def run_views(self, first: int, count: int) -> tuple[Tensor, ...]:
+    def range_views(self, first: int, count: int) -> tuple[Tensor, ...]:
         """Return zero-copy views of one slot range, 2 · layers of them (keys and values of layer 0, of layer 1, …).
 
         Each is (kv_heads, count, head_dim), ready for `primitive.attend`. Called once for each range and iteration.

@@ -26,14 +26,14 @@ class NativeDecodes:
         self._pool = pool
         tiles: list[int] = []
         edges = [0]
-        for runs in shards:
-            for first, count in runs:
+        for slot_ranges in shards:
+            for first, count in slot_ranges:
                 # A tile never crosses a range, so that its slots are contiguous: the kernel reads it with one pointer.
                 for done in range(0, count, TILE):
                     tiles += (first + done, min(TILE, count - done))
             edges.append(len(tiles) // 2)
         # The new token's slot is the last visible one; the kernel writes there before it reads.
-        last = [runs[-1][0] + runs[-1][1] - 1 for runs in shards]
+        last = [slot_ranges[-1][0] + slot_ranges[-1][1] - 1 for slot_ranges in shards]
         # One int64 table in the order rows, slots, edges (count + 1), tiles (first, tokens); addresses below are byte
         # offsets.
         self._table = np.array([*rows, *last, *edges, *tiles], dtype=np.int64)

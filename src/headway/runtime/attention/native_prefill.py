@@ -33,7 +33,9 @@ class NativeChunks:
         self._pool = pool
         self._count = len(spans)
         masked = [True] * len(spans) if causal is None else causal
-        self._table = chunk_table([(*span, mask, runs) for span, mask, runs in zip(spans, masked, shards, strict=True)])
+        self._table = chunk_table(
+            [(*span, mask, slot_ranges) for span, mask, slot_ranges in zip(spans, masked, shards, strict=True)]
+        )
         self._chunks = self._table.ctypes.data
         # Six int64 a chunk precede the slot ranges: 6 * 8 = 48 bytes.
         self._runs = self._chunks + 48 * self._count
@@ -83,9 +85,9 @@ def chunk_table(chunks: Sequence[tuple[int, int, bool, Runs]]) -> np.ndarray[tup
     """
     head: list[int] = []
     flat: list[int] = []
-    for row, rows, causal, runs in chunks:
-        head += (row, rows, sum(count for _, count in runs), causal, len(flat) // 2, len(runs))
-        for run in runs:
+    for row, rows, causal, slot_ranges in chunks:
+        head += (row, rows, sum(count for _, count in slot_ranges), causal, len(flat) // 2, len(slot_ranges))
+        for run in slot_ranges:
             flat += run
     return np.array([*head, *flat], dtype=np.int64)
 

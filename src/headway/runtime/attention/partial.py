@@ -24,7 +24,7 @@ class PartialRead(NamedTuple):
 
     start: int
     rows: int
-    runs: Sequence[tuple[int, int]]
+    slot_ranges: Sequence[tuple[int, int]]
     """At least one slot range (first, count)."""
     causal: bool
     """The rows' own keys are the last of the slots; otherwise every row sees all of them."""
@@ -43,23 +43,25 @@ class PartialAttention:
         self._pool = pool
         self._readings = tuple(readings)
         for reading in readings:
-            for first, count in reading.runs:
+            for first, count in reading.slot_ranges:
                 pool.check(first, count)
         self._decodes: NativeDecodes | None = None
         self._chunks: NativeChunks | None = None
         self._views: list[tuple[tuple[Tensor, ...], ...]] = []
         if self._kernels is None:
-            self._views = [tuple(pool.run_views(*run) for run in reading.runs) for reading in readings]
+            self._views = [tuple(pool.range_views(*run) for run in reading.slot_ranges) for reading in readings]
             return
         # One row needs no mask, so the decode kernel serves it whatever `causal` says.
         single = [one for one in readings if one.rows == 1]
         several = [one for one in readings if one.rows > 1]
         if single:
-            self._decodes = NativeDecodes(self._kernels, [r.start for r in single], [r.runs for r in single], pool)
+            self._decodes = NativeDecodes(
+                self._kernels, [r.start for r in single], [r.slot_ranges for r in single], pool
+            )
         if several:
             spans = [(r.start, r.rows) for r in several]
             causal = [r.causal for r in several]
-            self._chunks = NativeChunks(self._kernels, spans, [r.runs for r in several], pool, causal)
+            self._chunks = NativeChunks(self._kernels, spans, [r.slot_ranges for r in several], pool, causal)
 
     def run(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return out (T, q_heads, d) and lse (T, q_heads), both fp32, from q (T, q_heads, d).

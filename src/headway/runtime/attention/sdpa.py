@@ -16,7 +16,7 @@ from torch.nn import functional
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.cpu import check_cover, new_runs
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.slots import KvWritePlan, cut_runs, plan_writes
+from headway.runtime.attention.slots import KvWritePlan, cut_ranges, plan_writes
 
 _MASK = 1 << 25
 """The most entries of one call's mask."""
@@ -72,7 +72,7 @@ class SdpaBackend:
             new += new_runs(segment)
             if segment.shared:
                 continue
-            slots = _slots(cut_runs(segment.runs, 0, segment.past + segment.tokens), pool)
+            slots = _slots(cut_ranges(segment.slot_ranges, 0, segment.past + segment.tokens), pool)
             if segment.tokens == 1:
                 # Decodes within a factor of two in length share a call, so padding at most doubles what is read.
                 alike.setdefault(len(slots).bit_length(), []).append((segment.start, slots))
@@ -123,10 +123,10 @@ class SdpaBackend:
             out[first : first + rows] = answer.reshape(rows, heads, dim)
 
 
-def _slots(runs: Sequence[tuple[int, int]], pool: KvPool) -> Tensor:
-    for first, count in runs:
+def _slots(slot_ranges: Sequence[tuple[int, int]], pool: KvPool) -> Tensor:
+    for first, count in slot_ranges:
         pool.check(first, count)
-    return torch.cat([torch.arange(first, first + count) for first, count in runs])
+    return torch.cat([torch.arange(first, first + count) for first, count in slot_ranges])
 
 
 def _together(some: Sequence[tuple[int, Tensor]], device: torch.device) -> _DecodeGather:

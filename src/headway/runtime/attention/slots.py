@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.kv.slot_ranges import cut_runs as cut_runs
+from headway.kv.slot_ranges import cut_ranges as cut_ranges
 from headway.runtime.attention.kv_pool import KvPool
 
 _SLICES_WORTH_IT = 64
@@ -43,7 +43,7 @@ def plan_writes(new: Sequence[tuple[int, int, int]], batch_rows: int, pool: KvPo
     tokens = sum(count for _, _, count in new)
     # Few or long ranges: contiguous copies. Many short ones: one scattered copy costs less than a call for each.
     if len(new) <= 2 or tokens >= _SLICES_WORTH_IT * len(new):
-        return KvWritePlan(tuple((row, row + count, pool.run_views(first, count)) for row, first, count in new))
+        return KvWritePlan(tuple((row, row + count, pool.range_views(first, count)) for row, first, count in new))
     slots = torch.cat([torch.arange(first, first + count) for _, first, count in new]).to(pool.data.device)
     rows = None
     # Decodes of the compiled kernel store themselves, so `new` need not cover the batch.

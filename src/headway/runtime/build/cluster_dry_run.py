@@ -23,7 +23,7 @@ from headway.runtime.build.cluster_rules import links, rules_of
 from headway.runtime.build.instance_factory import first_of
 from headway.runtime.cluster.client import ClusterRules
 from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, nodes_of
-from headway.runtime.cluster.live_instance import seen
+from headway.runtime.cluster.live_instance import initial_instance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.simulation import simulate_cluster
@@ -94,7 +94,10 @@ def _plan(file: ClusterFile, model: str, configs: Sequence[EngineConfig], cores:
     infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]
     roles = [pool.role for pool in file.pools for _ in range(pool.count)]
     each = zip(nodes_of(file), roles, configs, infos, strict=True)
-    instances = [seen(i, node, role, config, info.kv_tokens_total) for i, (node, role, config, info) in enumerate(each)]
+    instances = [
+        initial_instance(i, node, role, config, info.kv_tokens_total)
+        for i, (node, role, config, info) in enumerate(each)
+    ]
     return ClusterPlan(rules_of(file, model, infos), instances, links(file), cores, file.backends)
 
 

@@ -96,7 +96,7 @@ class LiveController:
         """Instances that are drained, until no request has work or KV on them."""
         self.able: str | None = None
         """Why no request can be placed; None: requests can be placed."""
-        instances = [each.seen for each in fleet]
+        instances = [each.initial_instance for each in fleet]
         self.book = ClusterState(instances, links)
         self.hands = LiveBackend(
             fleet,
@@ -361,7 +361,7 @@ class LiveController:
     def joined(self, number: int) -> None:
         """See `InstanceListener`."""
         log.info("instance %d is ready", number)
-        self.machine.open(self.fleet[number].seen, self._clock())
+        self.machine.open(self.fleet[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
@@ -415,7 +415,7 @@ class LiveController:
         if number == len(self.book.instances):
             now = self._clock()
             # Opened and closed at once: the number exists from now on, and `joined` opens it again.
-            self.machine.open(self.fleet[number].seen, now)
+            self.machine.open(self.fleet[number].initial_instance, now)
             self.machine.lost(number, now)
             self.settle()
 

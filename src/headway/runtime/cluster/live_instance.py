@@ -99,7 +99,7 @@ class InstanceListener(Protocol):
         """The instance has left or was given up: nothing follows."""
 
 
-def seen(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> ClusterInstance:
+def initial_instance(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> ClusterInstance:
     """Return an instance without any requests, as policies see it."""
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     return ClusterInstance(id=number, node=node, role=role, tp=tp, stages=stages, capacity=kv_tokens)
@@ -174,10 +174,10 @@ class LiveInstance:
         return self._process.process.pid or 0
 
     @property
-    def seen(self) -> ClusterInstance:
+    def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
         kv_tokens = 0 if self.info is None else self.info.kv_tokens_total
-        return seen(self.number, self.node, self.role, self.config, kv_tokens)
+        return initial_instance(self.number, self.node, self.role, self.config, kv_tokens)
 
     @property
     def peer(self) -> PeerAddress | None:

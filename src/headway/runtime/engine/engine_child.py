@@ -74,7 +74,7 @@ class EngineChild:
         while self.process.poll() is None:
             await asyncio.sleep(_LOOK_S)
             if self._channel.is_silent(time.monotonic()):
-                return f"was not heard of for {self._channel.limit_s:g} s: it hangs"
+                return f"sent no heartbeat for {self._channel.limit_s:g} s: it hangs"
         await asyncio.sleep(2 * _LOOK_S)  # its last messages may still be on their way
         code = self.process.returncode
         with suppress(OSError):  # its workers end with it; one that is stopped might not

@@ -13,16 +13,16 @@ from headway.runtime.engine.protocol import FinishReason, OutputDelta
 class OutputTracker:
     """Counts a request's output and finds its end: end token, stop token, length.
 
-    told: output tokens emitted before. room: output tokens that fit the model's context behind the prompt.
+    emitted: output tokens emitted before. room: output tokens that fit the model's context behind the prompt.
     """
 
     __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
 
-    def __init__(self, params: SamplingParams, told: int, room: int, eos: tuple[int, ...]) -> None:
+    def __init__(self, params: SamplingParams, emitted: int, room: int, eos: tuple[int, ...]) -> None:
         self.params = params
         self._stops = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos)))
         self._room = room
-        self.emitted = told
+        self.emitted = emitted
         self.first_scheduled_s: float | None = None
 
     def take(self, emitted: EmittedToken, now: float) -> OutputDelta:

@@ -72,7 +72,7 @@ class GlooLinks:
 
     def expect_rows(self, rows: int) -> Callable[[], Tensor]:
         """See `RankLinks.expect_rows`."""
-        assert self._before is not None, "the first stage has nobody before it"
+        assert self._before is not None, "no stage is before the first one"
         hidden = torch.empty(rows, self._hidden, dtype=self._dtype)
         work = _asked(hidden, self._before, _ROWS)
 
@@ -84,7 +84,7 @@ class GlooLinks:
 
     def send_rows(self, hidden: Tensor) -> None:
         """See `RankLinks.send_rows`."""
-        assert self._behind is not None, "the last stage has nobody behind it"
+        assert self._behind is not None, "no stage is behind the last one"
         self._send(hidden, self._behind, _ROWS)
 
     def expect_tokens(self, count: int) -> Callable[[], list[int]]:

@@ -28,7 +28,7 @@ from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
 from headway.runtime.attention.partial import PartialAttention, PartialRead
 from headway.runtime.attention.primitive import merge
-from headway.runtime.attention.slots import cut_runs
+from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.executor.rank_links import PeerLinks
 
 
@@ -45,21 +45,21 @@ class RemoteRows(NamedTuple):
     owner: int
     """The group that computes the rows."""
     rows: int
-    runs: list[tuple[int, int]]
+    slot_ranges: list[tuple[int, int]]
     """Slot ranges of the shard."""
 
 
 class _OwnerRows:
     """Rows attended for one owner group: all queries arrive in one message, all answers leave in one."""
 
-    def __init__(self, owner: int, visits: Sequence[RemoteRows], pool: KvPool) -> None:
+    def __init__(self, owner: int, remote_rows: Sequence[RemoteRows], pool: KvPool) -> None:
         self.owner = owner
         readings = []
         at = 0
-        for visit in visits:
+        for remote in remote_rows:
             # Not causal: every token of a remote shard lies before all of the owner's rows.
-            readings.append(PartialRead(at, visit.rows, visit.runs, False))
-            at += visit.rows
+            readings.append(PartialRead(at, remote.rows, remote.slot_ranges, False))
+            at += remote.rows
         self.rows = at
         self.partials = PartialAttention(readings, pool, kernels())
 
@@ -67,7 +67,7 @@ class _OwnerRows:
 class SharedPlan:
     """One iteration of one rank.
 
-    own: the plan of its own rows, which stores all of them and attends those that are not shared. mine: partial
+    own: the plan of its own rows, which stores all of them and attends those that are not shared. own_partials: partial
     attention of its shared rows over its own shard.
     """
 
@@ -76,13 +76,13 @@ class SharedPlan:
         rows: int,
         pool: KvPool,
         own: AttentionPlan | None,
-        mine: PartialAttention | None,
+        own_partials: PartialAttention | None,
         asks: Sequence[RemoteQuery],
-        guests: Sequence[_OwnerRows],
+        owners: Sequence[_OwnerRows],
     ) -> None:
         self.rows, self.pool = rows, pool
-        self.own, self.mine = own, mine
-        self.guests = guests
+        self.own, self.own_partials = own, own_partials
+        self.owners = owners
         self.began_s = 0.0
         """When the first queries of another group had arrived: the start of the work of a rank without own rows."""
         self.queries: list[Callable[[], Tensor]] = []
@@ -116,25 +116,34 @@ class GroupAttention:
         return self.inner.plan(segments, pool)
 
     def share(
-        self, segments: Sequence[BatchSegment], pool: KvPool, asks: Sequence[RemoteQuery], visits: Sequence[RemoteRows]
+        self,
+        segments: Sequence[BatchSegment],
+        pool: KvPool,
+        asks: Sequence[RemoteQuery],
+        remote_rows: Sequence[RemoteRows],
     ) -> SharedPlan:
         """Plan an iteration in which other groups attend some of these rows, or this group attends some of theirs.
 
-        Of segments in `asks`, `past` counts the tokens that this group holds. Without segments, only `visit` is called.
+        Of segments in `asks`, `past` counts the tokens that this group holds. Without segments, only
+        `answer_queries` is called.
         """
         shared = {segment.start for ask in asks for segment in ask.segments}
-        own = mine = None
+        own = own_partials = None
         rows = 0
         if segments:
             rows = segments[-1].start + segments[-1].tokens
             own = self.inner.plan([s._replace(shared=s.start in shared) for s in segments], pool)
         if shared:
             chosen = [s for s in segments if s.start in shared]
-            readings = [PartialRead(s.start, s.tokens, cut_runs(s.runs, 0, s.past + s.tokens), True) for s in chosen]
-            mine = PartialAttention(readings, pool, kernels())
-        owners = sorted({visit.owner for visit in visits})
-        guests = [_OwnerRows(owner, [visit for visit in visits if visit.owner == owner], pool) for owner in owners]
-        plan = SharedPlan(rows, pool, own, mine, asks, guests)
+            readings = [
+                PartialRead(s.start, s.tokens, cut_ranges(s.slot_ranges, 0, s.past + s.tokens), True) for s in chosen
+            ]
+            own_partials = PartialAttention(readings, pool, kernels())
+        owners = [
+            _OwnerRows(owner, [remote for remote in remote_rows if remote.owner == owner], pool)
+            for owner in sorted({remote.owner for remote in remote_rows})
+        ]
+        plan = SharedPlan(rows, pool, own, own_partials, asks, owners)
         # Receives of layer 0 are posted at planning, those of layer i + 1 at the start of layer i's visits.
         self._expect(plan, 0)
         return plan
@@ -148,29 +157,29 @@ class GroupAttention:
         for group, rows in plan.sent:
             self._links.send_to(group, q.index_select(0, rows))
         out = self.inner.run(layer, q, k, v, plan.own)
-        mine = None if plan.mine is None else plan.mine.run(layer, q)
-        answers = self.visit(layer, plan)
-        if mine is not None:
-            told = [wait() for wait in answers]
+        own_partials = None if plan.own_partials is None else plan.own_partials.run(layer, q)
+        answers = self.answer_queries(layer, plan)
+        if own_partials is not None:
+            received = [wait() for wait in answers]
             for segment, places in plan.merges:
                 rows_here = slice(segment.start, segment.start + segment.tokens)
                 # An answer has d + 1 columns: the partial output, and its log-sum-exp in the last.
-                theirs = [told[index][at : at + segment.tokens] for index, at in places]
-                outs = [mine[0][rows_here], *(answer[..., :-1] for answer in theirs)]
-                lses = [mine[1][rows_here], *(answer[..., -1] for answer in theirs)]
+                remote = [received[index][at : at + segment.tokens] for index, at in places]
+                outs = [own_partials[0][rows_here], *(answer[..., :-1] for answer in remote)]
+                lses = [own_partials[1][rows_here], *(answer[..., -1] for answer in remote)]
                 out[rows_here] = merge(outs, lses)[0]
         return out
 
-    def visit(self, layer: int, plan: SharedPlan) -> list[Callable[[], Tensor]]:
+    def answer_queries(self, layer: int, plan: SharedPlan) -> list[Callable[[], Tensor]]:
         """Attend rows of other groups and send the answers. Returns the waits for answers to own queries."""
         # Take this layer's receives before `_expect` replaces them by the next layer's.
         queries, answers = plan.queries, plan.answers
         self._expect(plan, layer + 1)
-        for guest, wait in zip(plan.guests, queries, strict=True):
+        for owner, wait in zip(plan.owners, queries, strict=True):
             query = wait()
             plan.began_s = plan.began_s or time.monotonic()
-            out, lse = guest.partials.run(layer, query)
-            self._links.send_to(guest.owner, torch.cat((out, lse.unsqueeze(-1)), dim=-1))
+            out, lse = owner.partials.run(layer, query)
+            self._links.send_to(owner.owner, torch.cat((out, lse.unsqueeze(-1)), dim=-1))
         return answers
 
     def _expect(self, plan: SharedPlan, layer: int) -> None:
@@ -180,7 +189,7 @@ class GroupAttention:
         if layer == pool.layers:
             return
         heads, dim, links = self._q_heads, pool.head_dim, self._links
-        for guest in plan.guests:
-            plan.queries.append(links.expect_from(guest.owner, (guest.rows, heads, dim), pool.dtype))
+        for owner in plan.owners:
+            plan.queries.append(links.expect_from(owner.owner, (owner.rows, heads, dim), pool.dtype))
         for group, rows in plan.sent:
             plan.answers.append(links.expect_from(group, (len(rows), heads, dim + 1), torch.float32))

@@ -39,7 +39,7 @@ def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: in
         each = second + 1
         segments = [BatchSegment(i, 1, second, ((i * each, each),)) for i in range(first)]
         return _fastest(_attention(worker, segments, first), repeats)
-    raise InvariantError(f"nobody knows how to measure {kind!r}")
+    raise InvariantError(f"{kind!r} is no kind of measurement")
 
 
 def _fastest(run: Callable[[], object], repeats: int) -> float:
@@ -95,7 +95,7 @@ def _visiting(worker: ModelWorker, rows: int, owner: int) -> Callable[[], None]:
         with torch.inference_mode():
             plan = backend.share((), pool, (), [RemoteRows(owner, rows, [(0, 1)])])
             for layer in range(pool.layers):
-                backend.visit(layer, plan)
+                backend.answer_queries(layer, plan)
 
     return run
 

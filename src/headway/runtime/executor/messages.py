@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 4
 HEARTBEAT_IDENTITY = b"beat-"
 """Prefix of the identity of a rank's connection for heartbeats; the rank's number follows."""
 
-CONTROL_IDENTITY = b"aside-"
+CONTROL_IDENTITY = b"control-"
 """Prefix of the identity of its connection for messages that do not wait for what it computes."""
 
 
@@ -164,14 +164,14 @@ class MeasureResult(msgspec.Struct, frozen=True, array_like=True, tag="measured"
     seconds: float
 
 
-class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag="aside"):
+class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag="control"):
     """For the rank's KV transfers (`runtime.kv_transfer.rank_transfer`): to be taken behind plan `after`."""
 
     after: int
     body: bytes
 
 
-class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="word"):
+class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
     """From the rank's KV transfers (`runtime.kv_transfer.rank_transfer`)."""
 
     body: bytes

@@ -294,9 +294,9 @@ class MultiProcessExecutor:
             asked += 1
         slowest = 0.0
         for _ in range(asked):
-            heard = self._transport.receive(None)
-            assert heard is not None
-            rank, frames = heard
+            received = self._transport.receive(None)
+            assert received is not None
+            rank, frames = received
             said = _decoder.decode(frames[0])
             if not isinstance(said, MeasureResult):
                 raise RankLostError(rank, f"answered a measurement with {said!r}")

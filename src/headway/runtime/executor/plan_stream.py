@@ -88,7 +88,9 @@ class PlanWriter:
         """Cancel a `forget` that was not sent: the number is in use again."""
         self._forget = [number for number in self._forget if number != request]
 
-    def write(self, part: GroupBatch, query_targets: QueryTargets = (), told: ForeignTokens = ()) -> BatchPlan:
+    def write(
+        self, part: GroupBatch, query_targets: QueryTargets = (), foreign_tokens: ForeignTokens = ()
+    ) -> BatchPlan:
         """Return the next plan. It is part of the stream from here on, and must be sent."""
         numbers = self._numbers
         self.seq += 1
@@ -104,7 +106,7 @@ class PlanWriter:
             chunks=tuple((numbers[c.request], c.start, c.tokens, c.last, c.base) for c in part.prefills),
             assists=tuple((self._holders[a.request], a.rows, a.owner, a.start, a.tokens) for a in part.assists),
             query_targets=tuple((group, tuple(numbers[name] for name in names)) for group, names in query_targets),
-            foreign_tokens=tuple((numbers[name], known, tokens) for name, known, tokens in told),
+            foreign_tokens=tuple((numbers[name], known, tokens) for name, known, tokens in foreign_tokens),
         )
         self._forget.clear()
         # `fold_plan` ignores both checksum fields, so the plan is folded before they are filled in.

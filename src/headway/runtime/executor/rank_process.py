@@ -66,8 +66,8 @@ class ZmqChannel:
         self._endpoint, self._token = endpoint, token
         self._socket = self._connected(b"%d" % rank)
         self._heart: HeartbeatSender | None = None
-        self._aside: zmq.Socket[Any] | None = None
-        self._aside_gate = threading.Lock()
+        self._control: zmq.Socket[Any] | None = None
+        self._control_gate = threading.Lock()
         self._closed = False
 
     def live(self, rank: int, every_s: float) -> None:
@@ -85,7 +85,7 @@ class ZmqChannel:
         socket.connect(self._endpoint)
         return socket
 
-    def aside(self, rank: int) -> Callable[[bytes], None]:
+    def control_sender(self, rank: int) -> Callable[[bytes], None]:
         """Return a function that sends frames over a separate connection, from any thread.
 
         It drops frames once the channel is closed.
@@ -93,12 +93,12 @@ class ZmqChannel:
 
         def send(frame: bytes) -> None:
             # ZeroMQ sockets are not thread-safe; the lock also orders a send against `close`.
-            with self._aside_gate:
+            with self._control_gate:
                 if self._closed:
                     return
-                if self._aside is None:
-                    self._aside = self._connected(CONTROL_IDENTITY + b"%d" % rank)
-                self._aside.send(frame)
+                if self._control is None:
+                    self._control = self._connected(CONTROL_IDENTITY + b"%d" % rank)
+                self._control.send(frame)
 
         return send
 
@@ -118,10 +118,10 @@ class ZmqChannel:
         """Close all connections after sending what is queued (for at most 1 s each)."""
         if self._heart is not None:
             self._heart.stop()
-        with self._aside_gate:
+        with self._control_gate:
             self._closed = True
-            if self._aside is not None:
-                self._aside.close()
+            if self._control is not None:
+                self._control.close()
         self._socket.close()
         self._context.term()
 
@@ -185,7 +185,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     kv = None
     # KV moves between host memories only.
     if config.peer is not None and device.type == "cpu":
-        aside = channel.aside(rank)
+        send_control = channel.control_sender(rank)
         kv = RankKvTransfer(
             worker,
             shape,
@@ -193,7 +193,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
             config.block_tokens,
             config.peer,
             lambda body: _say(channel, ControlReply(body)),
-            lambda body: aside(_encoder.encode(ControlReply(body))),
+            lambda body: send_control(_encoder.encode(ControlReply(body))),
         )
     address = None if kv is None else kv.address
     _say(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))

@@ -179,12 +179,12 @@ class ProcessTransport:
     def _check_silence(self) -> None:
         silent = self._pulse.silent(time.monotonic())
         if silent is not None:
-            raise RankLostError(silent, f"was not heard of for {self._pulse.timeout_s:g} s: it hangs or is cut off")
+            raise RankLostError(silent, f"sent no heartbeat for {self._pulse.timeout_s:g} s: it hangs or is cut off")
 
     def _gather(self, kind: type[M]) -> list[M]:
         """Receive one message of that kind from every rank; return them by rank."""
-        told: dict[int, M] = {}
-        while len(told) < len(self.processes):
+        replies: dict[int, M] = {}
+        while len(replies) < len(self.processes):
             message = self.receive(None)
             assert message is not None
             rank, frames = message
@@ -193,8 +193,8 @@ class ProcessTransport:
                 raise ConfigError(said.error if said.ours else f"worker {rank} failed while starting: {said.error}")
             if not isinstance(said, kind):
                 raise ConfigError(f"worker {rank} says {said!r} while starting")
-            told[rank] = said
-        return [told[rank] for rank in sorted(told)]
+            replies[rank] = said
+        return [replies[rank] for rank in sorted(replies)]
 
 
 def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:

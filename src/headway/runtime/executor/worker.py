@@ -19,7 +19,7 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.kv.block_allocator import BlockTables, Run
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
-from headway.runtime.attention.slots import cut_runs
+from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
 from headway.runtime.executor.plan_stream import QueryTargets
 from headway.runtime.executor.rank_links import RankLinks
@@ -241,7 +241,7 @@ class ModelWorker:
         return backend.share(segments, self.pool, asked, self._visits(part))
 
     def _visits(self, part: GroupBatch) -> list[RemoteRows]:
-        return [RemoteRows(a.owner, a.rows, cut_runs(self._slots[a.request], 0, a.tokens)) for a in part.assists]
+        return [RemoteRows(a.owner, a.rows, cut_ranges(self._slots[a.request], 0, a.tokens)) for a in part.assists]
 
     def _visit(self, part: GroupBatch) -> None:
         """Attend rows of other groups, in a part without rows of its own."""
@@ -249,7 +249,7 @@ class ModelWorker:
         assert isinstance(backend, GroupAttention)
         plan = backend.share((), self.pool, (), self._visits(part))
         for layer in range(self.pool.layers):
-            backend.visit(layer, plan)
+            backend.answer_queries(layer, plan)
         self.began_s = plan.began_s
 
     def _base(self, request_id: str) -> int:

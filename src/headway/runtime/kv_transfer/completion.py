@@ -8,7 +8,7 @@ from collections.abc import Callable
 from headway.runtime.kv_transfer.peer import PeerLostError
 
 
-class Completion:
+class TransferCompletion:
     """The outcome of an operation with another end (`PeerLostError.end`). `wait` from one thread only, at any time."""
 
     __slots__ = ("_done", "_end", "_gate", "_why")

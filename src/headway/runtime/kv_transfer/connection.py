@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.runtime.kv_transfer.buffered_reader import AHEAD, PIECES, BufferedReader, advance, rest
-from headway.runtime.kv_transfer.completion import Completion
+from headway.runtime.kv_transfer.completion import TransferCompletion
 from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.frames import INLINE, FrameHead, FrameKind, head
 from headway.runtime.kv_transfer.ring_buffer import BufferRange, RingBuffer, RingReader, most
@@ -66,7 +66,7 @@ class _ReceiveTarget(NamedTuple):
 class _OutgoingFrame(NamedTuple):
     scope: str
     views: list[memoryview]
-    ticket: Completion
+    ticket: TransferCompletion
     taken: BufferRange | None
 
 
@@ -119,11 +119,13 @@ class PeerConnection:
 
     # -- what is asked of it ------------------------------------------------------------------------------------------
 
-    def send(self, kind: FrameKind, lane: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Completion:
+    def send(
+        self, kind: FrameKind, lane: int, scope: str, note: bytes, buffers: Sequence[Buffer]
+    ) -> TransferCompletion:
         """One frame. The ticket: its buffers may be changed. What fits in the socket is written at once."""
         views = [view for view in (memoryview(b).cast("B") for b in buffers) if view.nbytes]
         views.insert(0, memoryview(head(kind, lane, scope, note, sum(view.nbytes for view in views))))
-        return self._leave(_OutgoingFrame(scope, views, Completion(self.instance), None))
+        return self._leave(_OutgoingFrame(scope, views, TransferCompletion(self.instance), None))
 
     def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         """Where a body of so many bytes is put together for `push` or `drop`, in an arena that the other side reads if
@@ -141,13 +143,13 @@ class PeerConnection:
                     return SendRoom(self._arena[taken.at : taken.at + size], taken)
         return SendRoom(np.empty(size, dtype=np.uint8))
 
-    def push(self, scope: str, note: bytes, room: SendRoom) -> Completion:
+    def push(self, scope: str, note: bytes, room: SendRoom) -> TransferCompletion:
         """One pushed message. The ticket: it has left, and the room's memory may be changed if it is not of an arena
         (that is the other side's now)."""
         if room.taken is None:
             return self.send(FrameKind.PUSH, 0, scope, note, (room.view.data,))
         said = head(FrameKind.PUSH, 0, scope, note, room.view.nbytes, room.taken.at)
-        return self._leave(_OutgoingFrame(scope, [memoryview(said)], Completion(self.instance), room.taken))
+        return self._leave(_OutgoingFrame(scope, [memoryview(said)], TransferCompletion(self.instance), room.taken))
 
     def drop(self, room: SendRoom) -> None:
         """Nothing is pushed from there."""
@@ -156,7 +158,7 @@ class PeerConnection:
                 self._ring.drop(room.taken)
             self._rouse()
 
-    def _leave(self, leaving: _OutgoingFrame) -> Completion:
+    def _leave(self, leaving: _OutgoingFrame) -> TransferCompletion:
         with self._out:
             why = self._closed(leaving.scope)
             if why is None:
@@ -182,13 +184,13 @@ class PeerConnection:
         for again in waiting:
             again()
 
-    def expect(self, lane: int, scope: str, into: memoryview) -> Completion:
+    def expect(self, lane: int, scope: str, into: memoryview) -> TransferCompletion:
         """The next message of a lane, into `into`, which has its size."""
         with self._in:
             why = self._closed(scope)
             if why is None:
                 return self._lanes.expect(lane, scope, into)
-        ticket = Completion(self.instance)
+        ticket = TransferCompletion(self.instance)
         ticket.finish(why)
         return ticket
 
@@ -380,7 +382,7 @@ class PeerConnection:
                 _copy(theirs[frame.at : end], into.views)
         if self._reader.read(frame.length):
             said = head(FrameKind.READ, 0, "", b"", 0, self._reader.messages)
-            self._leave(_OutgoingFrame("", [memoryview(said)], Completion(self.instance), None))
+            self._leave(_OutgoingFrame("", [memoryview(said)], TransferCompletion(self.instance), None))
 
     def _given_back(self, messages: int) -> None:
         with self._out:

@@ -27,7 +27,14 @@ from headway.runtime.kv_transfer.body_notes import END, decode
 from headway.runtime.kv_transfer.connection import SMALL
 from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.peer_connector import PeerConnector, RemoteRoute
-from headway.runtime.kv_transfer.peers import Completion, PeerLostError, PeerNetwork, PeerStream, ReceivePlace, SendRoom
+from headway.runtime.kv_transfer.peers import (
+    PeerLostError,
+    PeerNetwork,
+    PeerStream,
+    ReceivePlace,
+    SendRoom,
+    TransferCompletion,
+)
 from headway.runtime.kv_transfer.ring_buffer import RingBuffer, RingReader, most
 from headway.runtime.kv_transfer.send_queue import TransferRoute
 from headway.runtime.kv_transfer.shared_buffer import Memory
@@ -156,7 +163,7 @@ class _ReadableStream:
             return None
         return _StreamMemory(self._memory[taken.at : taken.at + size], taken)
 
-    def push(self, request: str, note: bytes, room: _StreamMemory) -> Completion:
+    def push(self, request: str, note: bytes, room: _StreamMemory) -> TransferCompletion:
         """Say where a body lies."""
         said = BodyLocation(request, note, int(room.view.ctypes.data), room.view.nbytes, self._agent, self.life)
         with self._gate:  # in the order in which they are read
@@ -199,7 +206,7 @@ class _NixlRoute(RemoteRoute):
                 return room
         return super().room(size, again)
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         if isinstance(room, _StreamMemory):
             return self._lane.push(self._line.scope, note, room)
         return super().push(note, room)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.kv.slot_ranges import Indices, runs_of
+from headway.kv.slot_ranges import Indices, slot_ranges_of
 from headway.runtime.kv_transfer.connector import Bytes
 
 _FEW = 16
@@ -26,7 +26,7 @@ def by_runs(slots: int, runs: int) -> bool:
 def gather(heads: Bytes, slots: Indices, into: Bytes) -> None:
     """Slots of (2, heads, slots, vector), in any order, into a body."""
     source, body = _wide(heads), _wide(into.reshape(*heads.shape[:2], len(slots), heads.shape[-1]))
-    runs = runs_of(slots)
+    runs = slot_ranges_of(slots)
     if by_runs(len(slots), len(runs)):
         at = 0
         for first, count in runs:

@@ -21,7 +21,14 @@ import numpy as np
 from headway.runtime.kv_transfer.body_notes import END, HERE, BodyNote, decode, encode
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.ends import named
-from headway.runtime.kv_transfer.peers import Completion, PeerLostError, PeerNetwork, PeerStream, ReceivePlace, SendRoom
+from headway.runtime.kv_transfer.peers import (
+    PeerLostError,
+    PeerNetwork,
+    PeerStream,
+    ReceivePlace,
+    SendRoom,
+    TransferCompletion,
+)
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
 from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, TransferRoute, packets_of
 
@@ -160,7 +167,7 @@ class RemoteRoute:
         """See `TransferRoute.room`."""
         return self._line.room(self._to, size, again)
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         """See `TransferRoute.push`."""
         return self._line.push_from(self._to, note, room)
 
@@ -189,9 +196,9 @@ class _LocalRoute(_StagedRoute):
         self._inbox, self._number, self._request = inbox, number, request
         self._gate = threading.Lock()
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         """See `TransferRoute.push`."""
-        ticket = Completion()
+        ticket = TransferCompletion()
         with self._gate:
             place = None
             if not self.dead:
@@ -217,8 +224,8 @@ class _DeadRoute(_StagedRoute):
     def __init__(self, why: str, to: int) -> None:
         self._why, self._to = why, to
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         """See `TransferRoute.push`."""
-        ticket = Completion(self._to)
+        ticket = TransferCompletion(self._to)
         ticket.finish(self._why)
         return ticket

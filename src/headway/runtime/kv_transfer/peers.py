@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer.completion import Completion
+from headway.runtime.kv_transfer.completion import TransferCompletion
 from headway.runtime.kv_transfer.connection import Buffer, Handler, PeerConnection, ReceivePlace, SendRoom
 from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.frames import FrameKind, greet
@@ -26,7 +26,6 @@ from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES, exchange
 
 __all__ = [
     "Buffer",
-    "Completion",
     "Handler",
     "PeerAddress",
     "PeerLostError",
@@ -34,6 +33,7 @@ __all__ = [
     "PeerStream",
     "ReceivePlace",
     "SendRoom",
+    "TransferCompletion",
 ]
 
 _GREETING_S = 5.0
@@ -112,7 +112,7 @@ class PeerNetwork:
             except KeyError as error:
                 raise PeerLostError(f"{named(error.args[0])} is not here", error.args[0]) from None
 
-    def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> Completion:
+    def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> TransferCompletion:
         """Send a body that the other side's handler finds a place for. The ticket: `buffers` may be changed."""
         return self.line(scope, (to,)).push(to, note, buffers)
 
@@ -248,15 +248,15 @@ class PeerStream:
         self.scope = scope
         self._connections = connections
 
-    def send(self, to: int, lane: int, buffers: Sequence[Buffer]) -> Completion:
+    def send(self, to: int, lane: int, buffers: Sequence[Buffer]) -> TransferCompletion:
         """One message for `expect` on the other side. The ticket: `buffers` may be changed."""
         return self._connections[to].send(FrameKind.DATA, lane, self.scope, b"", buffers)
 
-    def expect(self, source: int, lane: int, into: memoryview) -> Completion:
+    def expect(self, source: int, lane: int, into: memoryview) -> TransferCompletion:
         """The next message of a lane, which has the size of `into`. The ticket: it is there."""
         return self._connections[source].expect(lane, self.scope, into)
 
-    def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> Completion:
+    def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> TransferCompletion:
         """See `PeerNetwork.push`."""
         return self._connections[to].send(FrameKind.PUSH, 0, self.scope, note, buffers)
 
@@ -264,7 +264,7 @@ class PeerStream:
         """See `PeerConnection.room`; the body is for `push_from` or `drop`."""
         return self._connections[to].room(size, again)
 
-    def push_from(self, to: int, note: bytes, room: SendRoom) -> Completion:
+    def push_from(self, to: int, note: bytes, room: SendRoom) -> TransferCompletion:
         """See `PeerConnection.push`."""
         return self._connections[to].push(self.scope, note, room)
 

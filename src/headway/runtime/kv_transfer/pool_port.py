@@ -181,7 +181,7 @@ class KvPort:
                 move.heads,
                 move.heads.start - held.heads.start,
                 held.positions[move.from_slots],
-                slots_of(shard.runs, move.from_slots),
+                slots_of(shard.slot_ranges, move.from_slots),
             )
             for move in moves(layout, {piece.save.to: wanted})
             if held is not None and move.source == self._rank

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headway.kv.slot_ranges import SlotRanges, runs_of
+from headway.kv.slot_ranges import SlotRanges, slot_ranges_of
 from headway.runtime.kv_transfer.body_notes import END, BodyNote, lengthen
 from headway.runtime.kv_transfer.connector import KvLost, KvPlace, KvReceived
 from headway.runtime.kv_transfer.ends import named
@@ -132,7 +132,7 @@ class ReceiveQueue:
             box.left -= units
 
         slots = box.slots.of(positions)
-        found = runs_of(slots)
+        found = slot_ranges_of(slots)
         complete = self._counted(request, box, count)
         if not by_runs(len(slots), len(found)):
             return ReceivePlace((), complete, lambda body: scatter(body, heads, slots))

@@ -16,7 +16,7 @@ import numpy as np
 from headway.runtime.kv_transfer.body_notes import BodyNote, encode, packets
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, SaveKv
 from headway.runtime.kv_transfer.packing import gather
-from headway.runtime.kv_transfer.peers import Completion, PeerLostError, SendRoom
+from headway.runtime.kv_transfer.peers import PeerLostError, SendRoom, TransferCompletion
 
 PACKET_BYTES = 2 << 20
 """As large as an arena takes: what a packet costs beside its copies is a fifth of them."""
@@ -33,7 +33,7 @@ class TransferRoute(Protocol):
     def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
         """Where a body is put together, for `push` or `drop`. None: nowhere now; `again`: it may be asked again."""
 
-    def push(self, note: bytes, room: SendRoom) -> Completion:
+    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
         """The ticket: the body has left. It raises PeerLostError where it will not."""
 
     def drop(self, room: SendRoom) -> None:
@@ -94,7 +94,7 @@ class SendQueue:
         self._copying = threading.Lock()
         self._queue: deque[KvPacket] = deque()
         self._closed = False
-        self._leaving: deque[tuple[KvPacket, Completion, int]] = deque()
+        self._leaving: deque[tuple[KvPacket, TransferCompletion, int]] = deque()
         self._bytes = 0
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

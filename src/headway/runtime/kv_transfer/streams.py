@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from headway.runtime.kv_transfer.completion import Completion
+from headway.runtime.kv_transfer.completion import TransferCompletion
 
 
 class _ArrivedMessage:
@@ -20,7 +20,7 @@ class _ArrivedMessage:
 
     __slots__ = ("body", "into", "there", "ticket")
 
-    def __init__(self, length: int, ticket: Completion | None = None) -> None:
+    def __init__(self, length: int, ticket: TransferCompletion | None = None) -> None:
         self.body = bytearray(length)
         self.there = False
         self.ticket = ticket
@@ -41,7 +41,7 @@ class _StreamState:
     __slots__ = ("came", "wanted")
 
     def __init__(self) -> None:
-        self.wanted: deque[tuple[Completion, memoryview]] = deque()
+        self.wanted: deque[tuple[TransferCompletion, memoryview]] = deque()
         self.came: deque[_ArrivedMessage] = deque()
 
     def close(self, why: str) -> None:
@@ -60,9 +60,9 @@ class MessageStreams:
         self._end = end
         self._lanes: dict[tuple[str, int], _StreamState] = {}
 
-    def expect(self, number: int, scope: str, into: memoryview) -> Completion:
+    def expect(self, number: int, scope: str, into: memoryview) -> TransferCompletion:
         """See `PeerConnection.expect`."""
-        ticket, into = Completion(self._end), into.cast("B")
+        ticket, into = TransferCompletion(self._end), into.cast("B")
         lane = self._lanes.setdefault((scope, number), _StreamState())
         one = next((one for one in lane.came if one.ticket is None), None)
         if one is None:

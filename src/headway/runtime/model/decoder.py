@@ -49,8 +49,8 @@ class DecoderModel:
         self.config = shard.local(config)
         self.shard = shard
         self.group = group
-        self.words = shard.vocabulary(config)
-        self._widths = [len(words) for words in shard.vocabularies(config)]
+        self.vocabulary = shard.vocabulary(config)
+        self._widths = [len(part) for part in shard.vocabularies(config)]
         self.weights = weights
         self.backend = backend or make_backend("cpu")
         self.fingerprint = fingerprint
@@ -85,8 +85,8 @@ class DecoderModel:
         if self.group is None:
             return functional.embedding(tokens, self.weights.embedding)
         # The vocabulary is cut over the ranks: ids of other ranks give zeros here, and the sum over the ranks is exact.
-        local = tokens - self.words.start
-        foreign = (local < 0) | (local >= len(self.words))
+        local = tokens - self.vocabulary.start
+        foreign = (local < 0) | (local >= len(self.vocabulary))
         rows = functional.embedding(local.masked_fill(foreign, 0), self.weights.embedding)
         return self.group.sum_(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
 

@@ -84,23 +84,23 @@ class _WeightLoader:
 
     def load(self, loaded: Callable[[int, int], None]) -> DecoderWeights:
         config, shard, checkpoint = self.config, self.shard, self.checkpoint
-        mine = shard.layers(config)
-        for index in (index for index in range(config.layers) if index not in mine):
+        own = shard.layers(config)
+        for index in (index for index in range(config.layers) if index not in own):
             checkpoint.leave(f"model.layers.{index}.")
         layers = []
-        for index in mine:
+        for index in own:
             layers.append(self._layer(f"model.layers.{index}."))
-            loaded(len(layers), len(mine))
+            loaded(len(layers), len(own))
         vocabulary, hidden = config.vocab_size, config.hidden_size
-        words = shard.vocabulary(config)
+        own_vocabulary = shard.vocabulary(config)
         # Some checkpoints of tied models store the head as well; it then takes precedence.
         tied = config.tie_embeddings and "lm_head.weight" not in checkpoint
         embedding = head = norm = None
         if shard.first:
-            embedding = self._stacked([("model.embed_tokens.weight", vocabulary, words)], hidden)
+            embedding = self._stacked([("model.embed_tokens.weight", vocabulary, own_vocabulary)], hidden)
         if shard.last:
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-            head = PackedLinear(self._stacked([(name, vocabulary, words)], hidden))
+            head = PackedLinear(self._stacked([(name, vocabulary, own_vocabulary)], hidden))
             norm = self._plain("model.norm.weight", (hidden,))
         # With several stages no rank takes all three.
         for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -137,16 +137,16 @@ class _WeightLoader:
 
     def _by_rows(self, prefix: str, parts: list[_Part], inputs: int, biased: bool) -> PackedLinear:
         """Load a layer whose outputs are cut: this rank's rows of the named tensors, stacked."""
-        weight = self._stacked([(f"{prefix}{name}.weight", rows, mine) for name, rows, mine in parts], inputs)
+        weight = self._stacked([(f"{prefix}{name}.weight", rows, own) for name, rows, own in parts], inputs)
         bias = None
         if biased:
-            bias = self._stacked([(f"{prefix}{name}.bias", rows, mine) for name, rows, mine in parts], None)
+            bias = self._stacked([(f"{prefix}{name}.bias", rows, own) for name, rows, own in parts], None)
         return PackedLinear(weight, bias)
 
-    def _by_columns(self, name: str, shape: tuple[int, int], mine: range, biased: bool) -> PackedLinear:
+    def _by_columns(self, name: str, shape: tuple[int, int], own: range, biased: bool) -> PackedLinear:
         """Load a layer whose inputs are cut. The ranks' results are summed, so only rank 0 adds the bias."""
-        weight = torch.empty((shape[0], len(mine)), dtype=self.dtype, device=self.device)
-        weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=mine))
+        weight = torch.empty((shape[0], len(own)), dtype=self.dtype, device=self.device)
+        weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=own))
         if not biased or self.shard.rank:
             # Ranks other than 0 leave a bias that is there; without one the prefix matches nothing.
             self.checkpoint.leave(f"{name}.bias")
@@ -156,10 +156,10 @@ class _WeightLoader:
     def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
         """Return rows of the named tensors stacked in one new tensor. inputs None: the tensors are vectors."""
         tail = () if inputs is None else (inputs,)
-        fused = torch.empty((sum(len(mine) for _, _, mine in parts), *tail), dtype=self.dtype, device=self.device)
-        targets = torch.split(fused, [len(mine) for _, _, mine in parts])
-        for target, (name, rows, mine) in zip(targets, parts, strict=True):
-            target.copy_(self.checkpoint.take(name, (rows, *tail), rows=mine))
+        fused = torch.empty((sum(len(own) for _, _, own in parts), *tail), dtype=self.dtype, device=self.device)
+        targets = torch.split(fused, [len(own) for _, _, own in parts])
+        for target, (name, rows, own) in zip(targets, parts, strict=True):
+            target.copy_(self.checkpoint.take(name, (rows, *tail), rows=own))
         return fused
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:

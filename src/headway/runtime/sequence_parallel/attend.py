@@ -17,7 +17,7 @@ _PAIRS = 1 << 22
 """Rows times keys between two calls of `look`: some tens of ms of a core, far more than the overhead of a call."""
 
 
-def go_round(
+def attend_by_ring(
     transport: TensorTransport, step: RingAttend, query: Tensor, block: Tensor, look: Callable[[], None] = lambda: None
 ) -> Tensor:
     """Attend query (q_heads, rows, d) over every member's keys by a ring. Returns the same shape and type.
@@ -48,35 +48,36 @@ def go_round(
     return answer.out.to(query.dtype)
 
 
-def visit(transport: TensorTransport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
+def attend_in_place(transport: TensorTransport, step: AttendInPlace, query: Tensor, block: Tensor) -> Tensor:
     """Attend query (q_heads, rows, d) over every member's keys in place: rows are sent, partial answers returned.
 
     Returns the same shape and type. block: this member's own keys and values, (2, kv_heads, keys, d).
     """
     heads, rows, dim = query.shape
-    own = next(guest for guest in step.guests if guest.rank == transport.rank)
-    others = [guest for guest in step.guests if guest.rank != transport.rank]
-    guests = [guest for guest in others if guest.blocks]
-    hosts = [guest.rank for guest in others if guest.seen]
-    asked = [query.new_empty(heads, guest.rows, dim) for guest in guests]
+    own = next(member for member in step.members if member.rank == transport.rank)
+    others = [member for member in step.members if member.rank != transport.rank]
+    # Ranks whose rows see keys of this rank, and ranks whose keys this rank's rows see.
+    askers = [member for member in others if member.blocks]
+    holders = [member.rank for member in others if member.attended]
+    queries = [query.new_empty(heads, member.rows, dim) for member in askers]
     sent = query.contiguous()
     wait = transport.exchange(
-        [(rank, sent) for rank in hosts],
-        [(guest.rank, q) for guest, q in zip(guests, asked, strict=True)],
+        [(rank, sent) for rank in holders],
+        [(member.rank, member_query) for member, member_query in zip(askers, queries, strict=True)],
         MessageStream.RING,
     )
     answer = _PartialAnswer(query)
     for part in own.blocks:
         answer.add(part, block)
     wait()
-    told = []
-    for guest, q in zip(guests, asked, strict=True):
-        partial = _PartialAnswer(q)
-        for part in guest.blocks:
+    answers = []
+    for member, member_query in zip(askers, queries, strict=True):
+        partial = _PartialAnswer(member_query)
+        for part in member.blocks:
             partial.add(part, block)
-        told.append((guest.rank, partial.packed()))
-    came = [(rank, torch.empty((rows, heads, dim + 1), device=query.device)) for rank in hosts]
-    transport.exchange(told, came, MessageStream.RING)()
+        answers.append((member.rank, partial.packed()))
+    came = [(rank, torch.empty((rows, heads, dim + 1), device=query.device)) for rank in holders]
+    transport.exchange(answers, came, MessageStream.RING)()
     for _, partial_answer in came:
         answer.join(partial_answer)
     return answer.out.to(query.dtype)

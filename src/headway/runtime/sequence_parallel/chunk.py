@@ -36,7 +36,7 @@ from headway.runtime.sequence_parallel.steps import (
     FeedForward,
     FinishHistory,
     FinishWeights,
-    GuestRows,
+    MemberRows,
     NormRows,
     ProjectHeads,
     ProjectOutput,
@@ -174,8 +174,8 @@ class _RankPlanner:
         # The ranks of a member hold the same tokens: its first rank's count stands for all.
         past = [len(chunk.history[ranks[i * width]].positions) for i in range(members)]
         if self._spec.in_place and members > 1:
-            guests = tuple(
-                GuestRows(
+            rows = tuple(
+                MemberRows(
                     ranks[i * width + part],
                     len(chunk.fresh[i]),
                     cover(chunk.fresh[i], chunk.fresh[member], past[member]),
@@ -183,8 +183,8 @@ class _RankPlanner:
                 )
                 for i in range(members)
             )
-            visit = AttendInPlace(source, target, guests, past[member])
-            return [visit] if chunk.stays else [FinishHistory(), visit, StartHistory(ahead=True)]
+            in_place = AttendInPlace(source, target, rows, past[member])
+            return [in_place] if chunk.stays else [FinishHistory(), in_place, StartHistory(ahead=True)]
         # Ring neighbours are the ranks with the same part, hence the same heads, of the neighbouring members.
         before, behind = (ranks[(member + by) % members * width + part] for by in (-1, 1))
         attend = RingAttend(source, target, ring(member, chunk.fresh, past), past[member], before, behind)

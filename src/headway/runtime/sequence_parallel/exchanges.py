@@ -101,8 +101,10 @@ class ChunkExchanges:
         def between(i: int, j: int) -> Pairs:
             if j:
                 return NOTHING
-            words = ModelShard(i, tp).vocabulary(config)
-            return (RegisterSlice(0, rows, 0, len(words)),), (RegisterSlice(0, rows, words.start, words.stop),)
+            vocabulary = ModelShard(i, tp).vocabulary(config)
+            return (RegisterSlice(0, rows, 0, len(vocabulary)),), (
+                RegisterSlice(0, rows, vocabulary.start, vocabulary.stop),
+            )
 
         shape = (rows, config.vocab_size)
         return exchange(source, target, shape, self._index, self._spec.group.region(0), self._ranks, between)

@@ -18,7 +18,7 @@ from headway.runtime.model.layer import Matrix, feed, heads, norm
 from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.weights import LayerWeights
-from headway.runtime.sequence_parallel.attend import go_round, visit
+from headway.runtime.sequence_parallel.attend import attend_by_ring, attend_in_place
 from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
 from headway.runtime.sequence_parallel.registers import MatrixRegisters, start
 from headway.runtime.sequence_parallel.steps import (
@@ -119,9 +119,9 @@ class StepExecutor:
     def _embed(self, step: EmbedTokens, layer: int) -> None:
         decoder = self._decoder
         assert decoder.weights.embedding is not None, "this rank holds no embedding"
-        local = self._tokens[torch.from_numpy(step.positions - self._first)] - decoder.words.start
+        local = self._tokens[torch.from_numpy(step.positions - self._first)] - decoder.vocabulary.start
         # Ids of other ranks' vocabulary slices give zeros: the scatter step sums the ranks' rows.
-        foreign = (local < 0) | (local >= len(decoder.words))
+        foreign = (local < 0) | (local >= len(decoder.vocabulary))
         rows = functional.embedding(local.masked_fill(foreign, 0), decoder.weights.embedding)
         self.registers[step.target] = rows.masked_fill_(foreign.unsqueeze(1), 0.0)
 
@@ -158,12 +158,12 @@ class StepExecutor:
 
     def _attend(self, step: RingAttend, layer: int) -> None:
         queries, block = self._stored(step, layer)
-        mixed = go_round(self._transport, step, queries, block, self.look)
+        mixed = attend_by_ring(self._transport, step, queries, block, self.look)
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
 
     def _attend_in_place(self, step: AttendInPlace, layer: int) -> None:
         queries, block = self._stored(step, layer)
-        mixed = visit(self._transport, step, queries, block)
+        mixed = attend_in_place(self._transport, step, queries, block)
         self.registers[step.target] = mixed.transpose(0, 1).flatten(1)
 
     def _stored(self, step: RingAttend | AttendInPlace, layer: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.slots import cut_runs
+from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.sequence_parallel.layout import KvMove
 from headway.runtime.sequence_parallel.tokens import Positions
 from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
@@ -21,43 +21,43 @@ _Index = slice | Tensor
 class KvShard:
     """Slot ranges (first slot, count) of a pool that a request owns, in order. One range is read without copying."""
 
-    def __init__(self, pool: KvPool, runs: Runs) -> None:
+    def __init__(self, pool: KvPool, slot_ranges: Runs) -> None:
         self.pool = pool
-        self.runs = tuple(runs)
-        self.capacity = sum(count for _, count in self.runs)
+        self.slot_ranges = tuple(slot_ranges)
+        self.capacity = sum(count for _, count in self.slot_ranges)
 
-    def extend(self, runs: Runs) -> None:
+    def extend(self, slot_ranges: Runs) -> None:
         """Append slot ranges. Adjacent ranges are joined, so that they are read without copying."""
-        joined = list(self.runs)
-        for first, count in runs:
+        joined = list(self.slot_ranges)
+        for first, count in slot_ranges:
             # first + count of the last range: the new one follows it directly.
             if joined and sum(joined[-1]) == first:
                 joined[-1] = (joined[-1][0], joined[-1][1] + count)
             else:
                 joined.append((first, count))
-        self.runs = tuple(joined)
-        self.capacity += sum(count for _, count in runs)
+        self.slot_ranges = tuple(joined)
+        self.capacity += sum(count for _, count in slot_ranges)
 
     def block(self, layer: int, tokens: int) -> Tensor:
         """Return KV of the first `tokens` slots, (2, kv_heads, tokens, head_dim); a view where possible."""
         planes = self.pool.data[layer]
-        parts = [planes[:, :, first : first + count] for first, count in cut_runs(self.runs, 0, tokens)]
+        parts = [planes[:, :, first : first + count] for first, count in cut_ranges(self.slot_ranges, 0, tokens)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else planes[:, :, :0]
 
     def store(self, layer: int, at: int, k: Tensor, v: Tensor) -> None:
         """Store k and v, (tokens, kv_heads, head_dim), from slot `at` on."""
         row = 0
-        for first, count in cut_runs(self.runs, at, at + k.shape[0]):
+        for first, count in cut_ranges(self.slot_ranges, at, at + k.shape[0]):
             for plane, fresh in enumerate((k, v)):
                 self.pool.data[layer, plane, :, first : first + count].copy_(fresh[row : row + count].transpose(0, 1))
             row += count
 
     def index(self, slots: Positions) -> _Index:
         """Return slots of the shard as an index into the pool's slots: a slice where they are contiguous."""
-        if len(self.runs) > 1:
-            slots = np.concatenate([np.arange(first, first + count) for first, count in self.runs])[slots]
-        elif self.runs:
-            slots = slots + self.runs[0][0]
+        if len(self.slot_ranges) > 1:
+            slots = np.concatenate([np.arange(first, first + count) for first, count in self.slot_ranges])[slots]
+        elif self.slot_ranges:
+            slots = slots + self.slot_ranges[0][0]
         if np.all(np.diff(slots) == 1):
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return torch.from_numpy(slots)

@@ -233,7 +233,7 @@ def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
                     missing[got] = False
                     found.setdefault((target, source), []).append((heads, at[got], got))
             if missing.any():
-                raise ConfigError(f"nobody holds KV of token {wanted.positions[missing][0]}, head {heads[0]}")
+                raise ConfigError(f"no rank holds KV of token {wanted.positions[missing][0]}, head {heads[0]}")
     return tuple(
         KvMove(source, target, heads, from_slots, to_slots)
         for (target, source), parts in sorted(found.items(), key=lambda item: item[0])

@@ -63,13 +63,13 @@ class MultiRankSpanExecutor:
         self._saved: dict[str, SpanHalted] = {}
         self._looks: dict[str, Callable[[], None]] = {}
         self._name = ""
-        self._said: dict[int, RunFromRank] = {}
+        self._replies: dict[int, RunFromRank] = {}
 
-    def on_message(self, rank: int, said: RunFromRank) -> None:
+    def on_message(self, rank: int, reply: RunFromRank) -> None:
         """Record a rank's answer. Answers about other requests than the current one are ignored."""
         # The first answer of a rank counts, but a failure replaces an answer given before it.
-        if said.name == self._name and (rank not in self._said or isinstance(said, SpanBroken)):
-            self._said[rank] = said
+        if reply.name == self._name and (rank not in self._replies or isinstance(reply, SpanBroken)):
+            self._replies[rank] = reply
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         """See `SpanExecutor.admit`."""
@@ -83,21 +83,21 @@ class MultiRankSpanExecutor:
         before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
-        room: Callable[[int, bool], Slots],
+        allocate_slots: Callable[[int, bool], Slots],
         look: Callable[[], None],
     ) -> None:
         """See `SpanExecutor.begin`."""
         self._looks[name] = look
         self._whole.pop(name, None)
-        words = self._ask(BeginSpan(name, run, tuple(before), preemptible, drawn))
-        while isinstance(words[0], WantSlots):
-            wants = _all(words, WantSlots)
+        replies = self._ask(BeginSpan(name, run, tuple(before), preemptible, drawn))
+        while isinstance(replies[0], WantSlots):
+            wants = _all(replies, WantSlots)
             # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
-            slots = room(max(one.tokens for one in wants), wants[0].anew)
+            slots = allocate_slots(max(one.tokens for one in wants), wants[0].replace)
             # Ranks must own the blocks before the slots are granted; both messages keep their order.
             self._executor.replay(self._untold())
-            words = self._ask(GrantSlots(name, tuple(slots)))
-        _all(words, SpanBegun)
+            replies = self._ask(GrantSlots(name, tuple(slots)))
+        _all(replies, SpanBegun)
 
     def go(
         self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
@@ -112,14 +112,14 @@ class MultiRankSpanExecutor:
                 held = True
                 self._tell(HoldSpan(name))
 
-        words = self._ask(StartSpan(name, held, beside), asked)
-        while isinstance(words[0], LayerEdge):
-            behind(_all(words, LayerEdge)[0].layers)
-            words = self._ask(ContinueSpan(name), asked)
-        if isinstance(words[0], SpanComputed):
-            _all(words, SpanComputed)
+        replies = self._ask(StartSpan(name, held, beside), asked)
+        while isinstance(replies[0], LayerEdge):
+            behind(_all(replies, LayerEdge)[0].layers)
+            replies = self._ask(ContinueSpan(name), asked)
+        if isinstance(replies[0], SpanComputed):
+            _all(replies, SpanComputed)
             return True
-        stopped = _all(words, SpanHalted)
+        stopped = _all(replies, SpanHalted)
         self._saved[name] = SpanHalted(
             name,
             stopped[0].tokens,
@@ -163,33 +163,33 @@ class MultiRankSpanExecutor:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def _ask(self, word: RunToRank, meanwhile: Callable[[], None] = lambda: None) -> list[RunFromRank]:
+    def _ask(self, message: RunToRank, meanwhile: Callable[[], None] = lambda: None) -> list[RunFromRank]:
         """Send a message to all ranks and return their answers, by rank.
 
         Raises SpanTaskError or PeerLostError where a rank cannot go on, LostError, and whatever `look` raises.
         """
-        self._name, self._said = word.name, {}
-        look = self._looks[word.name]
-        self._tell(word)
+        self._name, self._replies = message.name, {}
+        look = self._looks[message.name]
+        self._tell(message)
         while True:
-            for said in self._said.values():
-                if isinstance(said, SpanBroken):
-                    raise SpanTaskError(said.why) if said.end is None else PeerLostError(said.why, said.end)
-            if len(self._said) == self._ranks:
-                return [self._said[rank] for rank in range(self._ranks)]
+            for reply in self._replies.values():
+                if isinstance(reply, SpanBroken):
+                    raise SpanTaskError(reply.why) if reply.end is None else PeerLostError(reply.why, reply.end)
+            if len(self._replies) == self._ranks:
+                return [self._replies[rank] for rank in range(self._ranks)]
             self._executor.poll(_WAIT_S)
             meanwhile()
             look()
 
-    def _tell(self, word: RunToRank) -> None:
-        self._executor.send_control(encode(word))
+    def _tell(self, reply: RunToRank) -> None:
+        self._executor.send_control(encode(reply))
 
 
-def _all(words: Sequence[RunFromRank], kind: type[W]) -> list[W]:
+def _all(replies: Sequence[RunFromRank], kind: type[W]) -> list[W]:
     """Return the answers as the kind that all must have. Raises InvariantError otherwise."""
-    alike: list[W] = [word for word in words if isinstance(word, kind)]
-    if len(alike) < len(words):
-        raise InvariantError(f"ranks of one instance differ in a run: {words}")
+    alike: list[W] = [reply for reply in replies if isinstance(reply, kind)]
+    if len(alike) < len(replies):
+        raise InvariantError(f"ranks of one instance differ in a run: {replies}")
     return alike
 
 

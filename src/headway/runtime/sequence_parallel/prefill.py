@@ -234,15 +234,15 @@ class SequencePrefill:
         if not others:
             return lambda: pause is not None and pause()
         if self._transport.rank == first:
-            said = torch.tensor([1 if pause is not None and pause() else 0], dtype=torch.int32)
-            wait = self._transport.exchange([(rank, said) for rank in others], [], MessageStream.PAUSE)
+            flag = torch.tensor([1 if pause is not None and pause() else 0], dtype=torch.int32)
+            wait = self._transport.exchange([(rank, flag) for rank in others], [], MessageStream.PAUSE)
         else:
-            said = torch.zeros(1, dtype=torch.int32)
-            wait = self._transport.exchange([], [(first, said)], MessageStream.PAUSE)
+            flag = torch.zeros(1, dtype=torch.int32)
+            wait = self._transport.exchange([], [(first, flag)], MessageStream.PAUSE)
 
         def answer() -> bool:
             wait()
-            return bool(said)
+            return bool(flag)
 
         return answer
 

@@ -61,34 +61,34 @@ class RankSpanExecutor:
 
     loop: RankLoopCalls
 
-    def __init__(self, runs: SpanExecutor, port: KvPort, say: Callable[[RunFromRank], None]) -> None:
-        self._runs, self._port, self._say = runs, port, say
+    def __init__(self, runs: SpanExecutor, port: KvPort, send: Callable[[RunFromRank], None]) -> None:
+        self._runs, self._port, self._send = runs, port, send
         self._name = ""
         self._hold = self._on = False
         self.over = False
         """Whether the current task is cancelled. No message is processed until it has ended."""
         self._given: list[Sequence[tuple[int, int]]] = []
 
-    def on_message(self, said: RunToRank) -> None:
+    def on_message(self, message: RunToRank) -> None:
         """Process a message of the engine. Messages about forgotten requests are ignored."""
-        name = said.name
-        if isinstance(said, AdmitSpan):
-            self._runs.admit(name, memoryview(said.prompt), said.params, said.output)
+        name = message.name
+        if isinstance(message, AdmitSpan):
+            self._runs.admit(name, memoryview(message.prompt), message.params, message.output)
         elif name not in self._runs:
             return
-        elif isinstance(said, BeginSpan):
-            self._carry_out(name, lambda: self._begin(said))
-        elif isinstance(said, StartSpan):
-            self._carry_out(name, lambda: self._go(said))
-        elif isinstance(said, FinishSpan):
-            self._carry_out(name, lambda: self._finish(said))
-        elif isinstance(said, SuspendRequest):
+        elif isinstance(message, BeginSpan):
+            self._carry_out(name, lambda: self._begin(message))
+        elif isinstance(message, StartSpan):
+            self._carry_out(name, lambda: self._go(message))
+        elif isinstance(message, FinishSpan):
+            self._carry_out(name, lambda: self._finish(message))
+        elif isinstance(message, SuspendRequest):
             self.forget(name)
         elif name != self._name:  # the run had come to an edge, or its end, by itself
             return
-        elif isinstance(said, GrantSlots):
-            self._given.append(said.slots)
-        elif isinstance(said, HoldSpan):
+        elif isinstance(message, GrantSlots):
+            self._given.append(message.slots)
+        elif isinstance(message, HoldSpan):
             self._hold = True
         else:
             self._on = True
@@ -105,41 +105,43 @@ class RankSpanExecutor:
         except _OverError:
             pass
         except PeerLostError as error:
-            self._say(SpanBroken(name, str(error), error.end))
+            self._send(SpanBroken(name, str(error), error.end))
         except HeadwayError as error:
-            self._say(SpanBroken(name, str(error), None))
+            self._send(SpanBroken(name, str(error), None))
         except Exception as error:
             log.exception("a run of %s failed", name)
-            self._say(SpanBroken(name, f"it failed: {error}", None))
+            self._send(SpanBroken(name, f"it failed: {error}", None))
         finally:
             # Messages behind the cancellation were deferred by `over`: they are processed from here on.
             self._name, self.over = "", False
 
-    def _begin(self, said: BeginSpan) -> None:
-        name = said.name
+    def _begin(self, message: BeginSpan) -> None:
+        name = message.name
 
-        def room(tokens: int, anew: bool) -> Sequence[tuple[int, int]]:
+        def allocate_slots(tokens: int, replace: bool) -> Sequence[tuple[int, int]]:
             self._given.clear()
-            self._say(WantSlots(name, tokens, anew))
+            self._send(WantSlots(name, tokens, replace))
             while not self._given:
                 self._turn()
             return self._given.pop()
 
         # KV that still moves from this place must be out before the task may write to it.
         self._port.settle(name)
-        self._runs.begin(name, said.run, said.before, said.preemptible, said.drawn, room, self._look)
-        self._say(SpanBegun(name))
+        self._runs.begin(
+            name, message.run, message.before, message.preemptible, message.drawn, allocate_slots, self._look
+        )
+        self._send(SpanBegun(name))
 
-    def _go(self, said: StartSpan) -> None:
-        name, self._hold = said.name, said.hold
+    def _go(self, message: StartSpan) -> None:
+        name, self._hold = message.name, message.hold
 
         def behind(layers: int) -> None:
             self._port.layers_are_there(name)
-            if not said.edges:
+            if not message.edges:
                 self._look()
                 return
             self._on = False
-            self._say(LayerEdge(name, layers))
+            self._send(LayerEdge(name, layers))
             while not self._on:
                 self._turn()
 
@@ -148,19 +150,19 @@ class RankSpanExecutor:
             return self._hold
 
         if self._runs.go(name, pause, behind):
-            self._say(SpanComputed(name))
+            self._send(SpanComputed(name))
             return
         tokens, layer, saved = self._runs.saved(name)
-        self._say(SpanHalted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
+        self._send(SpanHalted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
 
-    def _finish(self, said: FinishSpan) -> None:
-        name = said.name
-        emitted, moved = self._runs.finish(name, said.draw)
+    def _finish(self, message: FinishSpan) -> None:
+        name = message.name
+        emitted, moved = self._runs.finish(name, message.draw)
         # Transfers that still read the old place must end before its slots are reused.
         if moved:
             self._port.settle(name)
         self._port.layers_are_there(name)
-        self._say(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))
+        self._send(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))
 
     def _look(self) -> None:
         self.loop.poll()

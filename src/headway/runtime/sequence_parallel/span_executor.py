@@ -19,11 +19,11 @@ from headway.core.errors import ConfigError, InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
-from headway.runtime.attention.slots import cut_runs
+from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.ends import end_of, instance_of
-from headway.runtime.kv_transfer.peers import Completion, PeerNetwork, PeerStream
+from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, TransferCompletion
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
@@ -35,9 +35,9 @@ from headway.runtime.sequence_parallel.saved import SavedState
 from headway.runtime.sequence_parallel.tokens import Order
 from headway.runtime.sequence_parallel.transport import MessageStream
 
-Room = Callable[[int, bool], Sequence[tuple[int, int]]]
-"""(slots, anew) to slot ranges of the pool: the request's own, extended, or, if `anew`, other ones. May block; raises
-where the pool has none."""
+SlotAllocator = Callable[[int, bool], Sequence[tuple[int, int]]]
+"""(slots, replace) to slot ranges of the pool: the request's own, extended, or, if `replace`, other ones. May block;
+raises where the pool has none."""
 
 
 def chunks_of(run: SpanTask, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
@@ -100,7 +100,7 @@ class SpanExecutor:
         before: Sequence[SpanTask],
         preemptible: bool,
         drawn: tuple[int, ...],
-        room: Room,
+        allocate_slots: SlotAllocator,
         look: Callable[[], None],
     ) -> None:
         """Prepare a span task.
@@ -120,7 +120,7 @@ class SpanExecutor:
         chunks = chunks_of(run, preemptible, tp)
         line = self._peers.line(name, chunks[0].group.ranks)
         earlier = [chunks_of(one, tp=tp) for one in before]
-        part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), room)
+        part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), allocate_slots)
 
     def go(
         self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
@@ -185,7 +185,7 @@ class _SpanMember:
         self._prefill: SequencePrefill | None = None
         self._shard: KvShard | None = None
         self._moved = False
-        self._room: Room | None = None
+        self._allocate_slots: SlotAllocator | None = None
         # `_slots`: slots of the pool held. `_own`: tokens held here at the end of a task of several chunks.
         self._slots = self._own = 0
         self._config = config
@@ -206,9 +206,9 @@ class _SpanMember:
         before: Sequence[Sequence[ChunkSpec]],
         drawn: tuple[int, ...],
         transport: _PeerTransport,
-        room: Room,
+        allocate_slots: SlotAllocator,
     ) -> None:
-        self.transport, self._room = transport, room
+        self.transport, self._allocate_slots = transport, allocate_slots
         if self._prefill is None:
             self._prefill = SequencePrefill(self._worker.decoder, self._config, transport, self._place)
         self._prefill.travel(transport)
@@ -278,19 +278,19 @@ class _SpanMember:
         fold = pool.kv_heads // heads
         # Ceiling division: `fold` tokens of few heads fill one slot of the whole pool.
         slots = -(-max(tokens, self._own) // fold)
-        assert self._room is not None
+        assert self._allocate_slots is not None
         shard = self._shard
-        anew = shard is None or shard.pool.kv_heads != heads
-        runs = self._room(slots, self._shard is not None and anew)
-        if shard is None or anew:
+        replace = shard is None or shard.pool.kv_heads != heads
+        runs = self._allocate_slots(slots, self._shard is not None and replace)
+        if shard is None or replace:
             self._moved = self._shard is not None
             shard = self._shard = KvShard(pool if fold == 1 else pool.narrowed(heads), ())
             self._slots = 0
         # `_room` returns all slots of the request; only those behind the ones already held are new.
         there = sum(count for _, count in runs)
-        fresh = cut_runs(runs, self._slots, there)
+        fresh = cut_ranges(runs, self._slots, there)
         self._slots = there
-        shard.extend(pool.narrow_runs(heads, fresh))
+        shard.extend(pool.narrow_ranges(heads, fresh))
         return shard
 
     def settle(self) -> bool:
@@ -337,7 +337,7 @@ class _PeerTransport:
         """See `TensorTransport.exchange`."""
         line = self._line
         # Receives first, so that incoming data finds its buffer.
-        tickets: list[Completion] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
+        tickets: list[TransferCompletion] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
         tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
 
         def wait() -> None:

@@ -79,11 +79,11 @@ class SuspendRequest(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
 
 
 class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Request slots of the pool (`span_executor.Room`)."""
+    """Request slots of the pool (`span_executor.SlotAllocator`)."""
 
     name: str
     tokens: int
-    anew: bool
+    replace: bool
 
 
 class SpanBegun(msgspec.Struct, frozen=True, array_like=True, tag="begun"):

@@ -96,7 +96,7 @@ class RingAttend:
     behind: int
 
 
-class GuestRows(NamedTuple):
+class MemberRows(NamedTuple):
     """Rows of another rank that are attended over this rank's keys."""
 
     rank: int
@@ -104,19 +104,19 @@ class GuestRows(NamedTuple):
     rows: int
     blocks: tuple[MaskBlock, ...]
     """Which of this rank's keys they see."""
-    seen: bool
+    attended: bool
     """Whether this rank's rows see any of that rank's keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendInPlace:
-    """Store the chunk's keys and values behind `past` tokens of history; then rows go to the keys. Each of `guests`,
+    """Store the chunk's keys and values behind `past` tokens of history; then rows go to the keys. Each of `members`,
     this rank among them, gets the answer of its rows over this rank's keys, and this rank's rows get theirs.
     """
 
     source: str
     target: str
-    guests: tuple[GuestRows, ...]
+    members: tuple[MemberRows, ...]
     past: int
 
 

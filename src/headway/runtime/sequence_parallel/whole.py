@@ -72,8 +72,8 @@ def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: 
     """
     shard = ModelShard(source, tp)
     if matrix == "gate_up":
-        mine, size = shard.mlp(config), config.mlp_size
-        return [(_moved(mine, part * len(mine) - mine.start), _moved(mine, part * size)) for part in (0, 1)]
+        own, size = shard.mlp(config), config.mlp_size
+        return [(_moved(own, part * len(own) - own.start), _moved(own, part * size)) for part in (0, 1)]
     dim, q, kv = config.head_dim, shard.q_heads(config), shard.kv_heads(config)
     owner = _owner(config, tp, target)
     # With more ranks than KV heads a head has several holders: exactly one of them gives it.
@@ -81,9 +81,9 @@ def _taken(config: DecoderConfig, tp: int, matrix: Matrix, source: int, target: 
     taken = [(_scaled(range(len(q)), dim), _scaled(q, dim))]
     for part in (0, 1):
         # Rows are queries, then keys (part 0), then values (part 1), in the rank's own matrix as in the whole one.
-        own, whole = len(q) + part * len(kv) - kv.start, config.q_heads + part * config.kv_heads
+        at, whole = len(q) + part * len(kv) - kv.start, config.q_heads + part * config.kv_heads
         taken += [
-            (_scaled(range(own + h, own + h + 1), dim), _scaled(range(whole + h, whole + h + 1), dim)) for h in given
+            (_scaled(range(at + h, at + h + 1), dim), _scaled(range(whole + h, whole + h + 1), dim)) for h in given
         ]
     return taken
 

@@ -87,43 +87,43 @@ class LiveTimeline:
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> LiveTimeline:
     """Return the timeline of a log. Raises ConfigError on a log of an older version, without times by stage."""
-    told = LiveTimeline()
+    trace = LiveTimeline()
     for event in events:
         kind = event.get("event")
         if kind == "add":
-            told.requests[event["request"]] = _RequestSpan(event["arrival_s"], event["prompt"])
-        elif (kind == "abort" or event.get("aborted")) and event["request"] in told.requests:
-            life = told.requests[event["request"]]
+            trace.requests[event["request"]] = _RequestSpan(event["arrival_s"], event["prompt"])
+        elif (kind == "abort" or event.get("aborted")) and event["request"] in trace.requests:
+            life = trace.requests[event["request"]]
             life.end_s, life.error = event["at_s"], "aborted"
         elif kind == "batch":
             if "parts" not in event:
                 raise ConfigError("the log's batches do not say when each stage computed: it is of an older version")
-            _add(told, event)
-    return told
+            _add(trace, event)
+    return trace
 
 
-def live_trace_events(told: LiveTimeline) -> dict[str, Any]:
+def live_trace_events(trace: LiveTimeline) -> dict[str, Any]:
     """Return the JSON object that Perfetto and chrome://tracing load."""
-    times = [one.start_s for one in told.slices] + [life.arrival_s for life in told.requests.values()]
+    times = [one.start_s for one in trace.slices] + [life.arrival_s for life in trace.requests.values()]
     zero = min(times, default=0.0)
     return {
         "displayTimeUnit": "ms",
-        "traceEvents": [*_names(told), *_batches(told, zero), *_joins(told, zero), *_requests(told, zero)],
+        "traceEvents": [*_names(trace), *_batches(trace, zero), *_joins(trace, zero), *_requests(trace, zero)],
     }
 
 
-def _add(told: LiveTimeline, event: Mapping[str, Any]) -> None:
+def _add(trace: LiveTimeline, event: Mapping[str, Any]) -> None:
     assisted: dict[int, int] = {}
     for group, _, rows, _ in event.get("assists", ()):
         assisted[group] = assisted.get(group, 0) + rows
     # a group joins at the start of the batch with its first tokens
     begun = {group: stages[0][0] for group, _, _, stages in event["parts"] if stages}
     for group, request, start in event.get("joins", ()):
-        told.joins.append(GroupJoined(group, request, start, begun.get(group, event["at_s"])))
+        trace.joins.append(GroupJoined(group, request, start, begun.get(group, event["at_s"])))
     for group, decodes, chunks, stages in event["parts"]:
         held = tuple((name, start, tokens) for name, start, tokens in chunks)
         for stage, (start_s, end_s) in enumerate(stages):
-            told.slices.append(
+            trace.slices.append(
                 StageSlice(
                     event["id"],
                     group,
@@ -137,12 +137,12 @@ def _add(told: LiveTimeline, event: Mapping[str, Any]) -> None:
                 )
             )
         for name, _, _ in held:
-            life = told.requests.get(name)
+            life = trace.requests.get(name)
             if life is not None and life.first_chunk_s is None and stages:
                 life.first_chunk_s = stages[0][0]
     for name in event["ended"]:
-        if name in told.requests:
-            told.requests[name].end_s = event["at_s"]
+        if name in trace.requests:
+            trace.requests[name].end_s = event["at_s"]
 
 
 def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
@@ -161,9 +161,9 @@ def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
     return result
 
 
-def _names(told: LiveTimeline) -> Iterator[dict[str, Any]]:
+def _names(trace: LiveTimeline) -> Iterator[dict[str, Any]]:
     yield _meta("process_name", REQUESTS, 0, "requests")
-    for group, stage in sorted({(one.group, one.stage) for one in told.slices}):
+    for group, stage in sorted({(one.group, one.stage) for one in trace.slices}):
         yield _meta("process_name", group + 1, 0, f"group {group}")
         yield _meta("thread_name", group + 1, stage + 1, f"stage {stage}")
 
@@ -172,8 +172,8 @@ def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _batches(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
-    for one in told.slices:
+def _batches(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
+    for one in trace.slices:
         chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in one.chunks)
         yield {
             "ph": "X",
@@ -187,8 +187,8 @@ def _batches(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def _joins(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
-    for join in told.joins:
+def _joins(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
+    for join in trace.joins:
         yield {
             "ph": "i",
             "s": "t",
@@ -200,9 +200,9 @@ def _joins(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def _requests(told: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
-    last = max((one.end_s for one in told.slices), default=zero)
-    for name, life in told.requests.items():
+def _requests(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
+    last = max((one.end_s for one in trace.slices), default=zero)
+    for name, life in trace.requests.items():
         common = {"cat": "request", "id": name, "pid": REQUESTS, "tid": 0, "name": name}
         yield {**common, "ph": "b", "ts": _us(life.arrival_s - zero), "args": {"prompt": life.prompt}}
         if life.first_chunk_s is not None:

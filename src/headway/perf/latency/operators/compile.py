@@ -89,16 +89,16 @@ def compile_stage(
     assumptions: EngineAssumptions | None = None,
 ) -> TableSource:
     """Compile the latency table of one pipeline stage. Raises ConfigError when the layout does not divide the model."""
-    told = assumptions or EngineAssumptions()
+    assumptions = assumptions or EngineAssumptions()
     part = cut(shape, layout, stage)
     rows = np.array(ROWS, dtype=np.float64)
-    work = _StageCompiler(fit, device, part, layout, told)
-    seconds = work.rows_ms(rows) * 1e-3 + told.host_s
+    work = _StageCompiler(fit, device, part, layout, assumptions)
+    seconds = work.rows_ms(rows) * 1e-3 + assumptions.host_s
     own, offset, slope, split = work.chunks_ms(np.array(CHUNKS, dtype=np.float64))
     decode, per_token = work.decode_ms()
-    tokens = ((0, told.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
+    tokens = ((0, assumptions.host_s), *((r, round(float(s), 9)) for r, s in zip(ROWS, seconds, strict=True)))
     # Cached tokens up to which the measured slope holds; "always" applies the split-KV slope from the first on.
-    knee = fit.prefill.past if fit.prefill and told.split_kv != "always" else 0
+    knee = fit.prefill.past if fit.prefill and assumptions.split_kv != "always" else 0
     beyond = tuple(
         (c, round(float(o), 9), round(float(b), 14))
         for c, o, b in zip(CHUNKS, offset * 1e-3, split * 1e-3, strict=True)
@@ -124,7 +124,7 @@ def compile_stage(
         status="derived" if derived else "measured" if direct else "fitted",
         details={
             "families": dict(work.notes),
-            "assumptions": msgspec.to_builtins(told),
+            "assumptions": msgspec.to_builtins(assumptions),
             "validated": {
                 "rows": fit.linear.top if fit.linear else 0,
                 "chunk": fit.prefill.chunk if fit.prefill else 0,
@@ -141,9 +141,14 @@ class _StageCompiler:
     """Sums operator times over one stage. `notes` records the origin of the times by operator family."""
 
     def __init__(
-        self, fit: DeviceFit, device: AcceleratorSpec, part: RankShape, layout: ParallelLayout, told: EngineAssumptions
+        self,
+        fit: DeviceFit,
+        device: AcceleratorSpec,
+        part: RankShape,
+        layout: ParallelLayout,
+        assumptions: EngineAssumptions,
     ) -> None:
-        self.fit, self.device, self.part, self.layout, self.told = fit, device, part, layout, told
+        self.fit, self.device, self.part, self.layout, self.assumptions = fit, device, part, layout, assumptions
         self.source = accelerator(fit.device)
         self.same = device.kernels == fit.device and device.bandwidth == self.source.bandwidth
         self.notes: dict[str, str] = {}
@@ -159,7 +164,7 @@ class _StageCompiler:
 
     def rows_ms(self, rows: Column) -> Column:
         """Return the stage's milliseconds that depend on the row count only, without the host's."""
-        part, told = self.part, self.told
+        part, assumptions = self.part, self.assumptions
         products = [self._product(rows, *shape) for shape in (part.qkv, part.out, part.up, part.down)]
         layer: Column = np.sum(products, axis=0)
         layer += self._elementwise(rows)
@@ -171,9 +176,9 @@ class _StageCompiler:
         if part.first:
             total += self._one_elementwise("emb", rows, part.hidden)
         if part.last:
-            total += self._product(np.minimum(rows, told.head_rows), *part.head)
-            total += self._one_elementwise("input_layernorm", np.minimum(rows, told.head_rows), part.hidden)
-        elif told.send:
+            total += self._product(np.minimum(rows, assumptions.head_rows), *part.head)
+            total += self._one_elementwise("input_layernorm", np.minimum(rows, assumptions.head_rows), part.hidden)
+        elif assumptions.send:
             total += self._send(rows)
         self._note_linear()
         return total
@@ -196,7 +201,7 @@ class _StageCompiler:
         own = fit.own_ms(chunks, heads, source)
         slope = fit.slope_ms(chunks, heads, source)
         split = slope
-        if self.told.split_kv != "never":
+        if self.assumptions.split_kv != "never":
             reads = self.fit.decode
             speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
             split = fit.split_ms(chunks, heads, speed)
@@ -205,7 +210,7 @@ class _StageCompiler:
         exact = key in fit.own[source] and wide == 1
         text = f"{source}, heads {key}" if exact else f"{source}, nearest head counts"
         self._note("prefill", f"{'measured' if exact else 'fitted'}: {text}")
-        beyond = "the same line" if self.told.split_kv == "never" else "split KV"
+        beyond = "the same line" if self.assumptions.split_kv == "never" else "split KV"
         same = key in fit.over.get(source, {})
         self._note(
             "prefill past",
@@ -284,7 +289,7 @@ class _StageCompiler:
     def _kv_write(self, rows: Column) -> Column:
         moved = 2.0 * rows * self.part.layer_kv_bytes  # read from the product's output, written to the cache
         return np.asarray(
-            np.maximum(self.told.kv_write_ms, 1e3 * moved / (self.told.kv_write * self.device.bandwidth)),
+            np.maximum(self.assumptions.kv_write_ms, 1e3 * moved / (self.assumptions.kv_write * self.device.bandwidth)),
             dtype=np.float64,
         )
 
