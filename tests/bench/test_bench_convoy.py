@@ -14,6 +14,7 @@ from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.serving.load import command
+from headway.serving.load.convoy import ConvoyPlan, random_prompts
 from headway.serving.load.policies import PolicySpec, parse_policies
 from headway.serving.load.server_process import ServerError, ServerProcess
 
@@ -77,6 +78,41 @@ def test_against_a_running_server(serve_fake, tmp_path: Path) -> None:  # type: 
     assert run["policy"] == "other"
     assert len(run["convoys"]) == 2
     assert run["short"]["n"] == sum(len(convoy["series"]) for convoy in run["convoys"])
+
+
+def test_two_servers_are_measured_in_turn_and_compared(  # type: ignore[no-untyped-def]
+    serve_fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, plot = tmp_path / "c.json", tmp_path / "c.png"
+    # The fake has shorts wait for a long prompt that is computed whole.
+    slow, fast = serve_fake("--chunking", "whole"), serve_fake("--chunking", "adaptive")
+    words = ("--url", slow, "--url", fast, *SMALL, "--seconds", "3", "--json", str(file), "--plot", str(plot))
+    assert headway_bench("convoy", *words) == 0
+    data = json.loads(file.read_text())
+    first, second = data["runs"]
+    assert (first["policy"], second["policy"]) == (slow, fast)
+    assert len(first["convoys"]) == len(second["convoys"]) >= 1
+    (ratios,) = data["ratios"]
+    assert ratios["ttft_p50"] == pytest.approx(second["short"]["ttft_s"]["p50"] / first["short"]["ttft_s"]["p50"])
+    assert ratios["ttft_p50"] < 0.5
+    assert first["long"]["alone_s"] is None
+    assert plot.stat().st_size > 10_000
+    assert "times over those of" in capsys.readouterr().out
+
+
+def test_labels_are_one_for_each_server(serve_fake) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="2 --url and 1 --label"):
+        headway_bench("convoy", "--url", "http://a", "--url", "http://b", "--label", "stock")
+
+
+def test_prompts_share_a_prefix_only_if_asked() -> None:
+    shared = random_prompts(ConvoyPlan(long_tokens=500, shared_prefix=100), 1000)
+    apart = random_prompts(ConvoyPlan(long_tokens=500), 1000)
+    for source, common in ((shared, 100), (apart, 0)):
+        first, second = (json.loads(source.long().prompt) for _ in range(2))
+        assert len(first) == len(second) == 500
+        assert (first[:100] == second[:100]) == bool(common)
+        assert first[100:] != second[100:]
 
 
 def test_shorts_end_even_if_the_long_prompt_does_not(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

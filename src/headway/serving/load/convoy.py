@@ -12,8 +12,11 @@ Prompts are distinct random token ids, so that no prefix cache helps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +45,8 @@ class ConvoyPlan:
     """Shorts sent before the measurement."""
     repeat: int = 1
     """Convoys; their shorts are pooled."""
+    shared_prefix: int = 0
+    """Tokens at the start that all prompts share, for which a prefix cache helps."""
     alone: bool = True
     """Whether the long prompt is measured without shorts as well."""
     max_s: float = 600.0
@@ -59,6 +64,14 @@ class ConvoyResult:
     """Those sent before the long prompt's first token, in order."""
     cut_short: bool = False
     """Whether `ConvoyPlan.max_s` ended the shorts before the long prompt's first token."""
+
+
+class ConvoyRound(NamedTuple):
+    """One repeat."""
+
+    alone: RequestRecord | None
+    """The long prompt without shorts, where it was measured."""
+    convoy: ConvoyResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +108,15 @@ class ConvoyRun:
             50,
         )
 
+    @classmethod
+    def of(cls, shorts_alone: Sequence[RequestRecord], rounds: Sequence[ConvoyRound]) -> ConvoyRun:
+        """Return the measurements of these rounds."""
+        return cls(
+            convoys=tuple(one.convoy for one in rounds),
+            longs_alone=tuple(one.alone for one in rounds if one.alone is not None),
+            shorts_alone=tuple(shorts_alone),
+        )
+
 
 Say = Callable[[str], None]
 
@@ -115,11 +137,13 @@ def random_prompts(plan: ConvoyPlan, vocab_size: int) -> PromptSource:
         max(plan.long_tokens, plan.short_tokens),
     )
 
+    start = pool.place() if plan.shared_prefix else 0
+
     def job(klass: str, tokens: int, output: int) -> LoadRequest:
         return LoadRequest(
             id="",
             klass=klass,
-            prompt=pool.json(tokens),
+            prompt=pool.json_sharing(tokens, plan.shared_prefix, start) if plan.shared_prefix else pool.json(tokens),
             prompt_tokens=tokens,
             output_tokens=output,
         )
@@ -142,24 +166,28 @@ class ConvoyRunner:
     async def run(self) -> ConvoyRun:
         """Run the experiment. A failed short becomes a record; raises ConvoyError for any other failed request."""
         async with LoadClient(self.endpoint) as client:
-            shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
-            self.say(f"warm-up: {self.plan.warmup} shorts")
-            if self.plan.warmup and self.plan.alone:
-                cold = await self._one(client, self.prompts.long(), "warm-long")
-                self.say(f"warm-up: a long prompt, {ttft_s(cold) or 0.0:.2f} s")
-            alone, convoys = [], []
-            for number in range(self.plan.repeat):
-                if self.plan.alone:
-                    alone.append(await self._one(client, self.prompts.long(), f"long-alone-{number}"))
-                    self.say(f"long prompt alone: {ttft_s(alone[-1]) or 0.0:.2f} s")
-                convoys.append(await self._convoy(client, number))
-                long_s, count = ttft_s(convoys[-1].long) or 0.0, len(convoys[-1].shorts)
-                self.say(f"long prompt among {count} shorts: {long_s:.2f} s")
-        return ConvoyRun(
-            convoys=tuple(convoys),
-            longs_alone=tuple(alone),
-            shorts_alone=tuple(shorts_alone),
-        )
+            shorts_alone = await self.warm_up(client)
+            rounds = [await self.round(client, number) for number in range(self.plan.repeat)]
+        return ConvoyRun.of(shorts_alone, rounds)
+
+    async def warm_up(self, client: LoadClient) -> list[RequestRecord]:
+        """Send the plan's shorts one after the other, then a long prompt where it will be measured alone."""
+        shorts_alone = [await self._one(client, self.prompts.short(), f"warm-{i}") for i in range(self.plan.warmup)]
+        self.say(f"warm-up: {self.plan.warmup} shorts")
+        if self.plan.warmup and self.plan.alone:
+            cold = await self._one(client, self.prompts.long(), "warm-long")
+            self.say(f"warm-up: a long prompt, {ttft_s(cold) or 0.0:.2f} s")
+        return shorts_alone
+
+    async def round(self, client: LoadClient, number: int) -> ConvoyRound:
+        """Measure the long prompt alone, where the plan says so, and a convoy."""
+        alone = None
+        if self.plan.alone:
+            alone = await self._one(client, self.prompts.long(), f"long-alone-{number}")
+            self.say(f"long prompt alone: {ttft_s(alone) or 0.0:.2f} s")
+        convoy = await self._convoy(client, number)
+        self.say(f"long prompt among {len(convoy.shorts)} shorts: {ttft_s(convoy.long) or 0.0:.2f} s")
+        return ConvoyRound(alone, convoy)
 
     async def _one(self, client: LoadClient, job: LoadRequest, name: str) -> RequestRecord:
         client.restart_clock()
@@ -192,6 +220,25 @@ class ConvoyRunner:
             # On an error or Ctrl-C no request outlives the experiment; finished tasks are not affected.
             for task in (long, *shorts):
                 task.cancel()
+
+
+async def alternate(runners: Sequence[ConvoyRunner], seconds: float) -> list[ConvoyRun]:
+    """Run convoys against several endpoints in turn, so that what else the machine does meets all alike.
+
+    Each gets as many: at least one, and no further round that would end later than `seconds` after the start."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(LoadClient(runner.endpoint)) for runner in runners]
+        began_s = time.monotonic()
+        warm = [await runner.warm_up(client) for runner, client in zip(runners, clients, strict=True)]
+        rounds: list[list[ConvoyRound]] = [[] for _ in runners]
+        while True:
+            round_s = time.monotonic()
+            for runner, client, done in zip(runners, clients, rounds, strict=True):
+                done.append(await runner.round(client, len(done)))
+            now_s = time.monotonic()
+            if now_s - began_s + (now_s - round_s) > seconds:
+                break
+    return [ConvoyRun.of(shorts, done) for shorts, done in zip(warm, rounds, strict=True)]
 
 
 async def _set_before(event: asyncio.Event, seconds: float) -> bool:

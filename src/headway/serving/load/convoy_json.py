@@ -13,6 +13,14 @@ from headway.sim.metrics.definitions import tbt_s, ttft_s
 from headway.sim.metrics.quantiles import percentile_name, percentiles, quantile
 
 SCHEMA = "headway.convoy/1"
+MEASURES = {
+    "ttft_p50": ("short", "ttft_s", "p50"),
+    "ttft_p99": ("short", "ttft_s", "p99"),
+    "tbt_p50": ("short", "tbt_s", "p50"),
+    "tbt_p99": ("short", "tbt_s", "p99"),
+    "long_ttft": ("long", "ttft_s", "p50"),
+}
+"""What is compared of two runs, and its place in a run's JSON."""
 
 
 def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
@@ -58,13 +66,40 @@ def run_json(spec: PolicySpec, run: ConvoyRun) -> dict[str, Any]:
     }
 
 
-def convoy_json(model: str, plan: ConvoyPlan, runs: Sequence[tuple[PolicySpec, ConvoyRun]]) -> dict[str, Any]:
-    """Return the file's contents."""
+def convoy_json(
+    model: str, plan: ConvoyPlan, runs: Sequence[tuple[PolicySpec, ConvoyRun]], compared: bool = False
+) -> dict[str, Any]:
+    """Return the file's contents, with ratios where runs are `compared`."""
+    found = [run_json(spec, run) for spec, run in runs]
     return {
         "schema": SCHEMA,
         "model": model,
         "plan": asdict(plan),
         "machine": machine(),
         "versions": versions(),
-        "runs": [run_json(spec, run) for spec, run in runs],
+        "runs": found,
+        "ratios": ratios(found) if compared else [],
     }
+
+
+def ratios(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each further run's times over the first run's, by the names of `MEASURES`; None without a value."""
+    first = runs[0]
+    return [
+        {
+            "policy": run["policy"],
+            **{name: _ratio(value_of(run, path), value_of(first, path)) for name, path in MEASURES.items()},
+        }
+        for run in runs[1:]
+    ]
+
+
+def value_of(run: Any, path: Sequence[str]) -> float | None:
+    """Return a number of a run's JSON."""
+    for part in path:
+        run = run[part]
+    return None if run is None else float(run)
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.serving.load.client import TargetEndpoint
-from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, PromptSource
+from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, PromptSource, alternate
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.policies import PolicySpec
 from headway.serving.load.server_process import SERVE, ServerProcess
@@ -50,14 +51,23 @@ def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPla
             api_key=served.api_key,
             timeout_s=served.timeout_s,
         )
-        return measure(endpoint, plan, prompts)
+        return measure([endpoint], plan, prompts, [""], 0.0)[0]
 
 
-def measure(endpoint: TargetEndpoint, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
-    """Run the plan against an endpoint, with progress on the terminal."""
+def measure(
+    endpoints: Sequence[TargetEndpoint], plan: ConvoyPlan, prompts: PromptSource, labels: Sequence[str], seconds: float
+) -> list[ConvoyRun]:
+    """Run the plan against an endpoint, or against several in turn for `seconds`, with progress on the terminal."""
     from headway.sim.report.console import say
 
-    return asyncio.run(ConvoyRunner(endpoint, plan, prompts, say=lambda line: say(f"  {line}")).run())
+    def runner(endpoint: TargetEndpoint, label: str) -> ConvoyRunner:
+        prefix = f"  {label}: " if len(endpoints) > 1 else "  "
+        return ConvoyRunner(endpoint, plan, prompts, say=lambda line: say(prefix + line))
+
+    runners = [runner(endpoint, label) for endpoint, label in zip(endpoints, labels, strict=True)]
+    if len(runners) == 1:
+        return [asyncio.run(runners[0].run())]
+    return asyncio.run(alternate(runners, seconds))
 
 
 def report(
@@ -65,9 +75,15 @@ def report(
 ) -> int:
     """Print the table of a convoy's JSON; write it and its picture where asked. Returns 1 if a short failed, else 0."""
     from headway.sim.report.console import say, show
-    from headway.sim.report.convoy_table import convoy_table
+    from headway.sim.report.convoy_table import convoy_table, ratio_table
 
     show(convoy_table(data))
+    if data["ratios"]:
+        show(ratio_table(data))
+    for run in data["runs"]:
+        errors = [row["error"] for convoy in run["convoys"] for row in convoy["series"] if row["error"]]
+        if errors:
+            say(f"{run['policy']}: {len(errors)} of {run['short']['n']} shorts failed, the first with: {errors[0]}")
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Table of a convoy run: one row for each policy."""
+"""Tables of a convoy run: one row for each policy or server, and ratios of servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convoy_table(data: Mapping[str, Any]) -> Table:
         short, long = run["short"], run["long"]
         ttft, tbt = short["ttft_s"], short["tbt_s"]
         table.add_row(
-            f"{run['policy']} / {run['chunking']}",
+            " / ".join(word for word in (run["policy"], run["chunking"]) if word),
             str(short["n"]),
             *(duration(ttft[p]) for p in ("p50", "p90", "p99")),
             *(duration(tbt[p]) for p in ("p50", "p99", "max")),
@@ -47,4 +47,16 @@ def convoy_table(data: Mapping[str, Any]) -> Table:
             duration(long["alone_s"]),
             number(long["slowdown"], 2),
         )
+    return table
+
+
+def ratio_table(data: Mapping[str, Any]) -> Table:
+    """Return the table of each further server's times over the first one's."""
+    table = Table(title=f"times over those of {data['runs'][0]['policy']}")
+    table.add_column("server")
+    names = [name for name in data["ratios"][0] if name != "policy"]
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in data["ratios"]:
+        table.add_row(row["policy"], *(number(row[name], 2) for name in names))
     return table
