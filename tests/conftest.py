@@ -1,5 +1,7 @@
-"""Hypothesis, the same on every machine: no deadline, no random seed. `HYPOTHESIS_PROFILE=thorough` (`make test-long`)
-takes more examples of some, `explore` other ones. And two hosts for those tests that want them."""
+"""Hypothesis, the same on every machine, however slow: no deadline, no random seed. And two hosts for some tests.
+
+`HYPOTHESIS_PROFILE=thorough` (`make test-long`) takes more examples of some properties, `explore` other ones.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tests.helpers.namespaces import Hosts, two_hosts
 
-settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, max_examples=50)
-settings.register_profile("thorough", derandomize=True, deadline=None, database=None, max_examples=200)
-settings.register_profile("explore", deadline=None, database=None, max_examples=2000)
+_ANYWHERE = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("deterministic", _ANYWHERE, derandomize=True, max_examples=50)
+settings.register_profile("thorough", _ANYWHERE, derandomize=True, max_examples=200)
+settings.register_profile("explore", _ANYWHERE, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
 

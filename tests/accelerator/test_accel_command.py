@@ -60,7 +60,7 @@ def test_a_sweep_marks_its_front(tmp_path: Path) -> None:
     assert by_size == pytest.approx([1.256, 1.344, 1.690, 1.690], abs=0.001)
 
 
-def test_serve_and_capacity(tmp_path: Path) -> None:
+def test_serving_and_capacity_are_estimated(tmp_path: Path) -> None:
     small = ["--set", "serve.requests=40", "--set", "serve.workload.preset=sharegpt-like"]
     served = written(["serve", *small, "--qps", "2"], tmp_path / "a.json")
     assert set(served["runs"]) == {"packing", "prefetch"}

@@ -131,7 +131,7 @@ def test_bodies_hold_the_prompt_and_only_openai_fields_when_asked() -> None:
         (b"[1]", "[1]"),
     ],
 )
-def test_error_bodies(body: bytes, words: str) -> None:
+def test_errors_are_read_out_of_any_body(body: bytes, words: str) -> None:
     assert error_message(body) == words
 
 

@@ -162,7 +162,7 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_policies() -> None:
+def test_policies_are_parsed_and_wrong_ones_refused() -> None:
     assert parse_policies("lars, fcfs+static:512") == [PolicySpec("lars", "adaptive"), PolicySpec("fcfs", "static:512")]
     for wrong in ("lifo", "fcfs+static:0", "fcfs+chunks", "lars+"):
         with pytest.raises(ConfigError, match="allowed are"):

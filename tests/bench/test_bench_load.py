@@ -177,7 +177,7 @@ def test_ctrl_c_reports_finished_requests(serve_fake, tmp_path: Path) -> None:  
     assert 0 < data["vllm"]["completed"] < 100
 
 
-def test_goodput_by_class() -> None:
+def test_goodput_targets_are_kept_by_class() -> None:
     goodput = GoodputTargets(["ttft:500", "long.ttft:30000", "tbt:100", "e2el:9000"])
     assert goodput.of("short") == SloTargets(ttft_s=0.5, tbt_s=0.1, e2e_s=9.0)
     assert goodput.of("long") == SloTargets(ttft_s=30.0, tbt_s=0.1, e2e_s=9.0)

@@ -45,7 +45,7 @@ def test_help_names_every_command() -> None:
         assert command in done.stdout
 
 
-def test_version() -> None:
+def test_the_version_is_said() -> None:
     from headway import __version__
 
     assert headway("--version").stdout == f"headway {__version__}\n"

@@ -176,7 +176,7 @@ MORE: list[tuple[str, str, str, object, Any]] = [
 @pytest.mark.parametrize(
     ("harm", "placement", "options", "pools"), [case[1:] for case in MORE], ids=[case[0] for case in MORE]
 )
-def test_other_places(
+def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
     hosts: Hosts,
     tmp_path: Path,
     llama: Path,

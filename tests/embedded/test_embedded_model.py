@@ -154,7 +154,7 @@ def test_other_prompts_depend_on_the_input_and_run_on(model: Any, tokenizer: Any
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=200))
-def test_tokenizer_round_trip(text: str) -> None:
+def test_text_survives_the_tokenizer(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids[1:], skip_special_tokens=False) == text
 
 

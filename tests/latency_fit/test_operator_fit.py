@@ -43,7 +43,7 @@ def test_unseen_shape_by_roofline_and_residual(fit: DeviceFit) -> None:
     assert np.abs(fit.linear.ms(rows, 5120, 10240) / truth - 1).mean() < 0.10
 
 
-def test_attention_terms(fit: DeviceFit) -> None:
+def test_attention_is_fitted_within_six_percent(fit: DeviceFit) -> None:
     latency = fitted("a100", "llama-3-8b", fit=fit)
     for chunk, past in ((48, 0), (200, 0), (700, 0), (100, 900), (300, 3000), (1500, 1500)):
         truth = 32e-3 * files.prefill_ms(chunk, past, 32)
@@ -105,7 +105,7 @@ def test_source_without_attention_or_network_profiles_is_derived(tmp_path: Path)
     assert families["linear"].startswith("measured")
 
 
-def test_file_round_trip(fit: DeviceFit, tmp_path: Path) -> None:
+def test_a_fit_survives_its_file(fit: DeviceFit, tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
     path.write_bytes(device_fit.encode(fit))
     assert device_fit.load(path) == fit

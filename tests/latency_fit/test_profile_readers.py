@@ -37,7 +37,7 @@ def test_frontier_file_holds_both_kinds(tmp_path: Path) -> None:
     assert len(decode) == 42
 
 
-def test_aiconfigurator_files(tmp_path: Path) -> None:
+def test_files_of_aiconfigurator_are_read(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")
     (gemm,) = read(files.gemm_parquet(tmp_path))
     assert (gemm.op, gemm.source, len(gemm)) == ("gemm", "vllm-0.1", 20)

@@ -66,40 +66,40 @@ def test_another_shape_has_another_fingerprint(folder: Path, tmp_path: Path) -> 
     assert load_decoder(folder).fingerprint != load_decoder(other).fingerprint
 
 
-def test_missing_tensor(folder: Path) -> None:
+def test_a_missing_tensor_is_refused_by_name_and_shape(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.pop(Q_PROJ))
     refused(folder, re.escape(f"tensor '{Q_PROJ}' of shape [32, 32] is missing"))
 
 
-def test_misshapen_tensor(folder: Path) -> None:
+def test_a_tensor_of_another_shape_is_refused(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 16)}))
     refused(folder, re.escape(f"model.safetensors: tensor '{Q_PROJ}' has shape [32, 16], expected [32, 32]"))
 
 
-def test_integer_tensor(folder: Path) -> None:
+def test_a_tensor_of_integers_is_refused(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}))
     refused(folder, "has type torch.int8, expected a float type")
 
 
-def test_extra_tensor(folder: Path) -> None:
+def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"model.layers.0.experts.weight": torch.zeros(2)}))
     refused(folder, "1 tensors that this architecture does not have: 'model.layers.0.experts.weight'")
 
 
 @pytest.mark.parametrize("kept", [0, 5, 200, -100])
-def test_truncated_file(folder: Path, kept: int) -> None:
+def test_a_truncated_file_is_refused_with_its_size(folder: Path, kept: int) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[:kept])
     refused(folder, r"model\.safetensors: truncated or damaged safetensors file of \d+ bytes")
 
 
-def test_missing_shard(folder: Path) -> None:
+def test_a_shard_that_is_missing_is_named(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refused(folder, "model-00002-of-00002.safetensors: no such file, though")
 
 
-def test_index_that_lists_what_a_file_lacks(folder: Path) -> None:
+def test_an_index_that_lists_what_a_file_lacks_is_refused(folder: Path) -> None:
     shard(folder)
     path = folder / "model.safetensors.index.json"
     mapping = json.loads(path.read_text())["weight_map"]
@@ -107,7 +107,7 @@ def test_index_that_lists_what_a_file_lacks(folder: Path) -> None:
     refused(folder, "is missing, though model.safetensors.index.json lists it here")
 
 
-def test_index_that_leaves_the_folder(folder: Path) -> None:
+def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
     refused(folder, "is not a file name in this folder")
@@ -118,12 +118,12 @@ def test_pickles_are_refused(folder: Path) -> None:
     refused(folder, "holds pytorch_model.bin but no safetensors. Pickled weights can run code")
 
 
-def test_empty_and_missing_folders(tmp_path: Path) -> None:
+def test_empty_and_missing_folders_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such model folder")
     refused(tmp_path, "config.json: no such file")
 
 
-def test_bad_json(folder: Path) -> None:
+def test_a_configuration_that_is_no_json_object_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text("{'hidden_size': 3")
     refused(folder, "config.json: cannot be read as JSON")
     (folder / "config.json").write_text("[]")
@@ -145,7 +145,9 @@ def test_bad_json(folder: Path) -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "'sliding_window' 128"),
     ],
 )
-def test_bad_configurations(folder: Path, fields: dict[str, Any], message: str) -> None:
+def test_configurations_that_cannot_be_served_say_which_field(
+    folder: Path, fields: dict[str, Any], message: str
+) -> None:
     edit_config(folder, **fields)
     refused(folder, message)
 
@@ -160,7 +162,7 @@ def test_an_unused_window_switch_is_honoured(folder: Path) -> None:
     assert load_decoder(folder).config.sliding_window is None
 
 
-def test_unknown_dtype_setting(folder: Path) -> None:
+def test_an_unknown_dtype_setting_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="dtype 'int4' is not supported; supported are auto"):
         load_decoder(folder, "int4")
 

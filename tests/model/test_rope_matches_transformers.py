@@ -33,7 +33,7 @@ RULES: dict[str, tuple[str, dict[str, Any], int | None, int]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_logits_equal(rule: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(rule: str, tmp_path: Path) -> None:
     import transformers
 
     family, rope, limit, length = RULES[rule]

@@ -123,7 +123,9 @@ CACHE = (
         ({"pipeline_parallel_size": 2, "max_model_len": 60_000, "kv_cache_bytes": 1 << 20}, CACHE),
     ],
 )
-def test_the_embedded_model(monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], words: str) -> None:
+def test_layouts_that_the_embedded_model_cannot_have_are_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], words: str
+) -> None:
     monkeypatch.setattr(many_processes, "available_bytes", lambda: GIB)
     config = EngineConfig(model=str(embedded.model_path()), **asked)  # type: ignore[arg-type]
     layout = ParallelLayout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)

@@ -75,7 +75,9 @@ def test_groups_that_grow_over_tensor_parallel_regions(models: dict[str, Model],
 @pytest.mark.parametrize("attn", ["megatron", "ulysses"])
 @pytest.mark.parametrize("mlp", ["megatron", "ulysses"])
 @pytest.mark.parametrize("node", [2, 4])
-def test_fast_sp_combinations(models: dict[str, Model], family: str, attn: str, mlp: str, node: int) -> None:
+def test_fast_sp_in_every_combination_equals_one_process(
+    models: dict[str, Model], family: str, attn: str, mlp: str, node: int
+) -> None:
     """Two tensor-parallel ranks a region, one or two regions a node, two regions."""
     check_parts(models[family], [Part(23, 4, attn, mlp, node=node), Part(18, 4, attn, mlp, node=node)], tp=2)
 

@@ -91,7 +91,7 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_units() -> None:
+def test_durations_are_written_in_fitting_units() -> None:
     assert [duration(s) for s in (None, 0.0034, 0.0452, 0.9996, 7.91, 123.4)] == [
         "-",
         "3.4 ms",

@@ -152,14 +152,18 @@ def _check(answer: Any, param: str | None, status: int = 400) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("change", "param"), COMPLETION, ids=[str(case)[:60] for case in COMPLETION])
-async def test_completions(connect: Any, engine: FakeEngine, change: dict[str, Any], param: str) -> None:
+async def test_a_bad_field_of_a_completion_is_refused_by_name(
+    connect: Any, engine: FakeEngine, change: dict[str, Any], param: str
+) -> None:
     async with connect() as client:
         _check(await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", **change}), param)
     assert not engine.submits
 
 
 @pytest.mark.parametrize(("change", "param"), CHAT, ids=[str(case)[:60] for case in CHAT])
-async def test_chat(connect: Any, engine: FakeEngine, change: dict[str, Any], param: str) -> None:
+async def test_a_bad_field_of_a_chat_is_refused_by_name(
+    connect: Any, engine: FakeEngine, change: dict[str, Any], param: str
+) -> None:
     async with connect() as client:
         body = {"model": "fake-model", "messages": [USER], **change}
         _check(await client.post("/v1/chat/completions", json=body), param)
@@ -193,7 +197,9 @@ BROKEN: list[tuple[bytes, str | None]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BROKEN, ids=[str(case[0])[:60] for case in BROKEN])
-async def test_broken_json(connect: Any, engine: FakeEngine, body: bytes, param: str | None) -> None:
+async def test_a_body_that_is_broken_json_is_refused_in_few_words(
+    connect: Any, engine: FakeEngine, body: bytes, param: str | None
+) -> None:
     async with connect() as client:
         answer = await client.post("/v1/completions", content=body)
         error = _check(answer, answer.json()["error"]["param"] if param is None else param)

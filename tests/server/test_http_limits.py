@@ -75,7 +75,7 @@ async def test_a_million_token_ids(connect: Any, engine: FakeEngine) -> None:
     assert engine.prompts[0] == prompt
 
 
-async def test_a_long_text(connect: Any, engine: FakeEngine) -> None:
+async def test_a_text_of_many_thousand_tokens_is_served(connect: Any, engine: FakeEngine) -> None:
     engine.info_value = msgspec.structs.replace(engine.info_value, max_model_len=10**6, kv_tokens_total=10**6)
     async with connect() as client:
         answer = await client.post(PATH, json={**BODY, "prompt": "hello world " * 10_000})
@@ -102,7 +102,7 @@ async def test_flood_gets_429_and_the_rest_is_served(application: Any, engine: F
         assert again.status == 200
 
 
-async def test_queue_limit(connect: Any, engine: FakeEngine) -> None:
+async def test_a_full_queue_is_429_with_a_time_to_retry(connect: Any, engine: FakeEngine) -> None:
     engine.stats = EngineStats(waiting=5)
     async with connect(max_queued_requests=5) as client:
         answer = await client.post(PATH, json=BODY)
@@ -143,7 +143,7 @@ async def test_requests_wait_and_readiness_fails_while_workers_restart(connect: 
         assert re.search(r"headway_engine_up\{[^}]*\} 0\.0", shown)
 
 
-async def test_api_key(connect: Any) -> None:
+async def test_requests_without_the_api_key_are_refused(connect: Any) -> None:
     async with connect(api_key="secret") as client:
         for given in (
             {},
@@ -191,7 +191,9 @@ SLOS = [
 
 
 @pytest.mark.parametrize(("headers", "body", "expected"), SLOS)
-async def test_slo(connect: Any, engine: FakeEngine, headers: dict[str, str], body: Any, expected: Slo) -> None:
+async def test_latency_targets_come_from_headers_and_body_within_the_limits(
+    connect: Any, engine: FakeEngine, headers: dict[str, str], body: Any, expected: Slo
+) -> None:
     limits = {"slo_min_ttft_s": 0.1, "slo_max_ttft_s": 60.0, "slo_min_tbt_s": 0.02, "slo_max_tbt_s": 2.0}
     async with connect(**limits) as client:
         assert (await client.post(PATH, json={**BODY, "slo": body}, headers=headers)).status_code == 200
@@ -200,14 +202,14 @@ async def test_slo(connect: Any, engine: FakeEngine, headers: dict[str, str], bo
 
 @pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("value", ["", "fast", "0", "-5", "nan", "inf", "1e99", "5ms"])
-async def test_bad_slo_header(connect: Any, name: str, value: str) -> None:
+async def test_a_latency_target_in_a_header_that_is_no_number_is_refused(connect: Any, name: str, value: str) -> None:
     async with connect() as client:
         answer = await client.post(PATH, json=BODY, headers={name: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
 
 
-async def test_request_ids(connect: Any, engine: FakeEngine) -> None:
+async def test_request_ids_are_kept_and_made_safe(connect: Any, engine: FakeEngine) -> None:
     async with connect() as client:
         for given, expected in [("abc-1.2:3_4", "abc-1.2:3_4"), ("a b<c>/\u00e9", "abc"), ("x" * 500, "x" * 128)]:
             headers = {"x-request-id": given.encode("latin-1")}

@@ -41,11 +41,11 @@ def speaks(engine: FakeEngine, tokenizer: ModelTokenizer) -> list[int]:
     return tokens
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake-model"]
 
 
-def test_completion(client: openai.OpenAI, speaks: list[int]) -> None:
+def test_a_completion_ends_at_its_stop_or_its_length(client: openai.OpenAI, speaks: list[int]) -> None:
     answer = client.completions.create(model="fake-model", prompt="hi", max_tokens=100)
     assert answer.object == "text_completion"
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
@@ -55,7 +55,7 @@ def test_completion(client: openai.OpenAI, speaks: list[int]) -> None:
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("hello", "length")
 
 
-def test_completion_stream(client: openai.OpenAI, speaks: list[int]) -> None:
+def test_a_streamed_completion_has_the_same_text_and_usage(client: openai.OpenAI, speaks: list[int]) -> None:
     stream = client.completions.create(
         model="fake-model", prompt="hi", max_tokens=100, stream=True, stream_options={"include_usage": True}
     )
@@ -66,7 +66,7 @@ def test_completion_stream(client: openai.OpenAI, speaks: list[int]) -> None:
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
-def test_completion_logprobs(client: openai.OpenAI, speaks: list[int]) -> None:
+def test_a_completion_has_the_asked_log_probabilities(client: openai.OpenAI, speaks: list[int]) -> None:
     answer = client.completions.create(model="fake-model", prompt="hi", max_tokens=5, logprobs=2)
     found = answer.choices[0].logprobs
     assert found is not None
@@ -77,7 +77,9 @@ def test_completion_logprobs(client: openai.OpenAI, speaks: list[int]) -> None:
     assert found.top_logprobs[0]["h"] == -0.5
 
 
-def test_chat(client: openai.OpenAI, engine: FakeEngine, tokenizer: ModelTokenizer, speaks: list[int]) -> None:
+def test_a_chat_is_answered_through_its_template(
+    client: openai.OpenAI, engine: FakeEngine, tokenizer: ModelTokenizer, speaks: list[int]
+) -> None:
     answer = client.chat.completions.create(model="fake-model", messages=MESSAGES)
     assert answer.object == "chat.completion"
     assert answer.choices[0].message.content == TEXT
@@ -86,7 +88,7 @@ def test_chat(client: openai.OpenAI, engine: FakeEngine, tokenizer: ModelTokeniz
     assert engine.submits[0].params.max_tokens == 4096 - engine.submits[0].prompt_tokens
 
 
-def test_chat_stream(client: openai.OpenAI, speaks: list[int]) -> None:
+def test_a_streamed_chat_has_the_same_text_and_usage(client: openai.OpenAI, speaks: list[int]) -> None:
     stream = client.chat.completions.create(
         model="fake-model", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
@@ -97,7 +99,7 @@ def test_chat_stream(client: openai.OpenAI, speaks: list[int]) -> None:
     assert chunks[-1].usage.completion_tokens == len(speaks)
 
 
-def test_chat_logprobs(client: openai.OpenAI, speaks: list[int]) -> None:
+def test_a_chat_has_the_asked_log_probabilities(client: openai.OpenAI, speaks: list[int]) -> None:
     answer = client.chat.completions.create(
         model="fake-model", messages=MESSAGES, max_completion_tokens=8, logprobs=True, top_logprobs=2
     )
@@ -143,7 +145,9 @@ ERRORS: Errors = [
 
 
 @pytest.mark.parametrize(("call", "expected"), ERRORS)
-def test_errors(client: openai.OpenAI, engine: FakeEngine, call: Any, expected: type[Exception]) -> None:
+def test_errors_are_those_that_openai_clients_raise(
+    client: openai.OpenAI, engine: FakeEngine, call: Any, expected: type[Exception]
+) -> None:
     with pytest.raises(expected) as caught:
         call(client, engine)
     error = caught.value
@@ -152,7 +156,7 @@ def test_errors(client: openai.OpenAI, engine: FakeEngine, call: Any, expected: 
     assert {"message", "type", "param", "code"} <= set(error.body)
 
 
-def test_error_in_mid_stream(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_an_error_in_mid_stream_reaches_the_client(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = fail("error", after=[5, 6], error="worker died")
     stream = client.completions.create(model="fake-model", prompt="hi", stream=True)
     with pytest.raises(openai.APIError, match="worker died"):
@@ -167,7 +171,7 @@ def test_retry_after_is_obeyed(client: openai.OpenAI, engine: FakeEngine, speaks
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_dropped_connection_aborts(address: str, engine: FakeEngine, stream: bool) -> None:
+def test_a_dropped_connection_aborts_its_request(address: str, engine: FakeEngine, stream: bool) -> None:
     engine.delay_s = 0.02
     body = json.dumps({"model": "fake-model", "prompt": [2], "max_tokens": 4000, "stream": stream})
     connection = http.client.HTTPConnection(address.removeprefix("http://"))

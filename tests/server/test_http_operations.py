@@ -39,7 +39,7 @@ async def _scrape(client: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], 
     return found
 
 
-async def test_metrics(connect: Any, engine: FakeEngine) -> None:
+async def test_metrics_show_the_engine_and_the_requests(connect: Any, engine: FakeEngine) -> None:
     engine.stats = EngineStats(
         running=3, waiting=4, kv_tokens_used=2048, kv_tokens_total=8192, preemptions_total=6, iterations_total=70,
         recomputed_tokens_total=11, busy_s_total=1.5, prefill_tokens_total=9,
@@ -103,7 +103,7 @@ async def test_metrics_of_a_client_that_left(application: Any, engine: FakeEngin
     assert 'headway_request_success_total{engine="0",finished_reason="abort",model_name="m"} 1.0' in text
 
 
-async def test_models_version_docs(connect: Any) -> None:
+async def test_models_version_and_docs_are_served(connect: Any) -> None:
     async with connect(served_model_name=("m", "alias")) as client:
         models = (await client.get("/v1/models")).json()
         assert [(model["id"], model["root"], model["max_model_len"]) for model in models["data"]] == [
@@ -130,7 +130,7 @@ async def test_docs_name_every_endpoint_and_field_and_load_nothing(connect: Any)
     assert not re.search(r"https?://|//[a-z]|<script|<link|<img|@import|url\(", reply.text)
 
 
-def test_docs_escape_descriptions() -> None:
+def test_the_docs_escape_descriptions() -> None:
     page = docs_page({"info": {"title": "<i>", "version": "1"}, "paths": {"/<b>": {"get": {"summary": "a<script>"}}}})
     assert "<i>" not in page
     assert "<b>a" in page
@@ -138,7 +138,7 @@ def test_docs_escape_descriptions() -> None:
     assert "<script>" not in page
 
 
-async def test_tokenize_and_back(connect: Any) -> None:
+async def test_text_is_tokenised_and_comes_back(connect: Any) -> None:
     async with connect() as client:
         answer = (await client.post("/tokenize", json={"prompt": "hello é", "return_token_strs": True})).json()
         assert answer["tokens"][0] == 0

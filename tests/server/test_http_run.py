@@ -142,7 +142,7 @@ def _until_busy(process: Process) -> None:
                 return
 
 
-def test_sigterm_drains(slow: Process) -> None:
+def test_sigterm_drains_the_server(slow: Process) -> None:
     thread, got = _in_background(slow, 30)
     _until_busy(slow)
     slow.process.send_signal(signal.SIGTERM)
@@ -254,7 +254,7 @@ def test_open_binding_without_a_key_is_refused() -> None:
         serve(create_app(FakeEngine(), ModelTokenizer.none(), settings), settings)
 
 
-def test_no_heavy_imports() -> None:
+def test_the_server_imports_neither_torch_nor_transformers() -> None:
     code = "import headway.serving.app, headway.serving.run, sys; print([m for m in sys.modules if '.' not in m])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for heavy in ("torch", "numpy", "matplotlib", "transformers", "openai"):

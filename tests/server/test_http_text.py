@@ -154,7 +154,9 @@ def _assemble(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_stop_across_tokens(tokenizer: ModelTokenizer, ids: Callable[[str], list[int]], size: int) -> None:
+def test_a_stop_string_across_tokens_ends_the_text(
+    tokenizer: ModelTokenizer, ids: Callable[[str], list[int]], size: int
+) -> None:
     tokens = [token for char in "hello STOP world" for token in ids(char)]
     text, scored, used = _assemble(tokenizer, tokens, size, TextOptions(stops=("STOP",)))
     assert text == "hello "

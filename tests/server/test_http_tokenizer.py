@@ -65,7 +65,7 @@ def test_missing_template_file_is_named(folder: Path) -> None:
         ModelTokenizer.load(folder, chat_template=folder / "nowhere.jinja")
 
 
-def test_special_tokens_rule(tokenizer: ModelTokenizer) -> None:
+def test_special_tokens_are_added_by_the_rule(tokenizer: ModelTokenizer) -> None:
     assert tokenizer.encode("a", add_special_tokens=True)[0] == 0
     assert tokenizer.encode("a", add_special_tokens=False)[0] != 0
 
@@ -111,7 +111,7 @@ def test_template_that_does_not_parse() -> None:
         ChatTemplate("{% if %}", {})
 
 
-def test_matches_transformers(folder: Path) -> None:
+def test_ids_and_chat_text_equal_those_of_transformers(folder: Path) -> None:
     """The same ids and the same chat text as the reference library."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>")

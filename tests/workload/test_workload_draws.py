@@ -41,7 +41,7 @@ def test_truncation_does_not_pile_samples_up_at_the_ends(rng: np.random.Generato
     assert (drawn == 2000).mean() < 0.005
 
 
-def test_quantiles_and_mixtures(rng: np.random.Generator) -> None:
+def test_draws_follow_their_quantiles_and_mixtures(rng: np.random.Generator) -> None:
     drawn = QuantileLengths(((0.0, 10), (0.5, 100), (1.0, 1000))).sample(rng, N)
     assert np.median(drawn) == pytest.approx(100, rel=0.03)
     mixed = MixtureLengths(((3.0, FixedLengths(1)), (1.0, FixedLengths(9)))).sample(rng, N)
