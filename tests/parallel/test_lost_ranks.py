@@ -188,7 +188,7 @@ def test_a_process_is_silent_exactly_when_heartbeats_miss_the_timeout(
         now += passed
         if move != "look":
             who = int(move[-1])
-            pulse.heard(who, now)
+            pulse.record_beat(who, now)
             last[who] = now
         if now - looked <= 1.0:
             found = pulse.silent(now)

@@ -270,10 +270,10 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         last = asyncio.create_task(ask(client, "c", prompt(0, 20), 5000))
         await eventually(lambda: client._live is not None and "c" in client._live.asked)
         fake.kill(0)
-        with pytest.raises(UnavailableError, match="nobody is left"):
+        with pytest.raises(UnavailableError, match="no instance is left"):
             await asyncio.wait_for(last, 5)
         assert client.state == "lost"
-        with pytest.raises(UnavailableError, match="nobody is left"):
+        with pytest.raises(UnavailableError, match="no instance is left"):
             await ask(client, "d", prompt(0, 20))
         assert "the disk is gone" in (client.report().instances[0].failure or "")
         await client.close()

@@ -53,7 +53,7 @@ class BatchCompletion:
             if name in ended:
                 continue
             # A prefill-only request has its first token: keep its KV for the transfer, drop the request.
-            if sequence.hands_over:
+            if sequence.leaves_staged:
                 events.append(state.leave_staged(sequence, now))
                 continue
             state.ready.add(sequence)
@@ -130,7 +130,7 @@ class BatchCompletion:
         if request_id in state.waiting_for_kv:
             return [state.leave_staged(sequence, now)]
         # A request that is in flight, or computes lost KV again, leaves with its next token.
-        sequence.hands_over = True
+        sequence.leaves_staged = True
         if any(request_id in batch.decodes.members for batch in state.in_flight.values()):
             state.staging[request_id] = sequence
         return []

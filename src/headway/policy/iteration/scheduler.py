@@ -119,7 +119,7 @@ class Scheduler:
         if lease is not None and lease.tokens < request.prompt_tokens - decodes:
             raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
         sequence = self.enter(request, self._arrivals, lease=staged_kv.claim(request.id) if lease is not None else None)
-        sequence.hands_over = phase == "prefill"
+        sequence.leaves_staged = phase == "prefill"
         self._arrivals += 1
 
     def enter(self, request: Request, order: int, limit: int = WHOLE, lease: KvLease | None = None) -> SequenceState:

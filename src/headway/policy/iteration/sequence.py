@@ -16,7 +16,7 @@ from headway.policy.iteration.prefill import PrefillState
 class SequenceState(PrefillState):
     """One request in the group that computes its rows. Owned and changed by that group's scheduler and its policy."""
 
-    __slots__ = ("aborted", "computed", "hands_over", "in_flight", "lease", "settled", "shards", "started")
+    __slots__ = ("aborted", "computed", "in_flight", "lease", "leaves_staged", "settled", "shards", "started")
 
     def __init__(self, request: Request, order: int) -> None:
         super().__init__(request, order)
@@ -32,4 +32,4 @@ class SequenceState(PrefillState):
         self.aborted = False
         self.started = False
         # Ends with its next token and leaves its KV staged.
-        self.hands_over = False
+        self.leaves_staged = False

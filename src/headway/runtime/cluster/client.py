@@ -204,7 +204,7 @@ class ClusterClient:
         if live is None or state in ("starting", "draining"):
             raise UnavailableError(f"the cluster is {state}", 5.0)
         if state == "lost":
-            raise UnavailableError(f"nobody is left to serve ({live.able}); the cluster must be restarted", 30.0)
+            raise UnavailableError(f"no instance is left to serve ({live.able}); the cluster must be restarted", 30.0)
         if submit.id in live.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         self._check_size(submit)
@@ -307,7 +307,7 @@ class ClusterClient:
             self._roster.remove(instance)
         if self._live is not None and self.state == "lost":
             self._live.give_up(
-                UnavailableError(f"nobody is left to serve: {instance.failure or self._live.able}", 30.0)
+                UnavailableError(f"no instance is left to serve: {instance.failure or self._live.able}", 30.0)
             )
 
     def _differs(self, number: int) -> str | None:

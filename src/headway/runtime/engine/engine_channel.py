@@ -94,7 +94,7 @@ class EngineChannel:
                 break
             if self._heartbeats is None:
                 self._heartbeats = HeartbeatMonitor([0], self.limit_s, now)
-            self._heartbeats.heard(0, now)
+            self._heartbeats.record_beat(0, now)
         return self._heartbeats is not None and self._heartbeats.silent(now) is not None
 
     def close(self) -> None:

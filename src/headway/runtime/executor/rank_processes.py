@@ -132,7 +132,7 @@ class ProcessTransport:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 # A rank has up to three connections; any message on any of them counts as a sign of life.
                 rank = int(name.removeprefix(HEARTBEAT_IDENTITY).removeprefix(CONTROL_IDENTITY))
-                self._pulse.heard(rank, time.monotonic())
+                self._pulse.record_beat(rank, time.monotonic())
                 if not name.startswith(HEARTBEAT_IDENTITY):
                     return rank, frames
                 continue

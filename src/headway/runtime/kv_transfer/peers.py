@@ -172,7 +172,7 @@ class PeerNetwork:
             return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
         try:
             if greet(other, self.number, self.incarnation, self._secret) != (peer.instance, peer.incarnation):
-                raise PeerLostError("somebody else answers there")
+                raise PeerLostError("another process answers there")
             arenas = exchange(other, self._arena_bytes)
         except (OSError, PeerLostError) as error:
             other.close()

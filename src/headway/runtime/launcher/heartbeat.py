@@ -52,14 +52,14 @@ class HeartbeatMonitor:
     Time in which the listener itself did not look does not count: what was said meanwhile waits in its socket.
     """
 
-    def __init__(self, who: Iterable[int], timeout_s: float, now: float) -> None:
+    def __init__(self, members: Iterable[int], timeout_s: float, now: float) -> None:
         self.timeout_s = timeout_s
-        self._heard_s = dict.fromkeys(who, now)
+        self._last_beat_s = dict.fromkeys(members, now)
         self._looked_s = now
 
-    def heard(self, who: int, now: float) -> None:
+    def record_beat(self, member: int, now: float) -> None:
         """Note a message of one process."""
-        self._heard_s[who] = now
+        self._last_beat_s[member] = now
 
     def silent(self, now: float) -> int | None:
         """Return a process that was silent for longer than `timeout_s`; None: there is none.
@@ -69,7 +69,7 @@ class HeartbeatMonitor:
         # The monitor itself was away: beats of that time may still wait in its socket.
         away_s = now - self._looked_s
         if away_s > max(_AWAY_S, self.timeout_s / PER_TIMEOUT):
-            for who, heard_s in self._heard_s.items():
-                self._heard_s[who] = min(now, heard_s + away_s)
+            for member, beat_s in self._last_beat_s.items():
+                self._last_beat_s[member] = min(now, beat_s + away_s)
         self._looked_s = now
-        return next((who for who, heard_s in self._heard_s.items() if now - heard_s > self.timeout_s), None)
+        return next((member for member, beat_s in self._last_beat_s.items() if now - beat_s > self.timeout_s), None)
