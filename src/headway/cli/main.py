@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "demo": ("headway.research.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
+    "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
     "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
     "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),

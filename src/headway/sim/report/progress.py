@@ -70,3 +70,23 @@ class RunProgress:
     def done(self) -> None:
         """Count a simulation that has ended."""
         self._bar.update(self._task, advance=1)
+
+
+class PlanProgress:
+    """Candidates simulated by a plan's search, on stderr if that is a terminal. A context manager."""
+
+    def __init__(self) -> None:
+        # how many there will be is not known before the end
+        self._bar = _bar("simulated: {task.completed} {task.description}")
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def done(self, name: str) -> None:
+        """Count a simulation that has ended."""
+        self._bar.update(self._task, advance=1, description=name)

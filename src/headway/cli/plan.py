@@ -1,0 +1,108 @@
+"""`headway plan question.yaml`: the cheapest deployment that meets latency demands on a workload."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.planning.question import PlanQuestion
+    from headway.planning.search import PlanResult
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("question", nargs="?", type=Path, help="a YAML file (examples/plan-chat-and-documents.yaml)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"
+    )
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json, scenario.yaml and serve.sh there")
+    parser.add_argument("--json", action="store_true", help="print JSON, no tables")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep results in a file, and go on from those that it holds"
+    )
+    parser.add_argument("--front", action="store_true", help="go on to dearer plans, for the whole Pareto front")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of questions and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import json
+
+    from headway.planning.question import PlanQuestion
+
+    if arguments.schema:
+        print(json.dumps(PlanQuestion.model_json_schema(), indent=2))
+        return 0
+    if arguments.question is None:
+        raise ConfigError("name a question file (such as examples/plan-chat-and-documents.yaml), or --schema")
+    result = _search(_read(arguments), arguments)
+    if arguments.json:
+        import msgspec
+
+        from headway.planning.answer import result_json
+
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1) + b"\n")
+    else:
+        from headway.planning.tables import plan_report
+        from headway.sim.report.console import show
+
+        show(plan_report(result))
+    if arguments.out is not None:
+        from headway.planning.answer import write_files
+
+        for path in write_files(result, arguments.out):
+            print(path, file=sys.stderr)
+    # scripts can tell "no plan" from a plan
+    return 0 if result.best is not None else 1
+
+
+def _read(arguments: argparse.Namespace) -> PlanQuestion:
+    from headway.core.strict_yaml import read_yaml
+    from headway.planning.question import parse_question
+    from headway.sim.sweep import parse_sweep, with_field
+
+    data = read_yaml(str(arguments.question))
+    for text in arguments.set:
+        field, values = parse_sweep(text)
+        data = with_field(data, field, values[0] if len(values) == 1 else values)
+    if arguments.front:
+        data = with_field(data, "search.front", True)
+    return parse_question(data, str(arguments.question))
+
+
+def _search(question: PlanQuestion, arguments: argparse.Namespace) -> PlanResult:
+    from headway.planning.answer import measure_line, question_line, read_measures
+    from headway.planning.search import PlanSearch
+    from headway.planning.simulate import Job, Measure
+    from headway.sim.report.progress import PlanProgress
+
+    known = read_measures(arguments.resume, question) if arguments.resume is not None else {}
+    with PlanProgress() as progress:
+        if arguments.resume is None:
+            return PlanSearch(question, _jobs(arguments), lambda job, one: progress.done(one.candidate.name)).run()
+        import json
+
+        try:
+            file = arguments.resume.open("a" if known else "w")
+        except OSError as error:
+            raise ConfigError(f"cannot write {arguments.resume}: {error.strerror}") from error
+        with file:
+            if not known:
+                file.write(json.dumps(question_line(question)) + "\n")
+
+            def keep(job: Job, one: Measure) -> None:
+                file.write(measure_line(job, one) + "\n")
+                file.flush()
+                progress.done(one.candidate.name)
+
+            return PlanSearch(question, _jobs(arguments), keep, known).run()
+
+
+def _jobs(arguments: argparse.Namespace) -> int:
+    count: int = arguments.jobs
+    return count if count > 0 else os.cpu_count() or 1

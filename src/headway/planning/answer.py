@@ -1,0 +1,196 @@
+"""What to do with a plan: the JSON, the scenario that simulates it again, and the commands that start it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import accelerator
+from headway.planning.candidates import Candidate, cost_of
+from headway.planning.question import PlanQuestion
+from headway.planning.search import PlanResult, pareto
+from headway.planning.simulate import Job, Measure, SeedMeasure
+
+SCHEMA = "headway.plan/1"
+
+
+def result_json(result: PlanResult) -> dict[str, Any]:
+    """Return everything as plain data."""
+    question = result.question
+    return {
+        "schema": SCHEMA,
+        "question": question.model_dump(mode="json", by_alias=True),
+        "latency": latency_note(question, result.best or result.nearest),
+        "requests": result.requests,
+        "candidates": result.candidates,
+        "without_memory": [
+            {"accelerator": name, "layout": layout, "why": why} for (name, layout), why in result.without_memory.items()
+        ],
+        "bounded": result.bounded,
+        "screened": result.screened,
+        "simulated": len(result.measures),
+        "best": measure_json(result.best, question),
+        "nearest": measure_json(result.nearest, question),
+        "front": [measure_json(one, question) for one in pareto(result.measures, question)],
+    }
+
+
+def measure_json(one: Measure | None, question: PlanQuestion) -> dict[str, Any] | None:
+    """Return one candidate with its demanded latencies, the worst seed's and each seed's."""
+    if one is None:
+        return None
+    demands = question.demand_list()
+    return {
+        "plan": one.candidate.name,
+        **asdict(one.candidate),
+        "accelerators": one.candidate.accelerators,
+        "cost": cost_of(one.candidate, question),
+        "demands": [
+            {
+                "demand": demand.name,
+                "limit_s": demand.limit_s,
+                "worst_s": one.worst_s(i),
+                "seeds_s": [s.values_s[i] for s in one.seeds],
+            }
+            for i, demand in enumerate(demands)
+        ]
+        if one.complete()
+        else [],
+        "binds": binds(one, question),
+        "use": [{k: v for k, v in s._asdict().items() if k != "values_s"} for s in one.seeds],
+    }
+
+
+def binds(one: Measure, question: PlanQuestion) -> str:
+    """Return what the tightest demand is made of, in words; the use that supports it is in the JSON beside it."""
+    if not one.keeps_up():
+        return f"{next(seed.missed for seed in one.seeds if seed.missed)}" if one.seeds else one.why
+    demands = question.demand_list()
+    index = max(range(len(demands)), key=lambda i: one.worst_s(i) / demands[i].limit_s)
+    seed = max(one.seeds, key=lambda s: s.values_s[index])
+    if seed.preemptions or seed.kv_peak_share > 0.95:
+        return f"KV memory ({seed.kv_peak_share:.0%} of it in use, {seed.preemptions} preemptions)"
+    if demands[index].metric in ("tbt", "max_tbt", "tpot"):
+        return f"length of iterations (tightest: {demands[index].name})"
+    if demands[index].metric == "ttft" and seed.queueing_share > 0.5:
+        return f"queueing ({seed.queueing_share:.0%} of TTFT; instances idle {seed.idle_share:.0%})"
+    return f"prefill compute (queueing is {seed.queueing_share:.0%} of TTFT; instances idle {seed.idle_share:.0%})"
+
+
+def latency_note(question: PlanQuestion, one: Measure | None) -> str:
+    """Return where iteration times come from, and how far to trust them."""
+    if question.latency.source == "table":
+        return f"measured on its machine: {question.latency.file}"
+    if question.latency.source == "roofline":
+        return "roofline of the data sheet: not measured"
+    name = one.candidate.accelerator if one is not None else question.accelerators[0].name
+    device = accelerator(name)
+    from headway.perf.latency.fitted import shipped
+
+    if device.kernels in shipped():
+        return f"fitted to public operator profiles of {device.kernels} (headway.perf.latency.data)"
+    return f"derived: {device.name} has no profile, so the nearest profiled die is scaled by data sheets"
+
+
+def serve_commands(candidate: Candidate, question: PlanQuestion) -> str:
+    """Return a shell script that starts the plan's instances in vLLM with Headway's scheduler, or says why it cannot.
+
+    The checkpoint is left as a variable: the question names a shape, not a folder."""
+    head = [
+        "#!/bin/sh",
+        f"# {candidate.name} on {candidate.accelerators} x {candidate.accelerator}, planned by `headway plan`.",
+        "# Each line is one instance, behind a load balancer that takes the one with the fewest requests.",
+        "MODEL=${MODEL:?the folder or hub name of the checkpoint}",
+    ]
+    if candidate.kvp > 1:
+        return "\n".join([*head, "# KV groups (kvp) are Headway's own engine's: headway serve --kv-parallel-size", ""])
+    settings = {"headway": {"policy": candidate.policy, "t_target_ms": round(candidate.t_target_s * 1000, 3)}}
+    words = ["--tensor-parallel-size", str(candidate.tp)]
+    if candidate.stages > 1:
+        words += ["--pipeline-parallel-size", str(candidate.stages)]
+    words += ["--scheduler-cls", "headway.vllm.Scheduler", "--additional-config", json.dumps(settings)]
+    transfer = (
+        ["--kv-transfer-config", json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})]
+        if candidate.decoders
+        else []
+    )
+    each = candidate.tp * candidate.stages
+    lines = []
+    for index in range(candidate.replicas + candidate.decoders):
+        devices = ",".join(str(index * each + i) for i in range(each))
+        command = shlex.join(["--port", str(8000 + index), *words, *transfer])
+        kind = "" if not candidate.decoders else "  # prefills" if index < candidate.replicas else "  # decodes"
+        lines.append(f'CUDA_VISIBLE_DEVICES={devices} vllm serve "$MODEL" {command} &{kind}')
+    return "\n".join([*head, *lines, "wait", ""])
+
+
+def write_files(result: PlanResult, folder: Path) -> list[Path]:
+    """Write plan.json, scenario.yaml and serve.sh to a folder; return their paths. Raises ConfigError if it cannot."""
+    import msgspec
+    import yaml
+
+    bodies = {"plan.json": msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1).decode() + "\n"}
+    if result.best is not None:
+        candidate = result.best.candidate
+        bodies["scenario.yaml"] = yaml.safe_dump(candidate.scenario_data(result.question), sort_keys=False)
+        bodies["serve.sh"] = serve_commands(candidate, result.question)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, body in bodies.items():
+            (folder / name).write_text(body)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+    return [folder / name for name in bodies]
+
+
+# -- results of simulations, kept to go on with a search that was broken off -------------------------------------------
+
+
+def measure_line(job: Job, one: Measure) -> str:
+    """Return one line of a file of results."""
+    seeds = [seed._asdict() for seed in one.seeds]
+    return json.dumps(
+        {"candidate": asdict(one.candidate), "requests": job.requests, "to_the_end": job.to_the_end, "seeds": seeds,
+         "why": one.why}
+    )  # fmt: skip
+
+
+def read_measures(path: Path, question: PlanQuestion) -> dict[tuple[Candidate, int | None, bool], Measure]:
+    """Return the results in a file that `--resume` wrote: its first line is the question. A line that was cut off is
+    left out. Raises ConfigError for results of another question."""
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    known: dict[tuple[Candidate, int | None, bool], Measure] = {}
+    for number, line in enumerate(lines):
+        try:
+            data: Mapping[str, Any] = json.loads(line)
+        except ValueError:
+            if number + 1 == len(lines):
+                break
+            raise ConfigError(f"{path}, line {number + 1} is not JSON: not a file of `headway plan --resume`") from None
+        if number == 0:
+            if data != question_line(question):
+                raise ConfigError(f"{path} holds results of another question: name another file, or delete it")
+            continue
+        one = Measure(Candidate(**data["candidate"]), tuple(_seed(seed) for seed in data["seeds"]), data["why"])
+        known[one.candidate, data["requests"], data["to_the_end"]] = one
+    return known
+
+
+def question_line(question: PlanQuestion) -> dict[str, Any]:
+    """Return what a file of results begins with."""
+    plain: dict[str, Any] = json.loads(question.model_dump_json(by_alias=True))
+    return {"schema": f"{SCHEMA} measures", "question": plain}
+
+
+def _seed(data: Mapping[str, Any]) -> SeedMeasure:
+    return SeedMeasure(**{**data, "values_s": tuple(data["values_s"])})

@@ -1,0 +1,191 @@
+"""Find the cheapest candidate that meets every demand.
+
+Levels of equal cost are searched in ascending order, so the first level with a plan has the cheapest one: no heuristic
+can miss it. Within a level the closed-form bound removes candidates that cannot do it, and simulations of the others
+stop as soon as a demand is certainly missed. Only a level that would take more than `search.effort` simulated requests
+is screened first, by successive halving: each round simulates twice as large a part of the workload and keeps the
+better half. The answer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import accelerator
+from headway.planning.bounds import least_late
+from headway.planning.candidates import Candidate, candidates_of, cost_of, memory_faults, shape_of
+from headway.planning.question import PlanQuestion
+from headway.planning.simulate import Job, Measure, measure, of_class, tolerated, workload_of
+from headway.sim.runner import run_in_processes
+from headway.sim.workload import TraceRequest
+
+_FIRST_PART = 8
+"""The first round of a screening simulates one part in so many of the workload."""
+_FEWEST = 4
+"""Candidates that a screening always leaves."""
+_NEAREST = 3
+"""Candidates that are simulated to the end where none meets the demands, to say what can be had."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """All that was tried."""
+
+    question: PlanQuestion
+    best: Measure | None
+    """The cheapest plan that meets every demand, of several the one with the widest margin; None: there is none."""
+    measures: tuple[Measure, ...]
+    """Every simulated candidate, in order; those that were stopped early too."""
+    nearest: Measure | None = None
+    """Where no plan meets the demands: the one whose worst miss is the smallest."""
+    candidates: int = 0
+    """Size of the search space."""
+    without_memory: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """Layouts that do not fit, by (accelerator, layout), each with the numbers."""
+    bounded: int = 0
+    """Candidates that the closed-form bound removed."""
+    screened: int = 0
+    """Candidates that were removed on a part of the workload."""
+    requests: int = 0
+    """Requests of the first seed."""
+
+
+class PlanSearch:
+    """One search. `on_measure` is called after each simulation; `known` holds results of earlier searches of the same
+    question (`answer.read_measures`)."""
+
+    def __init__(
+        self,
+        question: PlanQuestion,
+        jobs: int = 1,
+        on_measure: Callable[[Job, Measure], None] = lambda job, one: None,
+        known: Mapping[tuple[Candidate, int | None, bool], Measure] | None = None,
+    ) -> None:
+        self.question = question
+        self.demands = question.demand_list()
+        self._jobs = jobs
+        self._on_measure = on_measure
+        self._known = dict(known or {})
+        self._workloads = [workload_of(question, seed) for seed in question.seeds]
+        self._measures: dict[Candidate, Measure] = {}
+        self._bounded = self._screened = 0
+        classes = {request.klass for request in self._workloads[0]}
+        for demand in self.demands:
+            if demand.klass != "all" and demand.klass not in classes:
+                raise ConfigError(
+                    f"demands.{demand.klass}: the workload has no such class; it has "
+                    f"{', '.join(sorted(name or '(unnamed)' for name in classes))}, and `all`"
+                )
+
+    def run(self) -> PlanResult:
+        """Search. Deterministic; the number of processes changes nothing."""
+        question = self.question
+        space = list(candidates_of(question))
+        if not space:
+            raise ConfigError("no layout of `search` fits the accelerators: allow smaller tp, stages or kvp, or more")
+        faults = memory_faults(question, space, self._workloads[0])
+        fitting = [c for c in space if (c.accelerator, c.layout.name) not in faults]
+        best: Measure | None = None
+        # sorted is stable: within a level the order of the search space stays
+        for _, level in groupby(sorted(fitting, key=self._cost), key=self._cost):
+            for one in self._level(list(level)):
+                if one.meets(self.demands):
+                    best = self._better(best, one)
+            if best is not None and not question.search.front:
+                break
+        nearest = None if best is not None or not fitting else self._nearest(fitting)
+        return PlanResult(
+            question, best, tuple(self._measures.values()), nearest, len(space), faults, self._bounded, self._screened,
+            len(self._workloads[0]),
+        )  # fmt: skip
+
+    def _cost(self, candidate: Candidate) -> float:
+        return cost_of(candidate, self.question)
+
+    def _better(self, best: Measure | None, one: Measure) -> Measure:
+        """Return the cheaper one; of two at one cost, the one with the wider margin, then the first."""
+        if best is None:
+            return one
+        mine, other = (self._cost(m.candidate) for m in (one, best))
+        return one if mine == other and one.ratio(self.demands) < best.ratio(self.demands) else best
+
+    def _level(self, level: list[Candidate]) -> list[Measure]:
+        """Measure the candidates of one cost."""
+        possible = [candidate for candidate in level if self._possible(candidate)]
+        self._bounded += len(level) - len(possible)
+        each = sum(map(len, self._workloads))
+        if len(possible) * each > self.question.search.effort:
+            possible = self._screen(possible)
+        return self._measure([Job(self.question, candidate) for candidate in possible])
+
+    def _possible(self, candidate: Candidate) -> bool:
+        """Whether the closed-form bound leaves a chance to every demand on TTFT."""
+        device, shape = accelerator(candidate.accelerator), shape_of(self.question)
+        for demand in self.demands:
+            if demand.metric != "ttft":
+                continue
+            for workload in self._workloads:
+                mine: Sequence[TraceRequest] = of_class(demand.klass, workload)
+                late = least_late(candidate, device, shape, mine, demand.limit_s) if mine else 0
+                if late > tolerated(len(mine), demand.percent):
+                    return False
+        return True
+
+    def _screen(self, level: list[Candidate]) -> list[Candidate]:
+        """Successive halving: keep the better half on ever larger parts of the workload."""
+        part = _FIRST_PART
+        while part > 1 and len(level) > _FEWEST:
+            requests = max(1, len(self._workloads[0]) // part)
+            measured = self._measure([Job(self.question, c, requests, to_the_end=True) for c in level], keep=False)
+            ranked = sorted(measured, key=lambda one: one.rank(self.demands))
+            kept = {one.candidate for one in ranked[: max(_FEWEST, (len(level) + 1) // 2)]}
+            self._screened += len(level) - len(kept)
+            level = [candidate for candidate in level if candidate in kept]
+            part //= 2
+        return level
+
+    def _measure(self, jobs: list[Job], keep: bool = True) -> list[Measure]:
+        """Simulate, in parallel, what is not known yet."""
+        missing = [job for job in jobs if (job.candidate, job.requests, job.to_the_end) not in self._known]
+        for job, one in zip(missing, run_in_processes(measure, missing, self._jobs), strict=True):
+            self._known[job.candidate, job.requests, job.to_the_end] = one
+            self._on_measure(job, one)
+        measured = [self._known[job.candidate, job.requests, job.to_the_end] for job in jobs]
+        if keep:
+            self._measures |= {one.candidate: one for one in measured}
+        return measured
+
+    def _nearest(self, fitting: Sequence[Candidate]) -> Measure | None:
+        """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
+        stopped; where the bound removed all, of those with most accelerators that prefill."""
+        far = sorted(self._measures.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
+        chosen = [one.candidate for one in far if one.seeds][:_NEAREST]
+        if not chosen:
+            chosen = sorted(fitting, key=lambda c: -(c.accelerators - c.decoders * c.tp * c.stages))[:_NEAREST]
+        done = [one for one in self._measures.values() if one.complete()]
+        done += self._measure(
+            [Job(self.question, candidate, None, to_the_end=True) for candidate in chosen], keep=False
+        )
+        return min(done, key=lambda one: one.rank(self.demands), default=None)
+
+
+def pareto(measures: Sequence[Measure], question: PlanQuestion) -> list[Measure]:
+    """Return the measures that keep up and that no other beats in cost and in every demanded latency, cheapest first."""
+    demands = question.demand_list()
+    done = [one for one in measures if one.keeps_up()]
+    rows = {
+        one.candidate: (cost_of(one.candidate, question), *(one.worst_s(i) for i in range(len(demands))))
+        for one in done
+    }
+    front = [
+        one
+        for one in done
+        if not any(
+            other != rows[one.candidate] and all(a <= b for a, b in zip(other, rows[one.candidate], strict=True))
+            for other in rows.values()
+        )
+    ]
+    return sorted(front, key=lambda one: rows[one.candidate])

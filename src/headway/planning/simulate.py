@@ -1,0 +1,284 @@
+"""Simulate one candidate until its demands are met, or until it is certain that one cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.planning.candidates import Candidate
+from headway.planning.question import Demand, PlanQuestion
+from headway.sim.build import instance_of, run_of
+from headway.sim.cluster.build import cluster_of, placement_of
+from headway.sim.cluster.simulation import ClusterSimulation
+from headway.sim.memory import InfeasibleError
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics import definitions as d
+from headway.sim.metrics.quantiles import quantile
+from headway.sim.records import SimulatedRequest
+from headway.sim.requests import requests_of
+from headway.sim.result import SimResult
+from headway.sim.simulation import InstanceSimulation
+from headway.sim.workload import TraceRequest
+
+BACKLOG = "keeping up with arrivals"
+"""What a candidate misses whose requests are not served long after the last one came. Percentiles of the gaps between
+tokens would not show it: a request that waits for hours for its second token has one long gap and hundreds of short
+ones."""
+
+_FAILED_S = 1e12
+"""Latency of a request that failed: finite, so that percentiles can be interpolated."""
+
+
+class SeedMeasure(NamedTuple):
+    """One seed of one candidate."""
+
+    values_s: tuple[float, ...]
+    """The demanded percentile of each demand, seconds; infinite where too many requests failed. Empty: stopped
+    before the end."""
+    missed: str
+    """A demand's name: it could no longer be met, so that the run was stopped. `BACKLOG`: of a run that did not keep
+    up, stopped or not. Empty: neither."""
+    stopped_s: float
+    """Virtual seconds at the end."""
+    goodput_rps: float
+    idle_share: float
+    queueing_share: float
+    """Mean share of the time to first token that requests waited before their first iteration."""
+    kv_peak_share: float
+    mfu: float | None
+    mbu: float | None
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Measure:
+    """All seeds of one candidate."""
+
+    candidate: Candidate
+    seeds: tuple[SeedMeasure, ...]
+    why: str = ""
+    """Reason why it was not simulated; empty if it was."""
+
+    def complete(self) -> bool:
+        """Return whether every seed ran to its end."""
+        return bool(self.seeds) and all(seed.values_s for seed in self.seeds)
+
+    def worst_s(self, index: int) -> float:
+        """Return a demand's value in the worst seed."""
+        return max(seed.values_s[index] for seed in self.seeds)
+
+    def ratio(self, demands: Sequence[Demand]) -> float:
+        """Return the largest value as a share of its limit; infinite if a seed was stopped."""
+        if not self.complete():
+            return math.inf
+        return max(self.worst_s(index) / demand.limit_s for index, demand in enumerate(demands))
+
+    def keeps_up(self) -> bool:
+        """Return whether every seed ran to its end without a backlog."""
+        return self.complete() and not any(seed.missed for seed in self.seeds)
+
+    def meets(self, demands: Sequence[Demand]) -> bool:
+        """Return whether this is a plan: it keeps up, and meets every demand."""
+        return self.keeps_up() and self.ratio(demands) <= 1.0
+
+    def rank(self, demands: Sequence[Demand]) -> tuple[bool, float]:
+        """Return a key that sorts what comes closest to the demands first."""
+        return not self.keeps_up(), self.ratio(demands)
+
+
+class Job(NamedTuple):
+    """One candidate to be simulated, as sent to another process."""
+
+    question: PlanQuestion
+    candidate: Candidate
+    requests: int | None = None
+    """Only the first so many requests; None: all of them."""
+    to_the_end: bool = False
+    """Do not stop when a demand cannot be met any more."""
+
+
+def measure(job: Job) -> Measure:
+    """Simulate every seed, up to the first that fails."""
+    seeds: list[SeedMeasure] = []
+    for seed in job.question.seeds:
+        try:
+            seeds.append(_simulate(job, seed))
+        except InfeasibleError as error:
+            return Measure(job.candidate, (), str(error))
+        if seeds[-1].missed and not job.to_the_end:
+            break
+    return Measure(job.candidate, tuple(seeds))
+
+
+def workload_of(question: PlanQuestion, seed: int) -> list[TraceRequest]:
+    """Return the requests of one seed, in order of arrival. Raises ConfigError if a demanded class has none."""
+    return requests_of(question.workload, question.window_s, seed)
+
+
+def of_class(klass: str, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests that a demand on `klass` counts."""
+    return [request for request in requests if klass in ("all", request.klass)]
+
+
+class _HopelessError(Exception):
+    """Ends a simulation in its midst."""
+
+    def __init__(self, missed: str, at_s: float) -> None:
+        self.missed, self.at_s = missed, at_s
+
+
+def _simulate(job: Job, seed: int) -> SeedMeasure:
+    question, scenario = job.question, job.candidate.scenario(job.question)
+    requests = workload_of(question, seed)[: job.requests]
+    # the window cuts arrivals, not answers: a plan is judged by whole requests
+    run = run_of(scenario.model_copy(update={"run": scenario.run.model_copy(update={"window_s": None})}), seed)
+    demands = question.demand_list()
+    capacity = 1
+    simulation: InstanceSimulation | ClusterSimulation
+    live: Callable[[], Sequence[SimulatedRequest]]
+    if job.candidate.decoders:
+        spec = cluster_of(scenario, requests)
+        cluster = simulation = ClusterSimulation(spec, placement_of(scenario, spec), requests, run)
+        capacity = max(i.capacity for i in spec.instances)
+        live = lambda: cluster.requests  # noqa: E731
+    else:
+        instance = instance_of(scenario, requests)
+        single = simulation = InstanceSimulation(instance, requests, run, None)
+        capacity = instance.kv_tokens * instance.config.kv_parallel
+        live = lambda: single.tracks  # noqa: E731
+    watch = _Watch(demands, requests, live)
+    try:
+        simulation.run_events(None if job.to_the_end else watch.look)
+    except _HopelessError as stop:
+        return SeedMeasure((), stop.missed, stop.at_s, 0.0, 0.0, 0.0, 0.0, None, None, 0)
+    result = simulation.result()
+    sim = result if isinstance(result, SimResult) else result.sim
+    late = sim.duration_s + requests[0].arrival_s > drained_by_s(demands, requests)
+    return _measured(sim, demands, capacity, BACKLOG if late else "")
+
+
+def drained_by_s(demands: Sequence[Demand], requests: Sequence[TraceRequest]) -> float:
+    """Return the virtual second at which a deployment that keeps up has answered everything: a tenth of the time of
+    arrivals after the last one, and what the longest answer may take by the demands."""
+    last_s = max(request.arrival_s for request in requests)
+    gap_s = max((demand.limit_s for demand in demands if demand.metric in ("tbt", "max_tbt", "tpot")), default=0.2)
+    first_s = max((demand.limit_s for demand in demands if demand.metric in ("ttft", "e2e")), default=0.0)
+    longest = max(request.output_tokens for request in requests)
+    return last_s + 0.1 * (last_s - min(request.arrival_s for request in requests)) + longest * gap_s + first_s
+
+
+def _measured(result: SimResult, demands: Sequence[Demand], capacity: int, missed: str) -> SeedMeasure:
+    waits = [
+        d.queueing_s(r) / first  # type: ignore[operator]
+        for r in result.records
+        if (first := d.ttft_s(r)) and r.scheduled_s is not None
+    ]
+    return SeedMeasure(
+        values_s=tuple(_value_s(demand, result.records) for demand in demands),
+        missed=missed,
+        stopped_s=result.duration_s,
+        goodput_rps=sum(map(d.is_good, result.records)) / result.duration_s if result.duration_s else 0.0,
+        idle_share=result.idle_share,
+        queueing_share=float(np.mean(waits)) if waits else 0.0,
+        kv_peak_share=max((use.kv_peak_tokens for use in result.replicas), default=0) / capacity,
+        mfu=result.mfu,
+        mbu=result.mbu,
+        preemptions=sum(use.preemptions for use in result.replicas),
+    )
+
+
+def values_of(demand: Demand, record: RequestRecord) -> list[float]:
+    """Return what a demand counts of one request: its gaps, or one latency. A failed request counts as for ever."""
+    if not record.ok:
+        return [_FAILED_S]
+    if demand.metric == "tbt":
+        return d.tbt_s(record)
+    if demand.metric == "max_tbt":
+        return [max(d.tbt_s(record), default=0.0)]
+    known = {"ttft": d.ttft_s, "tpot": d.tpot_s, "e2e": d.e2e_s}[demand.metric](record)
+    return [] if known is None else [known]
+
+
+def _value_s(demand: Demand, records: Iterable[RequestRecord]) -> float:
+    sample = [v for r in records if demand.klass in ("all", r.klass) for v in values_of(demand, r)]
+    value = quantile(sample, demand.percent)
+    # no value: every request of the class has a single token, so that there are no gaps to be late
+    return 0.0 if value is None else math.inf if value > 1e-3 * _FAILED_S else value
+
+
+def tolerated(count: int, percent: float) -> int:
+    """Return how many of `count` values may exceed a limit while the percentile can still meet it.
+
+    The percentile interpolates between the values number floor(h) and floor(h) + 1, h = (count - 1) · percent / 100,
+    counted from 0: with more values beyond the limit than lie above number floor(h), it exceeds the limit."""
+    return count - 1 - math.floor((count - 1) * percent / 100 + 1e-9)
+
+
+def _first_token_s(one: SimulatedRequest) -> float | None:
+    """Return the time of the first token; in a cluster it may still be in the track of the instance that decodes."""
+    track = getattr(one, "track", None)
+    times = one.times or (track.times if track is not None else ())
+    return times[0] if times else None
+
+
+@dataclass
+class _TtftLimit:
+    """A demand on TTFT, and the requests that have missed it."""
+
+    demand: Demand
+    tolerated: int
+    missed: set[str] = field(default_factory=set)
+
+
+class _Watch:
+    """Counts requests that have missed a limit on TTFT for certain, as a simulation goes on, and sees backlogs.
+
+    A request without a first token at arrival + limit has missed it whatever follows, so stopping then changes no
+    verdict."""
+
+    def __init__(
+        self,
+        demands: Sequence[Demand],
+        requests: Sequence[TraceRequest],
+        live: Callable[[], Sequence[SimulatedRequest]],
+    ) -> None:
+        self._live = live
+        self._drained_by_s = drained_by_s(demands, requests)
+        self._seen = 0
+        # requests without a first token yet
+        self._open: list[SimulatedRequest] = []
+        self._limits = [
+            _TtftLimit(demand, tolerated(len(of_class(demand.klass, requests)), demand.percent))
+            for demand in demands
+            if demand.metric == "ttft"
+        ]
+
+    def look(self, now_s: float, ended: int) -> None:
+        """Raise _HopelessError once more requests have missed a limit than its percentile tolerates."""
+        if now_s > self._drained_by_s:
+            raise _HopelessError(BACKLOG, now_s)
+        tracks = self._live()
+        self._open += tracks[self._seen :]
+        self._seen = len(tracks)
+        still: list[SimulatedRequest] = []
+        for one in self._open:
+            first_s = _first_token_s(one)
+            # a request that ended without a token counts as late
+            failed = first_s is None and one.ended_s is not None
+            at_s = now_s if first_s is None else first_s
+            self._count(one, math.inf if failed else at_s - one.request.arrival_s, now_s)
+            if first_s is None and not failed:
+                still.append(one)
+        self._open = still
+
+    def _count(self, one: SimulatedRequest, ttft_s: float, now_s: float) -> None:
+        """ttft_s: the time to first token, or a lower bound of it."""
+        for limit in self._limits:
+            if ttft_s > limit.demand.limit_s and limit.demand.klass in ("all", one.source.klass):
+                limit.missed.add(one.request.id)
+                if len(limit.missed) > limit.tolerated:
+                    raise _HopelessError(limit.demand.name, now_s)

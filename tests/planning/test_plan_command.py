@@ -1,0 +1,102 @@
+"""`headway plan` as typed: tables, files, resuming, and what it says of bad questions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headway.cli.main import main
+from headway.planning.answer import read_measures
+from headway.planning.question import parse_question
+
+QUESTION: dict[str, Any] = {
+    "model": "llama-3-8b",
+    "accelerators": [{"name": "a100-80gb", "most": 2}],
+    "workload": {"qps": 2, "requests": 30, "mix": [{"class": "chat", "prompt": "fixed:500", "output": "fixed:20"}]},
+    "demands": {"chat": {"ttft_p99_s": 0.5, "tbt_p99_s": 0.1}},
+    "latency": {"source": "roofline"},
+    "search": {"tp": [1, 2], "stages": [1], "t_target_s": [0.05]},
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    path = folder / "question.yaml"
+    path.write_text(yaml.safe_dump(QUESTION | changes, sort_keys=False))
+    return str(path)
+
+
+def test_plan_prints_the_cheapest_plan_and_its_margins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write(tmp_path), "--jobs", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Cheapest plan: 1 × tp1, lars, 50 ms on 1 × a100-80gb (cost 1)" in shown
+    assert "chat TTFT P99" in shown
+    assert "not measured" in shown
+
+
+def test_plan_writes_a_scenario_that_gives_the_same_figures_and_a_script_that_a_shell_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", write(tmp_path), "--jobs", "1", "--out", str(tmp_path / "out")]) == 0
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    capsys.readouterr()
+    assert main(["simulate", str(tmp_path / "out/scenario.yaml"), "--json", "-", "--jobs", "1"]) == 0
+    simulated = json.loads(capsys.readouterr().out)["points"][0]["mean"]["classes"][0]
+    ttft, tbt = (demand["worst_s"] for demand in plan["best"]["demands"])
+    assert (simulated["ttft_s"]["p99"], simulated["tbt_s"]["p99"]) == (ttft, tbt)
+    script = tmp_path / "out/serve.sh"
+    subprocess.run(["sh", "-n", str(script)], check=True)
+    assert "--scheduler-cls headway.vllm.Scheduler" in script.read_text()
+
+
+def test_impossible_demands_exit_with_one_and_name_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", write(tmp_path), "--set", "demands.chat.ttft_p99_s=0.001", "--jobs", "1"]) == 1
+    assert "No plan meets all demands. The nearest is" in capsys.readouterr().out
+
+
+def test_search_that_was_broken_off_goes_on_from_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question, kept = write(tmp_path), tmp_path / "kept.jsonl"
+    assert main(["plan", question, "--jobs", "1", "--json", "--resume", str(kept)]) == 0
+    whole, lines = capsys.readouterr().out, kept.read_text().splitlines()
+    # the last line was cut off in its midst
+    kept.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
+    assert len(read_measures(kept, parse_question(QUESTION))) == len(lines) - 2
+    kept.write_text("\n".join(lines[:-1]) + "\n")
+    assert main(["plan", question, "--jobs", "1", "--json", "--resume", str(kept)]) == 0
+    assert capsys.readouterr().out == whole
+    assert len(kept.read_text().splitlines()) == len(lines)
+
+
+def test_results_of_another_question_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "kept.jsonl"
+    assert main(["plan", write(tmp_path), "--jobs", "1", "--resume", str(kept)]) == 0
+    assert main(["plan", write(tmp_path), "--set", "workload.qps=3", "--jobs", "1", "--resume", str(kept)]) == 2
+    assert "results of another question" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"demands": {}}, "`demands` is empty"),
+        ({"demands": {"chat": {"ttft_s": 1}}}, "write METRIC_pNN_s"),
+        ({"accelerators": [{"name": "h1000"}]}, "unknown accelerator 'h1000'"),
+        ({"latency": {"source": "table", "file": "t.json"}}, "a measured table holds for one layout"),
+        ({"search": {"tp": [64]}}, "no layout of `search` fits"),
+        ({"replicas": 3}, "replicas is not a field"),
+    ],
+)
+def test_bad_question_is_one_line_that_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert main(["plan", write(tmp_path, **changes), "--jobs", "1"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,192 @@
+"""The search of `headway plan` against brute force, its bound and its early stops."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headway.core.errors import ConfigError
+from headway.perf.hardware.accelerators import accelerator
+from headway.planning.bounds import least_late
+from headway.planning.candidates import candidates_of, cost_of, memory_faults, shape_of
+from headway.planning.question import PlanQuestion, parse_question
+from headway.planning.search import PlanSearch, pareto
+from headway.planning.simulate import BACKLOG, Job, Measure, measure, of_class, tolerated, workload_of
+from headway.sim.metrics.quantiles import quantile
+
+
+def random_question(seed: int, **search: Any) -> PlanQuestion:
+    """A small problem whose demands lie where some plans meet them and others do not."""
+    rng = random.Random(seed)
+    document = rng.choice(["10K", "30K"])
+    return parse_question(
+        {
+            "model": "llama-3-8b",
+            "accelerators": rng.choice(
+                [
+                    [{"name": "a100-80gb", "most": 3}],
+                    [{"name": "a100-80gb", "most": 2, "cost": 1.0}, {"name": "h100-80gb", "most": 1, "cost": 2.0}],
+                ]
+            ),
+            "workload": {
+                "qps": rng.choice([2, 6, 12]),
+                "requests": 30,
+                "mix": [
+                    {"class": "chat", "share": 0.9, "prompt": "uniform:200-2000", "output": "uniform:5-40"},
+                    {"class": "document", "share": 0.1, "prompt": f"fixed:{document}", "output": "fixed:10"},
+                ],
+            },
+            "demands": {
+                "chat": {"ttft_p90_s": rng.choice([0.1, 0.3, 1.0]), "tbt_p90_s": rng.choice([0.04, 0.12])},
+                "all": {"ttft_p99_s": rng.choice([1.5, 4.0, 12.0])},
+            },
+            "latency": {"source": "roofline"},
+            "search": {"tp": [1, 2], "stages": [1], "t_target_s": [0.03, 0.1], **search},
+            "seeds": [seed],
+        }
+    )
+
+
+def brute_force(question: PlanQuestion) -> Measure | None:
+    """Simulate everything to its end; the cheapest plan, then the widest margin, then the first."""
+    demands = question.demand_list()
+    met = [
+        one
+        for candidate in candidates_of(question)
+        if (one := measure(Job(question, candidate, to_the_end=True))).meets(demands)
+    ]
+    return min(met, key=lambda one: (cost_of(one.candidate, question), one.ratio(demands)), default=None)
+
+
+def same_as_brute_force(seeds: range) -> int:
+    """Compare on each seed; return how many problems have a plan."""
+    solved = 0
+    for seed in seeds:
+        question = random_question(seed)
+        best, truth = PlanSearch(question).run().best, brute_force(question)
+        assert (best and best.candidate) == (truth and truth.candidate), seed
+        solved += truth is not None
+    return solved
+
+
+def test_search_equals_brute_force_on_small_problems() -> None:
+    assert 0 < same_as_brute_force(range(6)) < 6
+
+
+@pytest.mark.long
+def test_search_equals_brute_force_on_fifty_problems() -> None:
+    assert 0 < same_as_brute_force(range(50)) < 50
+
+
+def test_bound_never_exceeds_the_late_requests_of_a_simulation() -> None:
+    bounded = 0
+    for seed in range(8):
+        question = random_question(seed)
+        workload = workload_of(question, seed)
+        for candidate in list(candidates_of(question))[::5]:
+            job = Job(question, candidate, to_the_end=True)
+            for limit_s in (0.01, 0.3):
+                device = accelerator(candidate.accelerator)
+                least = least_late(candidate, device, shape_of(question), workload, limit_s)
+                bounded += least > 0
+                # a bound of k late requests says that the k-th largest TTFT is above the limit
+                percent = 100 * (len(workload) - least) / (len(workload) - 1) if least else 100
+                tightened = question.model_copy(update={"demands": {"all": {f"ttft_p{percent:.0f}_s": limit_s}}})
+                if 0 < percent < 100:
+                    assert measure(job._replace(question=tightened)).worst_s(0) > limit_s
+    assert bounded > 5
+
+
+def test_early_stop_changes_no_verdict() -> None:
+    stopped = 0
+    for seed in (6, 7):
+        question = random_question(seed)
+        # looked at every 1,024 instants: short runs end before they are stopped
+        workload = question.workload.model_copy(update={"requests": 150, "qps": 15.0})
+        question = question.model_copy(update={"workload": workload})
+        demands = question.demand_list()
+        for candidate in list(candidates_of(question))[::6]:
+            early = measure(Job(question, candidate))
+            if not early.complete():
+                stopped += 1
+                assert not measure(Job(question, candidate, to_the_end=True)).meets(demands)
+    assert stopped > 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 99, 100, 101])
+@pytest.mark.parametrize("percent", [50.0, 90.0, 99.0])
+def test_tolerated_is_the_most_that_a_percentile_allows(count: int, percent: float) -> None:
+    few = tolerated(count, percent)
+    # just within: the percentile may still meet the limit of 1
+    assert quantile([1.0] * (count - few) + [1.0 + 1e-9] * few, percent) <= 1.0 + 1e-9  # type: ignore[operator]
+    assert quantile([0.0] * (count - few - 1) + [2.0] * (few + 1), percent) == 2.0
+
+
+@pytest.mark.long
+def test_number_of_processes_changes_nothing() -> None:
+    question = random_question(1)
+    assert PlanSearch(question, jobs=1).run() == PlanSearch(question, jobs=2).run()
+
+
+def test_screening_finds_a_plan_that_meets_all_demands_and_says_how_many_it_removed() -> None:
+    result = PlanSearch(random_question(3, effort=1, t_target_s=[0.02, 0.03, 0.05, 0.08, 0.1, 0.2])).run()
+    assert result.best is not None
+    assert result.screened > 0
+    assert result.best.meets(result.question.demand_list())
+
+
+def test_front_goes_on_to_dearer_plans_and_has_no_dominated_one() -> None:
+    question = random_question(3, front=True, split=False)
+    front = pareto(PlanSearch(question).run().measures, question)
+    assert len({cost_of(one.candidate, question) for one in front}) > 1
+    rows = [(cost_of(one.candidate, question), *(one.worst_s(i) for i in range(3))) for one in front]
+    assert not [a for a in rows for b in rows if a != b and all(x <= y for x, y in zip(b, a, strict=True))]
+
+
+def test_impossible_demands_get_the_nearest_plan_with_its_real_latencies() -> None:
+    question = random_question(0)
+    tight = question.model_copy(update={"demands": {"chat": {"ttft_p99_s": 0.001}}})
+    result = PlanSearch(tight).run()
+    assert result.best is None
+    assert result.nearest is not None
+    assert 0.001 < result.nearest.worst_s(0) < 60
+
+
+def test_layouts_without_memory_are_named_with_the_numbers() -> None:
+    question = random_question(0).model_copy(update={"model": "llama-3-70b"})
+    faults = memory_faults(question, list(candidates_of(question)), workload_of(question, 0))
+    assert ("a100-80gb", "tp1-pp1-kvp1") in faults
+    assert "weights take" in faults["a100-80gb", "tp1-pp1-kvp1"]
+
+
+def test_demand_on_a_class_that_the_workload_lacks_is_refused() -> None:
+    question = random_question(0).model_copy(update={"demands": {"chats": {"ttft_p99_s": 1.0}}})
+    with pytest.raises(ConfigError, match="no such class; it has chat, document, and `all`"):
+        PlanSearch(question)
+
+
+def test_class_of_all_counts_every_request() -> None:
+    workload = workload_of(random_question(0), 0)
+    assert of_class("all", workload) == workload
+    assert len(of_class("chat", workload)) + len(of_class("document", workload)) == len(workload)
+
+
+def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> None:
+    question = parse_question(
+        {
+            "model": "llama-3-70b",
+            # the weights leave KV for a few thousand tokens, so that decodes wait for it and not prefills
+            "accelerators": [{"name": "h100-80gb", "most": 6}],
+            "workload": {"qps": 6, "requests": 300, "mix": [{"prompt": "fixed:1000", "output": "fixed:200"}]},
+            "demands": {"all": {"ttft_p99_s": 5.0, "tbt_p50_s": 0.1}},
+            "search": {"tp": [1], "stages": [2], "t_target_s": [0.05]},
+            "latency": {"source": "roofline"},
+        }
+    )
+    candidate = next(c for c in candidates_of(question) if (c.replicas, c.decoders) == (2, 1))
+    whole = measure(Job(question, candidate, to_the_end=True))
+    assert whole.ratio(question.demand_list()) <= 1
+    assert whole.seeds[0].missed == BACKLOG
+    assert not whole.meets(question.demand_list())
