@@ -139,7 +139,7 @@ class PlanSearch:
         part = _FIRST_PART
         while part > 1 and len(level) > _FEWEST:
             requests = max(1, len(self._workloads[0]) // part)
-            measured = self._measure([Job(self.question, c, requests, to_the_end=True) for c in level], keep=False)
+            measured = self._measure([Job(self.question, c, requests) for c in level], keep=False)
             ranked = sorted(measured, key=lambda one: one.rank(self.demands))
             kept = {one.candidate for one in ranked[: max(_FEWEST, (len(level) + 1) // 2)]}
             self._screened += len(level) - len(kept)
@@ -173,7 +173,7 @@ class PlanSearch:
 
 
 def pareto(measures: Sequence[Measure], question: PlanQuestion) -> list[Measure]:
-    """Return the measures that keep up and that no other beats in cost and in every demanded latency, cheapest first."""
+    """Return the measures that keep up and that no other beats in cost and every demanded latency, cheapest first."""
     demands = question.demand_list()
     done = [one for one in measures if one.keeps_up()]
     rows = {

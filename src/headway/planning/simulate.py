@@ -85,9 +85,9 @@ class Measure:
         """Return whether this is a plan: it keeps up, and meets every demand."""
         return self.keeps_up() and self.ratio(demands) <= 1.0
 
-    def rank(self, demands: Sequence[Demand]) -> tuple[bool, float]:
-        """Return a key that sorts what comes closest to the demands first."""
-        return not self.keeps_up(), self.ratio(demands)
+    def rank(self, demands: Sequence[Demand]) -> tuple[bool, float, float]:
+        """Return a key that sorts what comes closest to the demands first; of stopped ones, what got furthest."""
+        return not self.keeps_up(), self.ratio(demands), -sum(seed.stopped_s for seed in self.seeds)
 
 
 class Job(NamedTuple):

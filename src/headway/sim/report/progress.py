@@ -77,7 +77,7 @@ class PlanProgress:
 
     def __init__(self) -> None:
         # how many there will be is not known before the end
-        self._bar = _bar("simulated: {task.completed} {task.description}")
+        self._bar = terminal_bar("simulated: {task.completed} {task.description}")
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> Self:
