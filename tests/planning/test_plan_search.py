@@ -104,8 +104,8 @@ def test_early_stop_changes_no_verdict() -> None:
     for seed in (6, 7):
         question = random_question(seed)
         # looked at every 1,024 instants: short runs end before they are stopped
-        workload = question.workload.model_copy(update={"requests": 150, "qps": 15.0})
-        question = question.model_copy(update={"workload": workload})
+        workload = question.workload.model_copy(update={"requests": 300, "qps": 15.0})
+        question = question.model_copy(update={"workload": workload, "demands": {"all": {"ttft_p99_s": 0.2}}})
         demands = question.demand_list()
         for candidate in list(candidates_of(question))[::6]:
             early = measure(Job(question, candidate))

@@ -10,16 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
-from headway.sim.scenario import (
-    Count,
-    LatencySection,
-    MemorySection,
-    ModelSection,
-    Positive,
-    ScenarioSection,
-    WorkloadSection,
-    validated,
-)
+from headway.core.file_sections import Count, FileSection, Positive, validated
+from headway.sim.scenario import LatencySection, MemorySection, ModelSection, WorkloadSection
 
 Metric = Literal["ttft", "tbt", "max_tbt", "tpot", "e2e"]
 _DEMAND = re.compile(r"(ttft|tbt|max_tbt|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)_s")
@@ -43,7 +35,7 @@ class Demand:
         return f"{self.klass} {words[self.metric]} P{self.percent:g}"
 
 
-class AcceleratorsSection(ScenarioSection):
+class AcceleratorsSection(FileSection):
     """Accelerators of one kind that a plan may use."""
 
     name: str = Field(description="name of an accelerator (headway.perf.hardware.accelerators)")
@@ -51,7 +43,7 @@ class AcceleratorsSection(ScenarioSection):
     cost: Positive = Field(default=1.0, description="cost of one, in any unit, such as dollars an hour")
 
 
-class SearchSection(ScenarioSection):
+class SearchSection(FileSection):
     """What is tried."""
 
     tp: tuple[Count, ...] = Field(default=(1, 2, 4, 8), description="tensor-parallel ranks of an instance")
@@ -72,7 +64,7 @@ class SearchSection(ScenarioSection):
     front: bool = Field(default=False, description="go on to dearer plans, for the whole Pareto front")
 
 
-class PlanQuestion(ScenarioSection):
+class PlanQuestion(FileSection):
     """The file that `headway plan` reads."""
 
     name: str = Field(default="", description="what it is called in reports")
