@@ -45,7 +45,7 @@ class StagedKv:
         self._block_manager = block_manager
         self._held: dict[str, KvLease] = {}
         # Pending requests by name, in order of arrival (dicts keep it).
-        self._line: dict[str, _PendingRequest] = {}
+        self._pending: dict[str, _PendingRequest] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._held
@@ -57,7 +57,7 @@ class StagedKv:
     @property
     def waiting(self) -> tuple[str, ...]:
         """Names that wait for blocks, in order of their requests."""
-        return tuple(self._line)
+        return tuple(self._pending)
 
     def lease(self, name: str) -> KvLease | None:
         """Return the lease that is staged under a name, or None. It stays staged."""
@@ -65,11 +65,11 @@ class StagedKv:
 
     def waits(self, name: str) -> bool:
         """Whether a name has requested blocks that `admit` has not given yet."""
-        return name in self._line
+        return name in self._pending
 
     def blocked(self, now: float, age_s: float) -> bool:
         """Whether a name has waited for `age_s` or longer: new requests should then take no KV before it."""
-        return bool(self._line) and now - min(ask.since_s for ask in self._line.values()) >= age_s
+        return bool(self._pending) and now - min(pending.since_s for pending in self._pending.values()) >= age_s
 
     # -- blocks for KV that will arrive -------------------------------------------------------------------------
 
@@ -78,25 +78,25 @@ class StagedKv:
 
         Raises RequestError when the pool could never hold that many, when the name waits already, and when a scheduled
         request holds KV under it."""
-        if name in self._line or (name in self._block_manager and name not in self._held):
+        if name in self._pending or (name in self._block_manager and name not in self._held):
             raise RequestError(f"{name} waits for room already, or is computed here", "id")
         if self._block_manager.blocks_for(tokens) > self._block_manager.n_blocks:
             raise RequestError(
                 f"{tokens} tokens do not fit the KV cache of {self._block_manager.total_tokens}", "tokens"
             )
-        self._line[name] = _PendingRequest(tokens, now)
+        self._pending[name] = _PendingRequest(tokens, now)
 
     def admit(self) -> list[str]:
         """Serve pending requests in order until one does not fit. Return the names that were served."""
-        if not self._line:
+        if not self._pending:
             return []
         granted: list[str] = []
         # The sort is stable: within a turn, first come, first served.
-        for name in sorted(self._line, key=self._turn):
+        for name in sorted(self._pending, key=self._turn):
             # Stop at the first that does not fit: a later, smaller one must not overtake it.
-            if not self._give(name, self._line[name].tokens):
+            if not self._give(name, self._pending[name].tokens):
                 break
-            del self._line[name]
+            del self._pending[name]
             granted.append(name)
         return granted
 
@@ -130,7 +130,7 @@ class StagedKv:
         lease = self._held.pop(name, None)
         if lease is None:
             raise InvariantError(f"no KV is held for {name}")
-        self._line.pop(name, None)
+        self._pending.pop(name, None)
         return lease
 
     def to_request(self, request: str) -> bool:
@@ -140,7 +140,7 @@ class StagedKv:
         name = span_kv_name(request)
         lease = self._held.get(name)
         if lease is not None and request not in self._held:
-            self._line.pop(name, None)
+            self._pending.pop(name, None)
             del self._held[name]
             self._block_manager.reassign(lease, request)
             self._held[request] = lease
@@ -155,7 +155,7 @@ class StagedKv:
         name, lease = span_kv_name(request), self._held.get(request)
         if lease is None or name in self._held:
             return False
-        self._line.pop(request, None)
+        self._pending.pop(request, None)
         del self._held[request]
         self._block_manager.reassign(lease, name)
         self._held[name] = lease
@@ -163,7 +163,7 @@ class StagedKv:
 
     def release(self, name: str) -> bool:
         """Free what is staged under a name and cancel its pending request. False: there was neither."""
-        waited = self._line.pop(name, None) is not None
+        waited = self._pending.pop(name, None) is not None
         lease = self._held.pop(name, None)
         if lease is not None:
             self._block_manager.free(lease)
@@ -173,4 +173,4 @@ class StagedKv:
         """Drop all staged KV and pending requests: the contents of the pool are lost."""
         for name in list(self._held):
             self.release(name)
-        self._line.clear()
+        self._pending.clear()

@@ -77,7 +77,7 @@ class SharedPlan:
         pool: KvPool,
         own: AttentionPlan | None,
         own_partials: PartialAttention | None,
-        asks: Sequence[RemoteQuery],
+        remote_queries: Sequence[RemoteQuery],
         owners: Sequence[_OwnerRows],
     ) -> None:
         self.rows, self.pool = rows, pool
@@ -89,14 +89,17 @@ class SharedPlan:
         self.answers: list[Callable[[], Tensor]] = []
         device = pool.data.device
         self.sent = [
-            (ask.group, torch.cat([torch.arange(s.start, s.start + s.tokens) for s in ask.segments]).to(device))
-            for ask in asks
+            (
+                remote_query.group,
+                torch.cat([torch.arange(s.start, s.start + s.tokens) for s in remote_query.segments]).to(device),
+            )
+            for remote_query in remote_queries
         ]
         """(group, rows of the batch)."""
         where: dict[int, tuple[BatchSegment, list[tuple[int, int]]]] = {}
-        for index, ask in enumerate(asks):
+        for index, remote_query in enumerate(remote_queries):
             at = 0
-            for segment in ask.segments:
+            for segment in remote_query.segments:
                 where.setdefault(segment.start, (segment, []))[1].append((index, at))
                 at += segment.tokens
         self.merges = list(where.values())
@@ -119,15 +122,15 @@ class GroupAttention:
         self,
         segments: Sequence[BatchSegment],
         pool: KvPool,
-        asks: Sequence[RemoteQuery],
+        remote_queries: Sequence[RemoteQuery],
         remote_rows: Sequence[RemoteRows],
     ) -> SharedPlan:
         """Plan an iteration in which other groups attend some of these rows, or this group attends some of theirs.
 
-        Of segments in `asks`, `past` counts the tokens that this group holds. Without segments, only
+        Of segments in `remote_queries`, `past` counts the tokens that this group holds. Without segments, only
         `answer_queries` is called.
         """
-        shared = {segment.start for ask in asks for segment in ask.segments}
+        shared = {segment.start for remote_query in remote_queries for segment in remote_query.segments}
         own = own_partials = None
         rows = 0
         if segments:
@@ -143,7 +146,7 @@ class GroupAttention:
             _OwnerRows(owner, [remote for remote in remote_rows if remote.owner == owner], pool)
             for owner in sorted({remote.owner for remote in remote_rows})
         ]
-        plan = SharedPlan(rows, pool, own, own_partials, asks, owners)
+        plan = SharedPlan(rows, pool, own, own_partials, remote_queries, owners)
         # Receives of layer 0 are posted at planning, those of layer i + 1 at the start of layer i's visits.
         self._expect(plan, 0)
         return plan

@@ -75,14 +75,14 @@ def _attention(
     return run
 
 
-def _asking(worker: ModelWorker, rows: int, guest: int, repeats: int) -> float:
+def _asking(worker: ModelWorker, rows: int, owner: int, repeats: int) -> float:
     """Measure shared minus unshared attention: the cost of copies, messages, the remote group's plan, and the merge."""
     backend = worker.decoder.backend
     assert isinstance(backend, GroupAttention)
     segment = BatchSegment(0, rows, 0, ((0, rows),))
     alone_s = _fastest(_attention(worker, [segment], rows), repeats)
     shared = _attention(
-        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [RemoteQuery(guest, (segment,))], ())
+        worker, [segment], rows, lambda: backend.share([segment], worker.pool, [RemoteQuery(owner, (segment,))], ())
     )
     return max(0.0, _fastest(shared, repeats) - alone_s)
 

@@ -297,34 +297,34 @@ class MultiProcessExecutor:
             received = self._transport.receive(None)
             assert received is not None
             rank, frames = received
-            said = _decoder.decode(frames[0])
-            if not isinstance(said, MeasureResult):
-                raise RankLostError(rank, f"answered a measurement with {said!r}")
-            slowest = max(slowest, said.seconds)
+            reply = _decoder.decode(frames[0])
+            if not isinstance(reply, MeasureResult):
+                raise RankLostError(rank, f"answered a measurement with {reply!r}")
+            slowest = max(slowest, reply.seconds)
         return slowest
 
     # -- messages from ranks -----------------------------------------------------------------------------------------
 
     def _on_message(self, rank: int, frames: list[bytes]) -> None:
-        said = _decoder.decode(frames[0])
+        message = _decoder.decode(frames[0])
         place = self._places[rank]
         group = self._groups[place.group]
-        if isinstance(said, PlanDone):
-            group.record_done(place, said, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
-        elif isinstance(said, PlanDesync):
-            self._resync(group, rank, said.why)
-        elif isinstance(said, RankAlive):
+        if isinstance(message, PlanDone):
+            group.record_done(place, message, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
+        elif isinstance(message, PlanDesync):
+            self._resync(group, rank, message.why)
+        elif isinstance(message, RankAlive):
             # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
             # answer.
-            if any(rank in flight.pending_ranks and flight.plan.seq <= said.done for flight in group.in_flight):
-                raise RankLostError(rank, f"has carried out plan {said.done}, and what it said of it was lost")
-        elif isinstance(said, ControlReply):
+            if any(rank in flight.pending_ranks and flight.plan.seq <= message.done for flight in group.in_flight):
+                raise RankLostError(rank, f"has carried out plan {message.done}, and its report of it was lost")
+        elif isinstance(message, ControlReply):
             if self.on_control is not None:
-                self.on_control(rank, said.body)
-        elif isinstance(said, RankFailed):
-            raise RankLostError(rank, f"failed: {said.error}")
+                self.on_control(rank, message.body)
+        elif isinstance(message, RankFailed):
+            raise RankLostError(rank, f"failed: {message.error}")
         else:
-            raise InvariantError(f"worker {rank} says {said!r}, which was not asked for")
+            raise InvariantError(f"worker {rank} says {message!r}, which was not asked for")
 
     def _commit(self, batch: list[PlanInFlight]) -> StepResult:
         """Advance the committed state by a batch that all its ranks have carried out; return the engine's result."""

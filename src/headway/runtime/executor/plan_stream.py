@@ -98,7 +98,7 @@ class PlanWriter:
         plan = BatchPlan(
             seq=self.seq,
             forget=tuple(self._forget),
-            ops=tuple(said for op in part.kv_ops if (said := self._numbered(op)) is not None),
+            ops=tuple(numbered for op in part.kv_ops if (numbered := self._numbered(op)) is not None),
             epoch=epoch,
             base=base,
             joined=joined,
@@ -161,8 +161,8 @@ class StreamState:
     The engine has one too, advanced when a batch is committed: snapshots are made of it.
     """
 
-    def __init__(self, tables: BlockTables, said: int = 0, check: int = 0) -> None:
-        self.plans_checksum = said
+    def __init__(self, tables: BlockTables, plans_checksum: int = 0, check: int = 0) -> None:
+        self.plans_checksum = plans_checksum
         self.state_checksum = check
         self.tables = tables
         self.epochs: DecodeEpochs[tuple[str, ...]] = DecodeEpochs()
@@ -218,9 +218,9 @@ def _verb(blocks: int, start: int) -> KvVerb:
     return "reserve" if start else "grow"
 
 
-def fold_plan(said: int, plan: BatchPlan) -> int:
+def fold_plan(before: int, plan: BatchPlan) -> int:
     """Return the rolling checksum of plans: CRC-32 of this one, seeded with the one before."""
-    return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, plans_checksum=0, state_checksum=0)), said)
+    return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, plans_checksum=0, state_checksum=0)), before)
 
 
 def fold_state(check: int, runs: Runs, kv_sum: int) -> int:

@@ -110,7 +110,7 @@ class RankLoop:
             self._answer_probe(message)
         elif isinstance(message, MeasureRequest):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
-            self._say(MeasureResult(seconds))
+            self._send(MeasureResult(seconds))
         elif isinstance(message, ControlMessage):
             self._control_messages.append(message)
         elif isinstance(message, StopRank):
@@ -141,7 +141,7 @@ class RankLoop:
 
     def _answer_probe(self, probe: RankProbe) -> None:
         """Answer a probe. A lost newest plan is noticed here: no later plan would show the gap."""
-        self._say(RankAlive(self._computed_seq))
+        self._send(RankAlive(self._computed_seq))
         if not self._desynced and self._received_seq < probe.seq:
             self._desync(probe.seq, f"plan {probe.seq} was sent, and {self._received_seq} was the last to come")
 
@@ -182,7 +182,7 @@ class RankLoop:
         tokens = tuple(one.token for one in emitted)
         # An empty tuple stands for no log-probabilities at all: most plans need none on the wire.
         reported = logprobs if any(one is not None for one in logprobs) else ()
-        self._say(PlanDone(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
+        self._send(PlanDone(plan.seq, worker.began_s, time.monotonic(), tokens, reported))
 
     def _take_control_messages(self) -> None:
         """Process control messages of KV transfers whose preceding plans have been replayed."""
@@ -198,7 +198,7 @@ class RankLoop:
         # Queued plans are sent again behind the snapshot.
         self._queue.clear()
         self._desynced = True
-        self._say(PlanDesync(seq, self._computed_seq, why))
+        self._send(PlanDesync(seq, self._computed_seq, why))
 
     def _restore(self, snapshot: GroupSnapshot) -> None:
         """Start over after plan `snapshot.seq`. Plans computed here before only move cursors when sent again."""
@@ -215,7 +215,7 @@ class RankLoop:
         self._received_seq = self._replayed_seq = snapshot.seq
         self._desynced = False
 
-    def _say(self, message: FromRank) -> None:
+    def _send(self, message: FromRank) -> None:
         self._channel.send(_encoder.encode(message))
 
 

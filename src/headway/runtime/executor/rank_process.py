@@ -155,7 +155,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
     place = place_of(config.layout, rank)
     # Rank 0 creates the store before it reports the port; the others join after the welcome, which carries the port.
     store = None if rank else rendezvous(config.host, None, config.patience_s)
-    _say(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    _send(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), 0 if store is None else store.port))
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])
@@ -192,16 +192,16 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
             config.eos,
             config.block_tokens,
             config.peer,
-            lambda body: _say(channel, ControlReply(body)),
+            lambda body: _send(channel, ControlReply(body)),
             lambda body: send_control(_encoder.encode(ControlReply(body))),
         )
     address = None if kv is None else kv.address
-    _say(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
+    _send(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
     RankLoop(worker, channel, kv).serve()
     links.close()
 
 
-def _say(channel: ZmqChannel, message: FromRank) -> None:
+def _send(channel: ZmqChannel, message: FromRank) -> None:
     channel.send(_encoder.encode(message))
 
 

@@ -188,12 +188,12 @@ class ProcessTransport:
             message = self.receive(None)
             assert message is not None
             rank, frames = message
-            said = _decoder.decode(frames[0])
-            if isinstance(said, RankFailed):
-                raise ConfigError(said.error if said.ours else f"worker {rank} failed while starting: {said.error}")
-            if not isinstance(said, kind):
-                raise ConfigError(f"worker {rank} says {said!r} while starting")
-            replies[rank] = said
+            reply = _decoder.decode(frames[0])
+            if isinstance(reply, RankFailed):
+                raise ConfigError(reply.error if reply.ours else f"worker {rank} failed while starting: {reply.error}")
+            if not isinstance(reply, kind):
+                raise ConfigError(f"worker {rank} sent {reply!r} while starting")
+            replies[rank] = reply
         return [replies[rank] for rank in sorted(replies)]
 
 

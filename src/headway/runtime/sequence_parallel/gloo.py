@@ -21,10 +21,10 @@ class GlooTransport:
         self.rank = dist.get_rank()
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], stream: MessageStream
     ) -> Callable[[], None]:
         """See `TensorTransport.exchange`."""
-        tag = _FIRST_TAG + lane
+        tag = _FIRST_TAG + stream
         works: list[Any] = [dist.irecv(tensor, rank, tag=tag) for rank, tensor in receives]
         works += [dist.isend(tensor, rank, tag=tag) for rank, tensor in sends]
         # Buffers must outlive the asynchronous operations.

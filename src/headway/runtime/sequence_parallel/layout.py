@@ -76,11 +76,11 @@ def balanced(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout
         free[kept] = False
         shares.append(kept)
     everyone = _union([held[rank].positions for rank in ranks if rank in held])
-    over, taken = everyone[free[everyone]], 0
+    surplus, taken = everyone[free[everyone]], 0
     layout = {}
     for member, size in enumerate(sizes):
         short = size - len(shares[member])
-        positions = np.concatenate([shares[member], over[taken : taken + short]])
+        positions = np.concatenate([shares[member], surplus[taken : taken + short]])
         taken += short
         for index in range(member * spec.width, (member + 1) * spec.width):
             layout[ranks[index]] = HeldShard(spec.heads(index).kv_heads(config), positions)
@@ -145,15 +145,15 @@ def packed(held: KvLayout, spec: ChunkSpec, config: DecoderConfig) -> KvLayout:
     history, width = dict(stayed(held, spec, config)), spec.width
     first_ranks = spec.group.ranks[::width]
     keep = _keep(spec)
-    over = _union([history[rank].positions for rank in first_ranks if rank not in spec.keepers])
-    counts = _levelled([len(history[first_ranks[member]].positions) for member in keep], len(over))
+    surplus = _union([history[rank].positions for rank in first_ranks if rank not in spec.keepers])
+    counts = _levelled([len(history[first_ranks[member]].positions) for member in keep], len(surplus))
     gone = np.empty(0, dtype=np.int64)
     taken = 0
     for member in range(spec.members):
         more = gone
         if member in keep:
             own = len(history[first_ranks[member]].positions)
-            more = over[taken : taken + counts[keep.index(member)] - own]
+            more = surplus[taken : taken + counts[keep.index(member)] - own]
             taken += len(more)
         for rank in _ranks(spec, member):
             one = history[rank]

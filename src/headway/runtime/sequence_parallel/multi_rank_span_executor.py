@@ -52,11 +52,12 @@ class SpanTaskError(HeadwayError):
 class MultiRankSpanExecutor:
     """`SpanExecutor` of an instance of several ranks, with the same contract.
 
-    untold: returns KV operations that no batch has carried yet; ranks must replay them before they write to the blocks.
+    pending_ops: returns KV operations that no batch has carried yet; ranks must replay them before they write to the
+    blocks.
     """
 
-    def __init__(self, executor: MultiProcessExecutor, untold: Callable[[], tuple[KvOp, ...]]) -> None:
-        self._executor, self._untold = executor, untold
+    def __init__(self, executor: MultiProcessExecutor, pending_ops: Callable[[], tuple[KvOp, ...]]) -> None:
+        self._executor, self._pending_ops = executor, pending_ops
         self._ranks = executor.layout.accelerators
         self._known: set[str] = set()
         self._whole: dict[str, int] = {}
@@ -74,7 +75,7 @@ class MultiRankSpanExecutor:
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         """See `SpanExecutor.admit`."""
         self._known.add(name)
-        self._tell(AdmitSpan(name, bytes(prompt), params, output))
+        self._send_all(AdmitSpan(name, bytes(prompt), params, output))
 
     def begin(
         self,
@@ -95,14 +96,15 @@ class MultiRankSpanExecutor:
             # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
             slots = allocate_slots(max(one.tokens for one in wants), wants[0].replace)
             # Ranks must own the blocks before the slots are granted; both messages keep their order.
-            self._executor.replay(self._untold())
+            self._executor.replay(self._pending_ops())
             replies = self._ask(GrantSlots(name, tuple(slots)))
         _all(replies, SpanBegun)
 
     def go(
-        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], concurrent: bool = False
     ) -> bool:
-        """See `SpanExecutor.go`. `behind` is called only with `beside`, where plans are carried out between layers."""
+        """See `SpanExecutor.go`. `behind` is called only with `concurrent`, where plans are carried out between
+        layers."""
         wanted = pause or _never
         held = wanted()
 
@@ -110,9 +112,9 @@ class MultiRankSpanExecutor:
             nonlocal held
             if not held and wanted():
                 held = True
-                self._tell(HoldSpan(name))
+                self._send_all(HoldSpan(name))
 
-        replies = self._ask(StartSpan(name, held, beside), asked)
+        replies = self._ask(StartSpan(name, held, concurrent), asked)
         while isinstance(replies[0], LayerEdge):
             behind(_all(replies, LayerEdge)[0].layers)
             replies = self._ask(ContinueSpan(name), asked)
@@ -154,11 +156,11 @@ class MultiRankSpanExecutor:
         if name not in self._known:
             return
         if self._whole.pop(name, None):  # it may have become the request's own, under the number that its blocks have
-            self._executor.replay(self._untold())
+            self._executor.replay(self._pending_ops())
         self._known.discard(name)
         self._saved.pop(name, None)
         self._looks.pop(name, None)
-        self._tell(SuspendRequest(name, self._executor.number(name) or NOBODY))
+        self._send_all(SuspendRequest(name, self._executor.number(name) or NOBODY))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known
@@ -170,7 +172,7 @@ class MultiRankSpanExecutor:
         """
         self._name, self._replies = message.name, {}
         look = self._looks[message.name]
-        self._tell(message)
+        self._send_all(message)
         while True:
             for reply in self._replies.values():
                 if isinstance(reply, SpanBroken):
@@ -181,8 +183,8 @@ class MultiRankSpanExecutor:
             meanwhile()
             look()
 
-    def _tell(self, reply: RunToRank) -> None:
-        self._executor.send_control(encode(reply))
+    def _send_all(self, message: RunToRank) -> None:
+        self._executor.send_control(encode(message))
 
 
 def _all(replies: Sequence[RunFromRank], kind: type[W]) -> list[W]:

@@ -63,7 +63,7 @@ class SequencePrefill:
             raise InvariantError("a chunk under way goes on over the connections that it began with")
         self._transport = transport
 
-    def adopt(self, held: KvLayout, shard: KvShard | None) -> None:
+    def attach(self, held: KvLayout, shard: KvShard | None) -> None:
         """Start from existing KV, such as a cached prefix. Called before the first chunk. shard: this rank's part."""
         if self._chunk is not None or self._held:
             raise InvariantError("KV is adopted after the first chunk began")

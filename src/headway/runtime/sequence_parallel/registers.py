@@ -19,7 +19,9 @@ class MatrixRegisters(dict[str, Tensor]):
         return self[name] if name == ROWS else self.pop(name)
 
 
-def start(transport: TensorTransport, step: ExchangeRows, source: Tensor, lane: MessageStream) -> Callable[[], Tensor]:
+def start(
+    transport: TensorTransport, step: ExchangeRows, source: Tensor, stream: MessageStream
+) -> Callable[[], Tensor]:
     """Begin an exchange; the result waits for it and returns the target."""
     rank = transport.rank
     target = source.new_empty(step.rows, step.columns)
@@ -29,7 +31,7 @@ def start(transport: TensorTransport, step: ExchangeRows, source: Tensor, lane: 
     wait = transport.exchange(
         [(peer, data) for peer, data in sends if peer != rank],
         [(piece.peer, data) for piece, data in parts if piece.peer != rank and data is not None],
-        lane,
+        stream,
     )
 
     def finish() -> Tensor:

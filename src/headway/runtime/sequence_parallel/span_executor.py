@@ -123,11 +123,11 @@ class SpanExecutor:
         part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), allocate_slots)
 
     def go(
-        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
+        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], concurrent: bool = False
     ) -> bool:
         """Compute from where the task stands. Returns False when it was paused.
 
-        behind: called after each layer of each chunk with the number of its completed layers. beside: requires that
+        behind: called after each layer of each chunk with the number of its completed layers. concurrent: requires that
         call, because batches run between layers; this implementation always makes it.
         """
         return self._parts[name].go(pause, lambda layer: behind(layer + 1))
@@ -219,7 +219,7 @@ class _SpanMember:
         own = held.get(transport.rank)
         # KV that the instance's scheduler computed: its slots are wrapped as a shard, not moved.
         if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
-            self._prefill.adopt(held, self._place(len(own.heads), len(own.positions)))
+            self._prefill.attach(held, self._place(len(own.heads), len(own.positions)))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
         # Without the tokens before them, sampled tokens cannot be appended; the check below then fails.
         if drawn and resident.known >= end - len(drawn):
@@ -287,9 +287,9 @@ class _SpanMember:
             shard = self._shard = KvShard(pool if fold == 1 else pool.narrowed(heads), ())
             self._slots = 0
         # `_room` returns all slots of the request; only those behind the ones already held are new.
-        there = sum(count for _, count in runs)
-        fresh = cut_ranges(runs, self._slots, there)
-        self._slots = there
+        capacity = sum(count for _, count in runs)
+        fresh = cut_ranges(runs, self._slots, capacity)
+        self._slots = capacity
         shard.extend(pool.narrow_ranges(heads, fresh))
         return shard
 
@@ -332,13 +332,13 @@ class _PeerTransport:
         self._line = line
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], stream: MessageStream
     ) -> Callable[[], None]:
         """See `TensorTransport.exchange`."""
         line = self._line
         # Receives first, so that incoming data finds its buffer.
-        tickets: list[TransferCompletion] = [line.expect(rank, lane, _bytes(tensor)) for rank, tensor in receives]
-        tickets += [line.send(rank, lane, (_bytes(tensor),)) for rank, tensor in sends]
+        tickets: list[TransferCompletion] = [line.expect(rank, stream, _bytes(tensor)) for rank, tensor in receives]
+        tickets += [line.send(rank, stream, (_bytes(tensor),)) for rank, tensor in sends]
 
         def wait() -> None:
             for ticket in tickets:

@@ -32,10 +32,10 @@ class TensorTransport(Protocol):
         """This rank's number."""
 
     def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], lane: MessageStream
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], stream: MessageStream
     ) -> Callable[[], None]:
         """Begin to send tensors to ranks and to fill tensors from ranks; the returned function waits for all of them.
 
         All are contiguous and not empty. Until it has waited, the caller changes nothing that is sent and reads nothing
-        that is filled. Peers begin their sides in the same order within a lane.
+        that is filled. Peers begin their sides in the same order within a stream.
         """
