@@ -58,6 +58,10 @@ SERVE_ONLY = frozenset(
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status. Errors that a user can correct are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     # Before the main parser: `headway profile` takes a model folder where these have their second word.
     if tuple(words[:2]) in NESTED:
         return _nested(words)
@@ -82,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         asked.refuse(unknown)
     assert run is not None
-    return _guarded(run, arguments)
+    return run(arguments)
 
 
 def _other_engine(words: list[str]) -> int | None:
@@ -95,14 +99,7 @@ def _other_engine(words: list[str]) -> int | None:
         return None
     from headway.cli import vllm_engine
 
-    taken: list[int | None] = []
-
-    def take_over(_: argparse.Namespace) -> int:
-        taken.append(vllm_engine.take_over(words))
-        return 0
-
-    failed = _guarded(take_over, argparse.Namespace())
-    return failed or taken[0]
+    return vllm_engine.take_over(words)
 
 
 def _nested(words: list[str]) -> int:
@@ -112,12 +109,16 @@ def _nested(words: list[str]) -> int:
     arguments, unknown = parser.parse_known_args(words[2:])
     if unknown:
         parser.refuse(unknown)
-    return _guarded(module.run, arguments)
+    status: int = module.run(arguments)
+    return status
 
 
-def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def _guarded(run: Callable[[], int]) -> int:
     try:
-        return run(arguments)
+        status = run()
+        # Here and not at the interpreter's end, which would print a traceback of its own for a closed pipe.
+        sys.stdout.flush()
+        return status
     except HeadwayError as error:
         print(f"headway: error: {error}", file=sys.stderr)
         return 2
@@ -127,6 +128,11 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
             raise
         print(f"headway: error: this command needs {error.name}: pip install 'headway[serve]'", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # `headway … | head`: the reader has seen enough. Nothing may be written at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # 128 + SIGPIPE, as shells report it.
+        return 141
     except KeyboardInterrupt:
         # 128 + SIGINT, as shells report it.
         return 130

@@ -110,11 +110,12 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     from headway.sim.report.sim_table import simulation_report
     from headway.sim.result_json import document
     from headway.sim.scenario import parse_scenario
-    from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points
+    from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
 
     # The file itself is validated even where every field that it sets is swept.
     base = parse_scenario(data, str(arguments.scenario))
     sweeps = [parse_sweep(text) for text in arguments.sweep]
+    data = dict(with_common_draws(data, sweeps))
     points = parse_points(data, sweeps) if sweeps else [SweepPoint({}, base)]
     if arguments.gantt is not None and points[0].scenario.cluster.placement is None:
         raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")

@@ -24,7 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     trace = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
-    arguments.out.write_bytes(msgspec.json.encode(live_trace_events(trace)))
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_bytes(msgspec.json.encode(live_trace_events(trace)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
     lanes = len({(one.group, one.stage) for one in trace.slices})
     print(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}")
     return 0

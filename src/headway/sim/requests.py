@@ -37,12 +37,18 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
 
 def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Generator) -> list[TraceRequest]:
     mix = preset(section.preset) if section.preset else _mix(section)
+    return mix.draw(rng, _arrivals(section, section.qps or 1.0), draws_of(section, window_s))
+
+
+def draws_of(section: WorkloadSection, window_s: float | None) -> int:
+    """Return how many requests are drawn for a window, which then cuts those that arrive later."""
+    if section.draws is not None:
+        return section.draws
     rate = section.qps or 1.0
-    count = section.requests or DEFAULT_REQUESTS
     if section.requests is None and window_s is not None:
         # expected arrivals, six standard deviations more (cv scales them), and 50 for short windows
-        count = int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
-    return mix.draw(rng, _arrivals(section, rate), count)
+        return int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
+    return section.requests or DEFAULT_REQUESTS
 
 
 def _mix(section: WorkloadSection) -> WorkloadPreset:

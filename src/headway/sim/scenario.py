@@ -195,6 +195,11 @@ class WorkloadSection(FileSection):
     )
     cv: Positive = Field(default=2.0, description="coefficient of variation of gamma arrivals")
     requests: Count | None = Field(default=None, description="how many; null: as many as arrive in the window")
+    draws: Count | None = Field(
+        default=None,
+        description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
+        "only (a sweep of qps does that); null: enough for the window",
+    )
     slice: str | None = Field(default=None, description="part of a trace: 100:400 (requests) or 60s:120s")
     long_threshold: Count = Field(
         default=8192, description="prompts above this are of class long where no class is given"

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from headway.core.errors import ConfigError
 from headway.sim.build import RunDetail, ScenarioRun, run_scenario
 from headway.sim.memory import InfeasibleError
+from headway.sim.requests import draws_of
 from headway.sim.result_json import point_json, run_json
 from headway.sim.runner import run_in_processes
 from headway.sim.scenario import Scenario, parse_scenario
 
 Values = tuple[str, list[Any]]
+LOAD = "workload.qps"
 Stopwatch = Callable[[], float] | None
 RunOutcome = dict[str, Any] | str
 """A run's JSON, or the reason why its layout does not fit in memory."""
@@ -108,6 +110,21 @@ def parse_points(data: Mapping[str, Any], sweeps: Sequence[Values], name: str = 
         SweepPoint(at, parse_scenario(changed, f"{name} at {at}" if at else name))
         for at, changed in points_of(data, sweeps)
     ]
+
+
+def with_common_draws(data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario") -> Mapping[str, Any]:
+    """Return the data with as many draws at every point of a sweep of the load as the highest load needs.
+
+    All points then have the same requests, closer together at higher loads (common random numbers), so that a curve
+    over the load is not the noise of different draws. Scenarios that fix the number themselves, or take a trace's
+    requests, are returned as they are.
+    """
+    if LOAD not in (field for field, _ in sweeps):
+        return data
+    scenarios = [point.scenario for point in parse_points(data, sweeps, name)]
+    if any(each.workload.trace or each.workload.requests or each.workload.draws for each in scenarios):
+        return data
+    return with_field(data, "workload.draws", max(draws_of(each.workload, each.run.window_s) for each in scenarios))
 
 
 def run_points(

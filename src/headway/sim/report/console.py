@@ -11,8 +11,13 @@ def say(line: str) -> None:
 
 
 def show(thing: RenderableType) -> None:
-    """Print a result on stdout; in a pipe the width is large enough not to cut columns."""
+    """Print a result on stdout; the width is large enough not to cut columns."""
     console = Console(highlight=False)
+    # A table that is wider than the terminal is not squeezed: the terminal wraps its lines, and no name is cut.
+    wide = Console(highlight=False, width=1000)
+    needed = wide.measure(thing).maximum
     if not console.is_terminal:
-        console = Console(highlight=False, width=140)
+        needed = max(needed, 140)
+    if needed > console.width:
+        console = Console(highlight=False, width=min(needed, 1000))
     console.print(thing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,9 @@ def load_figure(records: Sequence[RequestRecord]) -> Figure:
         over_time.set_yscale("log")
         seconds_axis(over_time, "y")
         if len(by_class) > 1:
-            first.legend(loc="lower right", handlelength=2.4)
+            # Below the panels: inside one it would lie on a curve.
+            handles, labels = first.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
     return figure
 
 
@@ -76,10 +79,16 @@ def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> 
 
 
 def seconds_axis(axes: Axes, which: str) -> None:
-    """Label a log axis in ms and s."""
+    """Label a log axis in ms and s, with as many ticks as have room. Called when the axis has its limits."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0), numticks=8))
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+    decades = math.log10(high / low) if 0 < low < high else 1.0
+    # Words such as "300 ms" stand side by side below an axis, and under each other beside one.
+    fine, coarse = (1.9, 3.5) if which == "x" else (4.0, 8.0)
+    subs = (1.0, 3.0) if decades <= fine else (1.0,)
+    # Of many decades every second one has a tick, or every third.
+    axis.set_major_locator(LogLocator(base=10.0 ** math.ceil(decades / coarse), subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())

@@ -1,13 +1,15 @@
 """A sweep as a picture: TTFT and worst gap over a swept field, a line a class (and value of a second field).
 
-Over the load (`workload.qps`) these are capacity curves, and the knee of each one's TTFT is marked."""
+Over the load (`workload.qps`) these are capacity curves, and the knee of each one's TTFT is marked, with the loads
+between which it lies, where a monotone fit supports it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headway.sim.report.knee import TIMES, knee
+from headway.sim.report.knee import TIMES, supported_knee
 from headway.sim.report.load_plot import seconds_axis
 from headway.sim.report.style import COLOURS, MARKERS, house_style, new_figure
 
@@ -32,7 +34,7 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
             for index, (label, line) in enumerate(_lines(data, field, metric, cut).items()):
                 _draw(axes, index, label, line)
                 if field == LOAD and metric == "ttft_s":
-                    _mark_knee(axes, index, [(x, y) for x, y, _ in line])
+                    _mark_knee(axes, index, line)
             axes.set_title(title, fontweight="bold", fontsize=11)
             axes.set_xlabel(field)
             axes.set_yscale("log")
@@ -45,17 +47,20 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float]]) -> None:
-    """Mark the knee: the load at which the curve exceeds `TIMES` its value at the lowest load."""
-    at = knee(line)
-    # the curve stays below the limit within the sweep
-    if at is None:
+def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -> None:
+    """Mark the knee, where the points support one: where the curve exceeds `TIMES` its value at the lowest load."""
+    found = supported_knee(line)
+    # the curve stays below the limit within the sweep, or is too noisy
+    if found is None:
         return
     colour = COLOURS[index % len(COLOURS)]
-    axes.axvline(at, color=colour, lw=1.0, ls=":")
+    axes.axvline(found.load, color=colour, lw=1.0, ls=":")
+    if math.isfinite(found.high):
+        axes.axvspan(found.low, found.high, color=colour, alpha=0.08, lw=0)
+    between = f"{found.low:.3g} to {found.high:.3g}" if math.isfinite(found.high) else f"above {found.low:.3g}"
     axes.annotate(
-        f"{TIMES:g}× at {at:.3g}/s",
-        (at, 0.02 + 0.06 * (index % 6)),
+        f"{TIMES:g}× at {found.load:.3g}/s ({between})",
+        (found.load, 0.02 + 0.06 * (index % 6)),
         xycoords=("data", "axes fraction"),
         xytext=(3, 0),
         textcoords="offset points",

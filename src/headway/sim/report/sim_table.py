@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -82,10 +83,14 @@ def use_lines(point: Mapping[str, Any]) -> str:
 
 def sweep_table(points: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return one row for each point and class; layouts that do not fit in memory have a row with the reason."""
-    table = Table(title=title or None, title_justify="left")
     fields = list(points[0]["at"])
-    for name in (*fields, "class"):
-        table.add_column(name)
+    short = [field.rpartition(".")[2] for field in fields]
+    # "qps" for workload.qps, unless two swept fields end alike; the title has them in full.
+    names = short if len(set(short)) == len(short) and "class" not in short else fields
+    heading = f"{title}: {' × '.join(fields)}" if title else " × ".join(fields)
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in (*names, "class"):
+        table.add_column(name, no_wrap=True)
     for name in (
         "TTFT p50",
         "p99",
@@ -98,7 +103,7 @@ def sweep_table(points: Sequence[Mapping[str, Any]], title: str) -> Table:
         "unfinished",
         "MFU",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         at = [str(point["at"][field]) for field in fields]
         if not point["feasible"]:

@@ -1,0 +1,132 @@
+"""What commands print: sweep tables with whole names, pictures whose ticks do not overlap, pipes that close early."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headway.cli.main import main
+from headway.sim.metrics import RequestRecord
+from headway.sim.report import console
+from headway.sim.report.load_plot import load_figure
+from headway.sim.report.sim_table import sweep_table
+from headway.sim.requests import requests_of
+from headway.sim.scenario import parse_scenario
+from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
+
+
+def point(at: dict[str, Any]) -> dict[str, Any]:
+    cuts = {"p50": 0.386, "p99": 22.4}
+    latencies = dict.fromkeys(("ttft_s", "tbt_s", "max_tbt_s", "e2e_s"), cuts)
+    block = {"class": "document", "good_share": 0.5, "starved_share": 0.0, "unfinished": 2, **latencies}
+    return {"at": at, "feasible": True, "ci95": None, "mean": {"classes": [block], "use": {"mfu": 0.3}}}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_sweep_table_cuts_no_name_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(console, "Console", lambda **given: Console(**{"file": out, "width": width, **given}))
+    table = sweep_table([point({"workload.qps": 0.5, "policy.policy": "lars"})], "a title")
+    console.show(table)
+    text = out.getvalue()
+    assert "…" not in text
+    for name in ("workload.qps × policy.policy", "qps", "policy", "document", "worst TBT p99", "unfinished", "22.4 s"):
+        assert name in text
+
+
+def test_fields_that_end_alike_keep_their_whole_names() -> None:
+    out = io.StringIO()
+    Console(file=out, width=300).print(
+        sweep_table([point({"cluster.pools.0.count": 1, "cluster.pools.1.count": 2})], "")
+    )
+    assert "cluster.pools.0.count  cluster.pools.1.count" in out.getvalue()
+
+
+def test_ticks_of_a_point_s_picture_do_not_overlap_and_the_legend_is_outside() -> None:
+    def record(i: int) -> RequestRecord:
+        first = float(i) + 10.0 ** (-2 + 4 * (i % 40) / 39)
+        return RequestRecord(
+            id=str(i), klass="long" if i % 2 else "short", arrival_s=float(i), prompt_tokens=9, output_tokens=2,
+            token_s=(first, first + 0.02 * (1 + i)), finish_s=first + 3.0,
+        )  # fmt: skip
+
+    figure = load_figure([record(i) for i in range(40)])
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        boxes = [
+            label.get_window_extent(renderer)
+            for label, at in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
+            if low <= at <= high and label.get_text()
+        ]
+        assert len(boxes) >= 2
+        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes))
+        assert axes.get_legend() is None
+    assert len(figure.legends) == 1
+
+
+def test_loads_of_a_sweep_have_the_same_requests_closer_together() -> None:
+    data = {
+        "model": "llama-3-8b",
+        "workload": {"qps": 1.0, "mix": [{"share": 1, "prompt": "uniform:100-9000", "output": "uniform:1-99"}]},
+        "run": {"window_s": 60, "seeds": [3]},
+    }
+    sweeps = [parse_sweep("workload.qps=0.5,1,2")]
+    points = parse_points(with_common_draws(data, sweeps), sweeps)
+    drawn = [requests_of(each.scenario.workload, 60.0, 3) for each in points]
+    assert len(drawn[0]) < len(drawn[1]) < len(drawn[2])
+    for fewer, more in itertools.pairwise(drawn):
+        for slow, fast in zip(fewer, more, strict=False):
+            assert (slow.prompt_tokens, slow.output_tokens) == (fast.prompt_tokens, fast.output_tokens)
+            assert slow.arrival_s == pytest.approx(2 * fast.arrival_s)
+    # Sweeps of other fields, and numbers that the scenario fixes, stay as they are.
+    assert with_common_draws(data, [parse_sweep("policy.policy=fcfs,lars")]) == data
+    fixed = {**data, "workload": {**data["workload"], "requests": 9}}  # type: ignore[dict-item]
+    assert with_common_draws(fixed, sweeps) == fixed
+    assert parse_scenario(data).workload.draws is None
+
+
+def headway(*words: str) -> list[str]:
+    return [sys.executable, "-m", "headway.cli.main", *words]
+
+
+def test_a_pipe_that_closes_early_ends_the_command_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(headway("simulate", "--schema"), stdout=writing, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_trace_is_written_into_a_folder_that_did_not_exist_or_refused_in_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "events"
+    log.write_text('{"event": "add", "request": "r", "arrival_s": 1.0, "prompt": 9}\n')
+    assert main(["trace", str(log), "--out", str(tmp_path / "new" / "t.json")]) == 0
+    assert (tmp_path / "new" / "t.json").exists()
+    done = subprocess.run(headway("trace", str(log), "--out", str(log / "t.json")), capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"headway: error: cannot write")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("words", [["cluster", "x.yaml"], ["profile", "."], ["bench", "http://localhost:1"]])
+def test_a_base_install_gets_one_line_from_commands_that_need_more(words: list[str]) -> None:
+    blocked = ("torch", "tokenizers", "jinja2", "fastapi", "uvicorn", "zmq", "prometheus_client", "aiohttp")
+    code = (
+        f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nsys.argv = ['headway', *{words!r}]\n"
+        "from headway.cli.main import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
