@@ -162,6 +162,7 @@ def test_a_prompt_that_cannot_fit_is_rejected() -> None:
         ("policy.t_target_s", 0.1, "write `vllm.headway`"),
         ("layout.stages", 2, "one stage and one KV group"),
         ("vllm.headway.profile", "p.json", "step times come from the scenario's `latency`"),
+        ("vllm.headway.log", "l.jsonl", "writes no decision log"),
         ("vllm.headway.aim", 3, "is not a field"),
     ],
 )

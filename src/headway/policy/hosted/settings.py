@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import FileSection
 from headway.policy.iteration.config import SchedulerConfig
 
 TRUST_PROFILE = 2.0
 """Weight of a measured profile against the steps that the engine measures, in steps (`CorrectedLatency`)."""
 
 
-class VllmSettings(BaseModel):
+class VllmSettings(FileSection):
     """All fields are optional. Unknown names are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     t_target_ms: float | None = Field(
         None, gt=0, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 250"

@@ -49,4 +49,6 @@ class VllmSection(FileSection):
             raise ValueError(f"`scheduler`: {error}") from None
         if self.headway.profile is not None:
             raise ValueError("`headway.profile`: step times come from the scenario's `latency`")
+        if self.headway.log is not None:
+            raise ValueError("`headway.log`: a simulation writes no decision log; `--trace` shows its steps")
         return self
