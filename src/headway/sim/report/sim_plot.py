@@ -88,6 +88,10 @@ def _lines(data: Mapping[str, Any], field: str, metric: str, cut: str) -> dict[s
 
 def _draw(axes: Axes, index: int, label: str, line: list[tuple[Any, float, float]]) -> None:
     x, y, half = zip(*line, strict=True)
+    # Between words there is nothing to join by a line, and long ones need room.
+    words = isinstance(x[0], str)
+    if words:
+        axes.tick_params(axis="x", labelrotation=25)
     low = [min(h, 0.9 * v) for v, h in zip(y, half, strict=True)]
     axes.errorbar(
         x,
@@ -95,8 +99,9 @@ def _draw(axes: Axes, index: int, label: str, line: list[tuple[Any, float, float
         yerr=[low, list(half)],
         marker=MARKERS[index % len(MARKERS)],
         color=COLOURS[index % len(COLOURS)],
-        markersize=4,
-        lw=1.6,
+        markersize=6 if words else 4,
+        lw=0.0 if words else 1.6,
+        elinewidth=1.6,
         capsize=2,
         label=label,
     )
