@@ -30,10 +30,7 @@ CLUSTERS: dict[str, tuple[str, object, object]] = {
     "weave": ("weave", {}, APART),
     "fixed-sp": ("fixed-sp", {"sp": 2}, APART),
     "loongserve": ("loongserve", {}, APART),
-    "context-parallel": ("context-parallel", {}, APART),
-    "fifo": ("fifo", SHORT, APART),
     "pecsched-mixed": ("pecsched", {**RINGS, "disaggregate": False}, MIXED),
-    "tetris-mixed": ("tetris", {}, MIXED),
     "loongserve-mixed": ("loongserve", {}, MIXED),
     "fifo-mixed": ("fifo", SHORT, MIXED),
     "jsq-mixed": ("jsq", {}, MIXED),
@@ -41,7 +38,7 @@ CLUSTERS: dict[str, tuple[str, object, object]] = {
     "pecsched-ranks": ("pecsched", RINGS, APART),
     "loongserve-in-place": ("loongserve", {"decode_batch": 1}, MIXED),
 }
-ALONE = ("tetris-mixed", "loongserve-mixed", "jsq-mixed")
+ALONE = ("loongserve-mixed", "jsq-mixed")
 """Where an instance may do all that there is to do alone."""
 NAMES = list(CLUSTERS)
 TURNS = 3

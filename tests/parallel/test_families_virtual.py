@@ -81,7 +81,7 @@ def test_greedy_tokens_equal_with_shorts_beside_a_long_request(
 @LONG
 @pytest.mark.parametrize("name", [*LAYOUTS, *LARGER])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=4, phases=PHASES)
+@settings(max_examples=3, phases=PHASES)
 @given(**CASES)
 def test_greedy_tokens_equal_in_many_more_cases(
     family: str, name: str, length: int, shorts: list[tuple[int, int]], chunking: str, schedule: str, shard: int

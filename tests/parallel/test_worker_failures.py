@@ -206,7 +206,7 @@ def chaos(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 1, 2), (2, 2, 1)])
 def test_ten_random_faults_in_each_layout_change_no_answer(
     llama: Path, wanted: list[list[int]], layout: tuple[int, int, int]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
+from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.runtime.engine.protocol import EngineStats
 from headway.serving.app import create_app
@@ -75,17 +76,15 @@ def test_a_status_line_has_the_rates_of_its_interval_and_is_silent_when_idle() -
 async def test_status_lines_are_logged_while_there_is_work(
     connect: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import asyncio
 
     logging.getLogger("headway.server").propagate = True
     engine.stats = EngineStats(running=1)
     with caplog.at_level(logging.INFO, "headway.server"):
         async with connect(status_every_s=0.01):
-            while not any(each.message == "status" for each in caplog.records):
-                await asyncio.sleep(0.01)
+            await eventually(lambda: any(each.message == "status" for each in caplog.records))
         caplog.clear()
         async with connect(status_every_s=0):
-            await asyncio.sleep(0.05)
+            await run_ready_tasks()
     assert not any(each.message == "status" for each in caplog.records)
 
 
