@@ -21,7 +21,7 @@ from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import simulate_stage
 from headway.perf.accelerator.timeline import Mode
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
-from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import RequestRecord

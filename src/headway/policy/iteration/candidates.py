@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from headway.policy.iteration.admission import KvBlockAdmission
+from headway.policy.iteration.chunk_allocation import PackCandidate
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.packer import PackCandidate
 from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 
@@ -95,7 +95,7 @@ class PrefillCandidates:
             closed = closed or len(admission.holders) >= self._config.max_num_seqs
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
-        """Return the packer's view of one prefill."""
+        """Return one prefill as `chunk_allocation` sees it."""
         name, remaining, past = state.request.id, state.remaining, state.scheduled
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.core.errors import ConfigError
-from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.ordering import make_policy
 
 Mode = Literal["default", "paper"]

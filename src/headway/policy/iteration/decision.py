@@ -18,11 +18,11 @@ from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.budget import IterationBudget
 from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
-from headway.policy.iteration.chunking import make_chunking
+from headway.policy.iteration.chunk_allocation import ChunkAllocation, pack, rules_of
+from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.ordering import UrgencyLine
-from headway.policy.iteration.packer import ChunkQuota, pack, rules_of
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import make_queue
 from headway.policy.iteration.urgency import UrgencyOrder
@@ -31,7 +31,7 @@ from headway.policy.iteration.urgency import UrgencyOrder
 class IterationDecision(msgspec.Struct, frozen=True, gc=False):
     """The prefill part of one iteration."""
 
-    quotas: list[ChunkQuota]
+    quotas: list[ChunkAllocation]
     """Tokens to compute, most urgent request first. A request without a quota gets none."""
     load: BatchLoad
     """Load of the decodes with these chunks: pass it to `observed` with the seconds that the iteration took."""

@@ -2,7 +2,7 @@
 
 Kept literal, with its sign: requests that are late are ordered by how late they are for their size. On the paper's
 own example it misses both short deadlines (6.20 s and 6.21 s against 6.0); EDF and LRS meet them. What makes it
-serve chats at once beside a document is space sharing in the packer, not the order alone.
+serve chats at once beside a document is space sharing in `chunk_allocation`, not the order alone.
 """
 
 from __future__ import annotations

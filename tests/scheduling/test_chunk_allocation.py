@@ -10,8 +10,14 @@ from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.tables import TableLatency, TableSource
-from headway.policy.iteration.chunking import AdaptiveChunks, PrefillDemand, StaticBudget, WholePrompt, make_chunking
-from headway.policy.iteration.packer import ChunkQuota, PackCandidate, PackRules, pack
+from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack
+from headway.policy.iteration.chunking_strategies import (
+    AdaptiveChunks,
+    PrefillDemand,
+    StaticBudget,
+    WholePrompt,
+    make_chunking,
+)
 
 RULES = PackRules(
     t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True
@@ -74,7 +80,7 @@ def test_batch_keeps_time_and_tokens_unless_it_is_one_progress_chunk(
 def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:
     rules = replace(RULES, min_chunk=4)
     quotas, load = pack(BatchLoad(), [long(0.2), short("s", 100)], True, rules, AdaptiveChunks(), MILLISECOND)
-    assert quotas == [ChunkQuota("long", 16), ChunkQuota("s", 4)]
+    assert quotas == [ChunkAllocation("long", 16), ChunkAllocation("s", 4)]
     assert load_s(MILLISECOND, load) == pytest.approx(0.02)
 
 
@@ -83,44 +89,52 @@ def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_t
 )
 def test_yielded_share_is_the_slack_clamped_to_its_bounds(slack: float, tokens: int) -> None:
     assert pack(BatchLoad(), [long(slack)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
-        ChunkQuota("long", tokens)
+        ChunkAllocation("long", tokens)
     ]
 
 
 def test_a_late_long_request_yields_at_least_rho_min() -> None:
     rules = replace(RULES, rho_min=0.2)
-    assert pack(BatchLoad(), [long(-9.0)], True, rules, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 16)]
+    assert pack(BatchLoad(), [long(-9.0)], True, rules, AdaptiveChunks(), MILLISECOND)[0] == [
+        ChunkAllocation("long", 16)
+    ]
 
 
 def test_long_request_yields_only_to_shorts_under_space_sharing() -> None:
-    assert pack(BatchLoad(), [long(0.5)], False, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
+    assert pack(BatchLoad(), [long(0.5)], False, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
+        ChunkAllocation("long", 20)
+    ]
     alone = replace(RULES, shares_space=False)
-    assert pack(BatchLoad(), [long(0.5)], True, alone, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("long", 20)]
+    assert pack(BatchLoad(), [long(0.5)], True, alone, AdaptiveChunks(), MILLISECOND)[0] == [
+        ChunkAllocation("long", 20)
+    ]
 
 
 def test_short_requests_never_yield() -> None:
-    assert pack(BatchLoad(), [short("s", 100)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("s", 20)]
+    assert pack(BatchLoad(), [short("s", 100)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
+        ChunkAllocation("s", 20)
+    ]
 
 
 def test_a_second_long_request_is_passed_over_and_later_shorts_are_not() -> None:
     second = PackCandidate("long 2", 0, 500, True, 0.0)
     waiting = [long(0.5), second, short("s", 5)]
     quotas, _ = pack(BatchLoad(), waiting, True, replace(RULES, min_chunk=1), AdaptiveChunks(), MILLISECOND)
-    assert quotas == [ChunkQuota("long", 10), ChunkQuota("s", 5)]
+    assert quotas == [ChunkAllocation("long", 10), ChunkAllocation("s", 5)]
 
 
 def test_first_request_gets_min_chunk_every_few_iterations_if_decodes_exceed_the_budget() -> None:
     busy = BatchLoad(30, 30, 30_000)
-    for stalled, expected in ((0, []), (7, []), (8, [ChunkQuota("a", 8)]), (20, [ChunkQuota("a", 8)])):
+    for stalled, expected in ((0, []), (7, []), (8, [ChunkAllocation("a", 8)]), (20, [ChunkAllocation("a", 8)])):
         waiting = [short("a", 100, stalled), short("b", 100, 99)]
         assert pack(busy, waiting, True, RULES, AdaptiveChunks(), MILLISECOND)[0] == expected
 
 
 def test_progress_chunk_is_bounded_by_remaining_tokens_and_token_limit() -> None:
     busy = BatchLoad(30, 30, 30_000)
-    assert pack(busy, [short("a", 3, 8)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("a", 3)]
+    assert pack(busy, [short("a", 3, 8)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkAllocation("a", 3)]
     tight = replace(RULES, max_tokens=32)
-    assert pack(busy, [short("a", 99, 8)], True, tight, AdaptiveChunks(), MILLISECOND)[0] == [ChunkQuota("a", 2)]
+    assert pack(busy, [short("a", 99, 8)], True, tight, AdaptiveChunks(), MILLISECOND)[0] == [ChunkAllocation("a", 2)]
 
 
 @pytest.mark.parametrize(("min_chunk", "tokens"), [(0, 1), (8, 8)])
@@ -128,7 +142,7 @@ def test_request_advances_even_if_no_chunk_fits_the_budget(min_chunk: int, token
     """Paper mode has no least chunk, and would wait for ever."""
     slow = Linear(row_s=0.001, fixed_s=0.05)
     quotas, _ = pack(BatchLoad(), [short("a", 100)], True, replace(RULES, min_chunk=min_chunk), AdaptiveChunks(), slow)
-    assert quotas == [ChunkQuota("a", tokens)]
+    assert quotas == [ChunkAllocation("a", tokens)]
 
 
 def test_request_without_kv_is_skipped_and_the_next_counts_as_first() -> None:
@@ -140,7 +154,7 @@ def test_request_without_kv_is_skipped_and_the_next_counts_as_first() -> None:
         return name == "b"
 
     waiting = [short("a", 100), short("b", 100), short("c", 100)]
-    assert pack(BatchLoad(), waiting, True, RULES, AdaptiveChunks(), slow, admit)[0] == [ChunkQuota("b", 8)]
+    assert pack(BatchLoad(), waiting, True, RULES, AdaptiveChunks(), slow, admit)[0] == [ChunkAllocation("b", 8)]
     assert asked == ["a", "b"]
 
 
@@ -161,23 +175,26 @@ def test_whole_takes_all_of_a_prompt_alone_and_several_only_up_to_the_limit() ->
     rules = replace(RULES, max_tokens=100)
     whole = WholePrompt()
     assert pack(BatchLoad(), [short("a", 5000), short("b", 5)], True, rules, whole, MILLISECOND)[0] == [
-        ChunkQuota("a", 5000)
+        ChunkAllocation("a", 5000)
     ]
     several = [short("a", 60), short("b", 50), short("c", 40)]
-    assert pack(BatchLoad(), several, True, rules, whole, MILLISECOND)[0] == [ChunkQuota("a", 60), ChunkQuota("c", 40)]
+    assert pack(BatchLoad(), several, True, rules, whole, MILLISECOND)[0] == [
+        ChunkAllocation("a", 60),
+        ChunkAllocation("c", 40),
+    ]
     busy = BatchLoad(64, 64, 64_000)
-    assert pack(busy, [short("a", 5000)], True, rules, whole, MILLISECOND)[0] == [ChunkQuota("a", 5000)]
+    assert pack(busy, [short("a", 5000)], True, rules, whole, MILLISECOND)[0] == [ChunkAllocation("a", 5000)]
 
 
 def test_static_is_a_budget_of_tokens_decodes_included() -> None:
     static = StaticBudget(512)
     waiting = [short("a", 300), short("b", 300)]
     assert pack(BatchLoad(), waiting, True, RULES, static, MILLISECOND)[0] == [
-        ChunkQuota("a", 300),
-        ChunkQuota("b", 212),
+        ChunkAllocation("a", 300),
+        ChunkAllocation("b", 212),
     ]
     busy = BatchLoad(500, 500, 500)
-    assert pack(busy, waiting, True, RULES, static, MILLISECOND)[0] == [ChunkQuota("a", 12)]
+    assert pack(busy, waiting, True, RULES, static, MILLISECOND)[0] == [ChunkAllocation("a", 12)]
     assert pack(BatchLoad(512, 512, 512), waiting, True, RULES, static, MILLISECOND)[0] == []
 
 
@@ -208,7 +225,7 @@ def test_unused_yielded_time_goes_back_to_the_long_request() -> None:
     quotas, _ = pack(
         BatchLoad(), [long, short], True, RULES, make_chunking("adaptive"), STEEP, lambda name: name == "long"
     )
-    assert quotas == [ChunkQuota("long", RULES.min_chunk)]
+    assert quotas == [ChunkAllocation("long", RULES.min_chunk)]
 
 
 @pytest.mark.parametrize(("prompt", "given"), [(20, 20), (21, 21), (22, 22), (23, 20)])
@@ -217,10 +234,10 @@ def test_an_iteration_stretches_to_complete_a_short_prompt_and_no_further(prompt
     quotas, _ = pack(
         BatchLoad(), [PackCandidate("a", 0, prompt, False, 1.0)], True, rules, AdaptiveChunks(), MILLISECOND
     )
-    assert quotas == [ChunkQuota("a", given)]
+    assert quotas == [ChunkAllocation("a", given)]
 
 
 def test_nothing_stretches_for_a_long_prompt() -> None:
     rules = replace(RULES, stretch=0.1)
     quotas, _ = pack(BatchLoad(), [PackCandidate("a", 0, 21, True, 1.0)], False, rules, AdaptiveChunks(), MILLISECOND)
-    assert quotas == [ChunkQuota("a", 20)]
+    assert quotas == [ChunkAllocation("a", 20)]

@@ -1,4 +1,5 @@
-"""Medha's Algorithms 1 and 2: fill an iteration with decodes, then with prefill chunks in order of urgency.
+"""How many tokens each prefill gets in an iteration (Medha's Algorithms 1 and 2): decodes first, then chunks in order
+of urgency.
 
 Stateless: views and aggregates in, quotas out, so that the scheduler, the simulator and a plug-in for another engine
 call the same function. Departures (DESIGN.md §4): one pass over the order, nothing is requeued; the *total* predicted
@@ -15,7 +16,7 @@ import msgspec
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
-from headway.policy.iteration.chunking import ChunkingStrategy, PrefillDemand, is_empty
+from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 
 MAX_UNSCHEDULABLE = 2
@@ -44,7 +45,7 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class PackRules(msgspec.Struct, frozen=True, gc=False):
-    """Settings of `SchedulerConfig` that the packer reads; the config explains each field."""
+    """Settings of `SchedulerConfig` that `pack` reads; the config explains each field."""
 
     t_target_s: float
     """Longest iteration, seconds (`IterationPolicy.budget_s`)."""
@@ -72,7 +73,7 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
     )
 
 
-class ChunkQuota(msgspec.Struct, frozen=True, gc=False):
+class ChunkAllocation(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one prefill in this iteration."""
 
     request: str
@@ -87,7 +88,7 @@ def pack(
     chunking: ChunkingStrategy,
     latency: LatencyModel,
     admit: Callable[[str], bool] = lambda _: True,
-) -> tuple[list[ChunkQuota], BatchLoad]:
+) -> tuple[list[ChunkAllocation], BatchLoad]:
     """Return chunk quotas in order of urgency, and the load of these chunks together with `load`, the decodes.
 
     `admit(request)` reserves KV and is called right before a request gets its first tokens; False skips the request.
@@ -143,7 +144,7 @@ class _Filling:
         self.rules = rules
         self.chunking = chunking
         self.latency = latency
-        self.quotas: list[ChunkQuota] = []
+        self.quotas: list[ChunkAllocation] = []
         self.has_long = False
         # True until a candidate has got tokens or has found no time: the most urgent one has privileges.
         self.first = True
@@ -244,7 +245,7 @@ class _Filling:
     def add(self, candidate: PackCandidate, tokens: int, attention_s: float) -> None:
         """Add a chunk to the iteration."""
         self.first = False
-        self.quotas.append(ChunkQuota(candidate.request, tokens))
+        self.quotas.append(ChunkAllocation(candidate.request, tokens))
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
         self.has_long = self.has_long or candidate.is_long
 

@@ -1,4 +1,5 @@
-"""How many tokens of a prompt go into an iteration: the whole prompt, a fixed budget of tokens, or as fits a time."""
+"""The setting `chunking`: chunks of whole prompts, of a fixed budget of tokens, or as large as fits a time. Which
+prefills get them is decided in `chunk_allocation`."""
 
 from __future__ import annotations
 
