@@ -29,7 +29,7 @@ QUIET_S = 2.0
 JOURNAL = tempfile.TemporaryDirectory()
 ENGLISH = "The quick brown fox, 12 years old, jumped over the lazy dog's house and didn't look back. "
 MB = 1 << 20
-HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+HALF_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
 
 
 def connection(url: str, timeout: float = 120.0) -> http.client.HTTPConnection:
@@ -236,7 +236,11 @@ FAULTS = (
     Fault("4 prompts of 1 MB of one letter", prompts(*["a" * MB] * 4)),
     Fault("a prompt of 60 MB of English", prompts(english(60 * MB))),
     Fault("600 idle connections, 256 files", connections(b""), limits="ulimit -n 256"),
-    Fault("600 half headers, 256 files", connections(b"GET /health HTTP/1.1\r\nHost: x\r\n"), limits="ulimit -n 256"),
+    Fault(
+        "600 half headers, 256 files",
+        connections(b"GET /health HTTP/1.1\r\nHost: localhost\r\n"),
+        limits="ulimit -n 256",
+    ),
     Fault("the journal's disk is full", fill, ("--journal", f"{JOURNAL.name}/j"), limits="ulimit -f 128"),
     Fault("600 half bodies, 256 files", connections(HALF_BODY), limits="ulimit -n 256"),
 )

@@ -62,7 +62,7 @@ def leave_after_sending(url: str, prompt: list[int], max_tokens: int) -> None:
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)

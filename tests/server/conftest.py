@@ -100,7 +100,7 @@ def connect(application: Callable[..., Any]) -> Connect:
     async def made(tokens: ModelTokenizer | None = None, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         async with application(tokens, **settings) as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 yield client
 
     return made

@@ -18,8 +18,8 @@ from headway.serving import connections
 from headway.serving.connections import ConnectionTable
 from headway.serving.settings import ServerSettings
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-IDLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+IDLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def opened(url: str, data: bytes = b"") -> socket.socket:
@@ -43,11 +43,11 @@ def said(connection: socket.socket) -> bytes:
 
 def posted(prompt: list[int], stream: bool = False, more: bytes = b"") -> bytes:
     body = json.dumps({"model": "fake-model", "prompt": prompt, "max_tokens": 3, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body + more
 
 
-@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_connection_that_sends_no_whole_header_is_closed(live: Any, engine: FakeEngine, sent: bytes) -> None:
     with live(engine, header_timeout_s=0.1) as url:
         assert said(opened(url, sent)) == b""
@@ -71,7 +71,7 @@ def test_bytes_that_trickle_do_not_extend_the_time(live: Any, engine: FakeEngine
 
 def test_a_body_that_no_one_reads_does_not_keep_the_connection(live: Any, engine: FakeEngine) -> None:
     with live(engine, header_timeout_s=0.1, idle_timeout_s=0.1) as url:
-        unread = opened(url, b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nx")
+        unread = opened(url, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nx")
         assert unread.recv(4096).startswith(b"HTTP/1.1 200")
         unread.sendall(b"y")
         assert b"HTTP/1.1" not in said(unread)

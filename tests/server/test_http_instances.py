@@ -5,48 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.helpers.fake_cluster import FakeCluster
 from tests.helpers.fake_engine import FakeEngine
-
-from headway.core.errors import RequestError
-from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 
 pytestmark = pytest.mark.anyio
 
 
-def instance(number: int, **fields: Any) -> InstanceReport:
-    known = {
-        "id": number, "role": "prefill", "node": 1, "pool": 0, "state": "ready", "incarnation": 0, "pid": 4,
-        "placed": 2, "running": 1, "waiting": 0, "queued_tokens": 77, "free_in_s": 0.5, "kv_tokens_used": 10,
-        "kv_tokens_total": 100, "prefill_tokens_total": 5, "decode_tokens_total": 6, "restarts_total": 3,
-    }  # fmt: skip
-    return InstanceReport(**{**known, **fields})
-
-
-class FakeRouter(FakeEngine):
-    """Two instances, of which one has failed."""
-
-    left: int | None = None
-
-    def report(self) -> ClusterReport:
-        both = [instance(0), instance(1, role="decode", state="failed", failure="no memory")]
-        return ClusterReport(placement="tetris", state="ready", requests=3, waiting=1, transfers=2, instances=both)
-
-    def join(self, pool: int) -> InstanceReport:
-        if pool:
-            raise RequestError("pool must be between 0 and 0", "pool")
-        return instance(2, state="starting")
-
-    def leave(self, number: int) -> InstanceReport:
-        self.left = number
-        return instance(number, state="draining")
-
-
 @pytest.fixture
-def engine() -> FakeRouter:
-    return FakeRouter()
+def engine() -> FakeCluster:
+    return FakeCluster()
 
 
-async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeRouter) -> None:
+async def test_instances_are_listed_join_and_leave(connect: Any, engine: FakeCluster) -> None:
     async with connect() as client:
         listed = (await client.get("/v1/cluster")).json()
         assert (listed["schema"], listed["transfers"]) == ("headway.cluster/1", 2)
@@ -80,7 +50,7 @@ async def test_a_join_body_without_a_valid_pool_is_refused(connect: Any) -> None
             assert answer.json()["error"]["message"]
 
 
-async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live: Any, engine: FakeRouter) -> None:
+async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live: Any, engine: FakeCluster) -> None:
     import httpx
 
     async with connect(api_key="secret") as client:

@@ -197,7 +197,7 @@ def _told_of_the_end(process: Process, *signals: signal.Signals) -> str:
 def _raw(port: int, what: bytes, body: bytes, sent: bytes | None = None) -> socket.socket:
     """A request of which the body, or that part of it, has been sent."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    head = b"%s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (what, len(body))
+    head = b"%s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (what, len(body))
     connection.sendall(head + (body if sent is None else sent))
     return connection
 

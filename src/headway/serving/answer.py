@@ -13,6 +13,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks, server_ending_error
 from headway.serving.answer_pieces import TextPiece
 from headway.serving.body_fields import BodyFields
@@ -111,7 +112,7 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
         form = make_format(job, server, request_id)
-        journaled = await _journaled(server, request_id, form, job)
+        journaled = await _journaled(server, request, form, job)
         if journaled is not None:
             # Pushed after admission, so it runs first: the journal entry ends before the slot is free.
             held.callback(_end, server, journaled, records)
@@ -127,12 +128,13 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
 
 
 async def _journaled(
-    server: ServerContext, request_id: str, form: AnswerFormat, job: GenerationJob
+    server: ServerContext, request: Request, form: AnswerFormat, job: GenerationJob
 ) -> JournaledRequest | None:
     """Record the accepted request; None without a journal."""
     if server.journal is None:
         return None
-    return await JournaledRequest.of(server.journal, request_id, "", form.kind, job)
+    owner: RequestOwner = request.scope["headway.owner"]
+    return await JournaledRequest.of(server.journal, request.scope["headway.id"], owner.id, form.kind, job)
 
 
 async def _close(held: ExitStack) -> None:

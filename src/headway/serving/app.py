@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 from headway.core.errors import HeadwayError
 from headway.runtime.engine.protocol import EngineClient
 from headway.serving import instances, operations, recovered_requests, tokens
+from headway.serving.access_control import AccessControl
 from headway.serving.answer import answer
 from headway.serving.auth_middleware import AuthMiddleware
 from headway.serving.body import BodyReader
@@ -90,7 +91,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
         title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.headway = server
-    app.add_middleware(AuthMiddleware, api_key=settings.api_key)
+    app.add_middleware(AuthMiddleware, access=AccessControl(settings))
     if settings.allowed_origins:
         # Outermost: a browser asks for permission without a key.
         app.add_middleware(

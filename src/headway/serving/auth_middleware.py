@@ -6,13 +6,13 @@ A plain ASGI wrapper instead of framework middleware, so that streams pass throu
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headway.serving.access_control import AccessControl
 from headway.serving.active_tasks import server_ending_error
 from headway.serving.errors import ApiError, as_api_error, error_response
 from headway.serving.identity import request_id
@@ -20,15 +20,13 @@ from headway.serving.logging import log_request
 
 log = logging.getLogger("headway.server")
 
-PROTECTED = ("/v1/", "/tokenize", "/detokenize")
-
 
 class AuthMiddleware:
-    """ASGI middleware. Without `api_key` all requests pass; paths outside `PROTECTED` are always open."""
+    """ASGI middleware. access: which requests pass."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode() if api_key is not None else None
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request: authorise, forward, log."""
@@ -51,12 +49,13 @@ class AuthMiddleware:
             await send(message)
 
         try:
-            if self._may_pass(scope["path"], headers.get(b"authorization", b"")):
-                await self._app(scope, receive, stamped)
-            else:
-                refusal = ApiError(401, "missing or wrong API key", headers={"WWW-Authenticate": "Bearer"})
+            try:
+                scope["headway.owner"] = self._access.check(scope, headers)
+            except ApiError as refusal:
                 notes["refused"] = str(refusal)
                 await error_response(refusal)(scope, receive, stamped)
+            else:
+                await self._app(scope, receive, stamped)
         except asyncio.CancelledError:  # the server's shutdown cancelled the request
             # A response that has begun cannot be replaced by an error.
             if status:
@@ -73,9 +72,3 @@ class AuthMiddleware:
                 ident, scope["method"], scope["path"], status, took, notes.get("records", ()), notes.get("client"),
                 notes.get("refused"),
             )  # fmt: skip
-
-    def _may_pass(self, path: str, given: bytes) -> bool:
-        if self._expected is None or not path.startswith(PROTECTED):
-            return True
-        # Constant time, so that the key cannot be guessed byte by byte.
-        return hmac.compare_digest(given, self._expected)

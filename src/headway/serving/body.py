@@ -42,14 +42,17 @@ class BodyReader:
             settings.worker_threads, thread_name_prefix="headway-parse-long", initializer=_yield_cores
         )
 
-    async def parse(self, request: Request, parse: Callable[[bytearray, float], T]) -> T:
+    async def parse(
+        self, request: Request, parse: Callable[[bytearray, float], T], *, most_bytes: int | None = None
+    ) -> T:
         """Read the body and return `parse(body, received_s)`: on the event loop when small, else in a worker thread.
 
-        Raises ApiError 413 above the size limit (without reading on), 408 when the body does not arrive in time, 415
-        for compressed bodies, and OverloadedError when all bodies together are too large.
+        most_bytes: a smaller limit than the server's. Raises ApiError 413 above the size limit (without reading on),
+        408 when the body does not arrive in time, 415 for compressed bodies, and OverloadedError when all bodies
+        together are too large.
         """
         with self._reserve() as hold:
-            body = await self._read(request, hold)
+            body = await self._read(request, hold, most_bytes or self._settings.max_body_bytes)
             # After the last byte: a client's slow upload is not part of its latency.
             received_s = time.monotonic()
             if len(body) <= INLINE_BYTES:
@@ -79,8 +82,7 @@ class BodyReader:
         finally:
             self._held -= mine
 
-    async def _read(self, request: Request, hold: Callable[[int], None]) -> bytearray:
-        limit = self._settings.max_body_bytes
+    async def _read(self, request: Request, hold: Callable[[int], None], limit: int) -> bytearray:
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
             raise ApiError(415, f"content-encoding {encoding[:40]!r} is not supported; send the JSON uncompressed")
@@ -115,4 +117,4 @@ _CLOSE = {"Connection": "close"}
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the request body is larger than {limit} bytes (max_body_bytes)", headers=_CLOSE)
+    return ApiError(413, f"the request body is larger than {limit} bytes", headers=_CLOSE)

@@ -48,8 +48,8 @@ class ServerContext:
     """The journal, until the engine's start says which model it belongs to."""
     unfinished: dict[int, JournalEntry] = field(default_factory=dict)
     """Requests that an earlier server left in the journal, by number."""
-    recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
-    """Requests taken over from an earlier server's journal, by request id."""
+    recovered: dict[tuple[str, str], RecoveredRequest] = field(default_factory=dict)
+    """Requests taken over from an earlier server's journal, by owner and request id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
     """Tasks that compute answers, for cancellation at shutdown."""
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)

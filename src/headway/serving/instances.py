@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.core.errors import OverloadedError
 from headway.runtime.cluster.cluster_report import InstanceAdmin
 from headway.serving.context import context
 from headway.serving.errors import ApiError, json_response
@@ -42,17 +43,24 @@ async def show_one(request: Request) -> Response:
 @router.post("/v1/cluster/instances", response_model=None, summary="One more instance")
 async def join(request: Request) -> Response:
     """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
-    cluster = _cluster(request)
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _LARGEST_BODY:
-            raise ApiError(413, f"a body of more than {_LARGEST_BODY} bytes names no pool")
+    cluster, server = _cluster(request), context(request)
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # What a form of a web page can send is not JSON.
+    if kind != "application/json":
+        raise ApiError(415, f"content-type {kind[:40]!r} is not supported: send application/json")
+    pool = await server.active.begin(server.bodies.parse(request, _pool, most_bytes=_LARGEST_BODY))
+    present, most = len(cluster.report().instances), server.settings.max_instances
+    if present >= most:
+        raise OverloadedError(f"the cluster has {present} instances, and may have {most} (max_instances)", 30.0)
+    return json_response(cluster.join(pool), 202)
+
+
+def _pool(body: bytearray, received_s: float) -> int:
+    """Return the pool that a request to join names. Raises ApiError 400."""
     try:
-        asked = msgspec.json.decode(body or b"{}", type=_JoinBody)
+        return msgspec.json.decode(body or b"{}", type=_JoinBody).pool
     except msgspec.DecodeError as error:
         raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
-    return json_response(cluster.join(asked.pool), 202)
 
 
 @router.delete("/v1/cluster/instances/{number}", response_model=None, summary="Drain an instance, then end it")

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.serving.access_control import RequestOwner
 from headway.serving.answer import AnswerFormat, ChoiceAnswer, MakeFormat, is_unfinished, run_job, usage
 from headway.serving.answer_pieces import TextPiece
 from headway.serving.chat import ChatFormat
@@ -118,9 +119,10 @@ def resume_all(server: ServerContext) -> None:
         journaled = JournaledRequest(server.journal, number, entry.outputs)
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         resumed = RecoveredRequest(_FORMATS[kind](job, server, request_id), journaled, records)
-        _drop(server, request_id)  # of two with the same id only the newer can be addressed
-        server.recovered[request_id] = resumed
-        resumed.task = asyncio.create_task(_see_through(server, request_id, resumed))
+        key = (entry.accepted.owner, request_id)
+        _drop(server, key)  # of two with the same id only the newer can be addressed
+        server.recovered[key] = resumed
+        resumed.task = asyncio.create_task(_see_through(server, key, resumed))
     if server.recovered:
         log.warning("took up %d unfinished requests of the journal", len(server.recovered))
 
@@ -135,7 +137,8 @@ def stop_all(server: ServerContext) -> None:
 @router.get("/v1/requests/{name}", response_model=None, summary="The answer to a request that a restart interrupted")
 async def show(request: Request) -> Response:
     """The whole answer, or 202 while it is computed; with `?stream=true` its stream, from the first event on."""
-    found, server = _find(request), context(request)
+    server = context(request)
+    found = server.recovered[_find(request)]
     if request.query_params.get("stream", "false").lower() in ("1", "true"):
         return SseResponse(found.replay(), server.settings, server.active, lambda: None)
     return found.whole()
@@ -144,14 +147,17 @@ async def show(request: Request) -> Response:
 @router.delete("/v1/requests/{name}", response_model=None, summary="Forget a request that a restart interrupted")
 async def forget(request: Request) -> Response:
     """Computing it ends, should that go on."""
-    _find(request)
-    _drop(context(request), request.path_params["name"])
+    _drop(context(request), _find(request))
     return json_response({"object": "request", "status": "deleted"})
 
 
-def _find(request: Request) -> RecoveredRequest:
+def _find(request: Request) -> tuple[str, str]:
+    """Return the key of the request that is asked for. 404 too where it is another client's."""
     name = request.path_params["name"]
-    found = context(request).recovered.get(name)
+    owner: RequestOwner = request.scope["headway.owner"]
+    keys = [key for key in context(request).recovered if key[1] == name and owner.may_use(key[0])]
+    # The administration's own first, else the newest of any client.
+    found = (owner.id, name) if (owner.id, name) in keys else keys[-1] if keys else None
     if found is None:
         raise ApiError(
             404, f"no request {name[:200]!r} is kept: only those that were unfinished when a server ended are"
@@ -159,7 +165,7 @@ def _find(request: Request) -> RecoveredRequest:
     return found
 
 
-async def _see_through(server: ServerContext, request_id: str, resumed: RecoveredRequest) -> None:
+async def _see_through(server: ServerContext, key: tuple[str, str], resumed: RecoveredRequest) -> None:
     """Compute the answer, keep it for `journal_keep_s` seconds, then drop it.
 
     When the engine was lost for good, the request stays in the journal for the next server.
@@ -167,18 +173,18 @@ async def _see_through(server: ServerContext, request_id: str, resumed: Recovere
     # Counted like any other request, so that a drain waits for it; admission limits do not apply.
     server.in_flight += 1
     try:
-        await resumed.run(run_job(server, resumed.form.job, request_id, resumed.records, resumed.journaled))
+        await resumed.run(run_job(server, resumed.form.job, key[1], resumed.records, resumed.journaled))
     finally:
         server.in_flight -= 1
     if is_unfinished(server, resumed.records):
         return
     await asyncio.sleep(server.settings.journal_keep_s)
-    _drop(server, request_id)
+    _drop(server, key)
 
 
-def _drop(server: ServerContext, request_id: str) -> None:
+def _drop(server: ServerContext, key: tuple[str, str]) -> None:
     """Forget a recovered request: end it in the journal and stop computing it. Idempotent."""
-    resumed = server.recovered.pop(request_id, None)
+    resumed = server.recovered.pop(key, None)
     if resumed is not None:
         resumed.journaled.end()
         if resumed.task is not None:

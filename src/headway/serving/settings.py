@@ -21,7 +21,14 @@ class EndpointSettings(SettingsModel):
     host: Text = Field("127.0.0.1", description="address to listen on")
     port: WholeNumber = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     api_key: Text | None = Field(
-        None, description="clients of /v1, /tokenize and /detokenize must send it as a Bearer token"
+        None,
+        description="clients of /v1, /tokenize and /detokenize must send it as a Bearer token; several: a,b",
+    )
+    admin_key: Text | None = Field(
+        None, description="key that /v1/cluster needs in place of a client's; it also reads and deletes all requests"
+    )
+    allowed_hosts: TextList = Field(
+        (), description="names besides localhost that clients without a key may call the server by (header Host)"
     )
     allowed_origins: TextList = Field(
         (), description="origins whose web pages may call the server (CORS); * for all. Default: none"
@@ -43,6 +50,9 @@ class EndpointSettings(SettingsModel):
     )
     max_concurrent_requests: WholeNumber = Field(
         1024, gt=0, description="generation requests in flight at one time; above it: 429"
+    )
+    max_instances: WholeNumber = Field(
+        64, gt=0, description="instances that a cluster may have with those that join while it serves; above it: 429"
     )
     max_prompts: WholeNumber = Field(64, gt=0, description="prompts in one batched completions request")
     request_timeout_s: Number | None = Field(
@@ -85,6 +95,11 @@ class EndpointSettings(SettingsModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field("text", description="text (key=value) or json (one object a line)")
 
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """Return the keys of clients; none: no key is asked for."""
+        return tuple(key.strip() for key in (self.api_key or "").split(",") if key.strip())
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         for what in ("ttft", "tbt"):
@@ -92,8 +107,10 @@ class EndpointSettings(SettingsModel):
             # Swapped limits would clamp every target to the upper one.
             if low > high:
                 raise ValueError(f"slo_min_{what}_s ({low}) must not be above slo_max_{what}_s ({high})")
-        if self.api_key is not None and not self.api_key.strip():
+        if self.api_key is not None and not self.api_keys:
             raise ValueError("api_key must not be empty; leave it out to serve without one")
+        if self.admin_key is not None and (not self.admin_key.strip() or self.admin_key in self.api_keys):
+            raise ValueError("admin_key must not be empty, nor a client's key")
         return self
 
 
