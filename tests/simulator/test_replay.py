@@ -28,6 +28,7 @@ from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.sim.calibration import calibrate
+from headway.sim.explanation import explain
 from headway.sim.faults import small_machine
 from headway.sim.replay import read_log, replay
 
@@ -129,6 +130,16 @@ def test_a_decision_that_differs_is_found() -> None:
     other = live(1)
     other[0]["config"]["policy"] = "fcfs"
     assert replay(other).differences
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_request_of_a_live_run_is_explained(seed: int) -> None:
+    run = replay(live(seed), detail=True)
+    for record in run.records:
+        told = explain(run, record.id)
+        if told.ttft_s is not None:
+            assert sum(one.seconds for one in told.to_first_token) == pytest.approx(told.ttft_s, abs=1e-6)
+    assert len(run.steps) == len(run.batches)
 
 
 def test_a_log_that_cannot_be_replayed_is_an_error_with_the_reason(tmp_path: Path) -> None:

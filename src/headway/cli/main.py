@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
     "doctor": ("headway.cli.doctor", "what this machine can do: processor, memory, kernels, devices, packages, ports"),
+    "why": ("headway.cli.why", "why a request's first token or worst gap came so late, from an event log"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
 

@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (first point and seed)"
     )
+    parser.add_argument(
+        "--event-log",
+        type=Path,
+        metavar="FILE",
+        help="write the engine's event log, for `headway why` and `headway trace` (first point and seed)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
     parser.add_argument(
         "--gantt",
@@ -119,13 +125,16 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     points = parse_points(data, sweeps) if sweeps else [SweepPoint({}, base)]
     if arguments.gantt is not None and points[0].scenario.cluster.placement is None:
         raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
+    if arguments.event_log is not None and points[0].scenario.cluster.placement is not None:
+        raise ConfigError("--event-log is that of one engine: the scenario has a cluster.placement")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
+    detail = _detail(arguments)
     with RunProgress(sum(len(point.scenario.run.seeds) for point in points)) as progress:
         result = run_points(
             points,
             jobs,
             progress.done,
-            first=_detail(arguments),
+            first=detail,
             stopwatch=time.perf_counter if arguments.timings else None,
         )
     outcome = document(base.model_dump(mode="json", by_alias=True), result.points)
@@ -137,7 +146,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
     # A file was asked for, but the first point did not fit its memory: there is no run to show.
-    elif _detail(arguments) is not None:
+    elif detail is not None:
         raise ConfigError(result.points[0]["why"])
     # A sweep may include points that do not fit; it fails only if none does.
     return 0 if any(point["feasible"] for point in result.points) else 1
@@ -145,12 +154,14 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
 
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
     """Return the detail to keep of the first run, for the output files that show it; None without such a file."""
+    from headway.core.event_log import event_sink
     from headway.sim.build import RunDetail
 
-    shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt)
+    shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt, arguments.event_log)
     if all(path is None for path in shown):
         return None
-    return RunDetail(iterations=arguments.trace is not None, bars=arguments.gantt is not None)
+    log = None if arguments.event_log is None else event_sink(str(arguments.event_log))
+    return RunDetail(arguments.trace is not None, arguments.gantt is not None, log)
 
 
 def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.sim.replay import read_log
     from headway.sim.report.live_trace import live_trace_events, timeline
 
-    trace = timeline(_of_an_engine(read_log(arguments.log), arguments.log))
+    trace = timeline(of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
     try:
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
+def of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the events of an engine's log. Raises ConfigError for a controller's log, which has no batches to draw."""
     from headway.control.log_reader import SCHEMAS
 

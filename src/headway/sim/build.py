@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.core.event_log import EventSink
 from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.links import link
 from headway.perf.hardware.models import model
@@ -47,6 +48,8 @@ class RunDetail(NamedTuple):
     """One row an iteration (not of clusters)."""
     bars: bool = False
     """Bars of a cluster's instances over time."""
+    event_log: EventSink | None = None
+    """Receives the event log of the one engine (not of clusters)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ def run_scenario(
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
     run = run_of(scenario, seed, detail.iterations)
     spec = instance_of(scenario, requests)
-    return ScenarioRun(simulate(spec, requests, run, on_progress=on_progress, stopwatch=stopwatch))
+    return ScenarioRun(
+        simulate(spec, requests, run, on_progress=on_progress, stopwatch=stopwatch, log=detail.event_log)
+    )
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from headway.perf.latency.base import LatencyModel, Seconds
-from headway.sim.metrics import RunSummary, summarise
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
 from headway.sim.replayed_run import ReplayedRun
+from headway.sim.result import SimResult
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
@@ -70,29 +73,47 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
     else is taken from the measurement. Requests that were aborted are left out on both sides.
     `corrected`: take iteration times from the profile as the run had corrected it at its end, not at its start.
     """
-    host_s = float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
     # aborted requests would run to their end in the simulation
     live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
-    # the simulation's zero is the first arrival
-    zero_s = live[0].arrival_s if live else 0.0
-    workload = [TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, klass=r.klass) for r in live]
-    spec = InstanceSpec(
-        config=run.config,
-        latency=run.table,
-        actual_latency=_WithHost(run.model if corrected else run.table, host_s),
-        learns=run.model is not run.table,
-        kv_tokens=run.kv_tokens,
-        block_tokens=run.block_tokens,
-    )
-    simulated = simulate(spec, workload, RunSpec(send_slo=False))
+    simulated = simulate_again(run, live, run.config, corrected)
     return CalibrationReport(
         iterations=len(run.batches),
         running=_errors([(batch.predicted_s, batch.elapsed_s) for batch in run.batches]),
         profile=_errors([(batch.profile_s, batch.elapsed_s) for batch in run.batches]),
-        host_s=host_s,
+        host_s=host_s_of(run),
         measured=summarise(live),
         simulated=simulated.summary(),
     )
+
+
+def host_s_of(run: ReplayedRun) -> float:
+    """Return the engine's own time between two iterations: the median of the run, seconds."""
+    return float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
+
+
+def simulate_again(
+    run: ReplayedRun, records: Sequence[RequestRecord], config: SchedulerConfig, corrected: bool
+) -> SimResult:
+    """Simulate requests of a recorded run, in order of arrival, on its profile under any scheduler settings.
+
+    `corrected`: see `calibrate`. The result's records are in the order of `records`, with times from the first
+    arrival."""
+    # the simulation's zero is the first arrival
+    zero_s = records[0].arrival_s if records else 0.0
+    asked = run.requests
+    workload = [
+        TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, r.klass, asked[r.id].cached_tokens)
+        for r in records
+    ]
+    spec = InstanceSpec(
+        config=config,
+        latency=run.table,
+        actual_latency=_WithHost(run.model if corrected else run.table, host_s_of(run)),
+        learns=run.model is not run.table,
+        kv_tokens=run.kv_tokens,
+        block_tokens=run.block_tokens,
+    )
+    return simulate(spec, workload, RunSpec(send_slo=False))
 
 
 def _errors(pairs: list[tuple[float, float]]) -> dict[str, float | None]:

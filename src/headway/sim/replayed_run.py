@@ -96,6 +96,8 @@ class ReplayedRun:
     """The requests of `records`, by id."""
     steps: list[ReplayedStep] = field(default_factory=list)
     preemptions: list[ReplayedPreemption] = field(default_factory=list)
+    longs: set[str] = field(default_factory=set)
+    """Requests whose prompt counts as long; kept with `steps`."""
 
     @property
     def diverged(self) -> bool:

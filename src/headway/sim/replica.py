@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from headway.core.batch import Batch, Chunk, GroupBatch, RequestProgress
+from headway.core.event_log import EventSink
 from headway.core.events import RequestEvent
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
@@ -19,6 +20,7 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.parts import batch_loads, parts_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack
+from headway.sim.engine_log import SimulatedEngineLog
 from headway.sim.noise import NoiseSource
 from headway.sim.pipeline import StagePipeline
 from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
@@ -62,6 +64,7 @@ class SimulatedEngine:
         fast_forward: bool,
         iterations: list[IterationRecord] | None,
         stopwatch: Callable[[], float] | None = None,
+        log: EventSink | None = None,
     ) -> None:
         self.index = index
         self.spec = spec
@@ -83,6 +86,7 @@ class SimulatedEngine:
         self._max_repeats = MAX_REPEATS if fast_forward and not spec.learns else 1
         self._iteration_rows = iterations
         self._stopwatch = stopwatch
+        self._log = None if log is None else SimulatedEngineLog(log, spec, self.scheduler)
         self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
         self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
         self._joins: list[GroupJoin] = []
@@ -94,6 +98,8 @@ class SimulatedEngine:
         """Admit a request. Raises RequestError when its KV can never fit."""
         name = track.request.id
         self.scheduler.add(Span.whole(track.request), now)
+        if self._log is not None:
+            self._log.added(track.request, now)
         self.tracks[name] = track
         track.replica = self.index
         track.deadline_s = self.scheduler.deadline_s(name)
@@ -103,6 +109,8 @@ class SimulatedEngine:
         # leave first: the token times up to now are copied from the cohort into the track
         self._cohorts.leave(track)
         self._end(track, now, error)
+        if self._log is not None:
+            self._log.aborted(track.request.id, now)
         self._apply_events(self.scheduler.abort(track.request.id, now))
 
     def lose(self, now: float) -> None:
@@ -118,6 +126,8 @@ class SimulatedEngine:
             if done:
                 self._apply_events(self.scheduler.complete(run.batch.id, [], now, None, done))
         self._in_flight.clear()
+        if self._log is not None:
+            self._log.lost(now)
         for pipeline in self.pipelines:
             pipeline.reset(now)
         self._apply_events(self.scheduler.lost(0, now))
@@ -138,6 +148,8 @@ class SimulatedEngine:
                 self._scheduling_s += self._stopwatch() - started
             if batch is None:
                 break
+            if self._log is not None:
+                self._log.scheduled(batch, now, free, len(self.pipelines))
             run = self._start(batch, now, quiet_s)
             self._in_flight[batch.id] = run
             begun.append((run.end_s, batch.id))
@@ -171,6 +183,8 @@ class SimulatedEngine:
             for chunk in part.prefills:
                 if chunk.last:
                     self._complete_prompt(chunk, now, results, ended)
+        if self._log is not None:
+            self._log.completed(batch, run.elapsed_s, results, now)
         elapsed_s = run.elapsed_s if self.spec.learns else None
         self._apply_events(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
         for track in ended:
@@ -341,7 +355,7 @@ class SimulatedEngine:
     def _complete_prompt(
         self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]
     ) -> None:
-        """Record the token that the last chunk of a prompt gives, for the first time or after a preemption."""
+        """Record the token that a prompt's last chunk gives, also after a preemption."""
         track = self.tracks.get(chunk.request)
         if track is None or track.ended_s is not None:
             return

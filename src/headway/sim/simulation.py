@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from headway.core.errors import RequestError
+from headway.core.errors import ConfigError, RequestError
+from headway.core.event_log import EventSink
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.event_loop import EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
@@ -25,13 +26,14 @@ def simulate(
     *,
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
+    log: EventSink | None = None,
 ) -> SimResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
 
     `stopwatch` (such as time.perf_counter) is read around every decision, for `ReplicaUse.scheduling_s`; it changes
-    nothing else.
+    nothing else. `log`: receives the event log of the one replica; raises ConfigError where there are several.
     """
-    simulation = InstanceSimulation(instance, workload, run, stopwatch)
+    simulation = InstanceSimulation(instance, workload, run, stopwatch, log)
     simulation.run_events(on_progress)
     return simulation.result()
 
@@ -45,22 +47,31 @@ class InstanceSimulation(EventLoop):
         workload: Iterable[TraceRequest],
         run: RunSpec,
         stopwatch: Callable[[], float] | None,
+        log: EventSink | None = None,
     ) -> None:
+        if log is not None and run.replicas > 1:
+            raise ConfigError("an event log has one engine: set cluster.replicas to 1")
         super().__init__(workload, run)
         self.instance = instance
         self.iterations: list[IterationRecord] | None = [] if run.keep_iterations else None
-        self.replicas = [self._engine(index, stopwatch) for index in range(run.replicas)]
+        self.replicas = [self._engine(index, stopwatch, log) for index in range(run.replicas)]
         self.tracks: list[DecodeTrack] = []
         # replicas with an event at this instant: only those may start batches
         self._changed: set[int] = set()
 
-    def _engine(self, index: int, stopwatch: Callable[[], float] | None) -> SimulatedEngine | SimulatedVllm:
+    def _engine(
+        self, index: int, stopwatch: Callable[[], float] | None, log: EventSink | None
+    ) -> SimulatedEngine | SimulatedVllm:
         """Return the engine of one replica."""
         spec, run = self.instance, self.run_spec
         noise = NoiseSource(run.noise, f"noise {run.seed} {index}")
         if spec.vllm is not None:
+            if log is not None:
+                raise ConfigError("an event log is written of Headway's own engine: leave out `engine: vllm`")
             return SimulatedVllm(index, spec, spec.vllm, noise, self.iterations, stopwatch)
-        return SimulatedEngine(index, spec, noise, run.fast_forward, self.iterations, stopwatch)
+        # every iteration has its line in a log
+        fast_forward = run.fast_forward and log is None
+        return SimulatedEngine(index, spec, noise, fast_forward, self.iterations, stopwatch, log)
 
     @property
     def ended(self) -> int:

@@ -14,6 +14,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
+from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.live_trace import timeline
 
@@ -63,6 +64,10 @@ def test_a_replay_of_the_log_decides_the_same(make: Make, tmp_path: Path, seed: 
     assert finished.keys() == {name for name in engine.finished if engine.generated(name)}
     assert {n: len(r.token_s) for n, r in finished.items()} == {n: engine.generated(n) for n in finished}
     assert all(abs(r.token_s[0] - engine.first_token[n]) < 1e-9 for n, r in finished.items())
+    for name in finished:
+        told = explain(run, name)
+        assert told.ttft_s is not None
+        assert abs(sum(one.seconds for one in told.to_first_token) - told.ttft_s) < 1e-6
 
 
 def test_a_policy_that_was_made_anew_is_replayed_too(

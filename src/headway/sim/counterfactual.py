@@ -1,0 +1,82 @@
+"""The same requests under another policy or setting, in the simulator: what a request would have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.ordering import POLICIES
+from headway.sim.calibration import simulate_again
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics.definitions import tbt_s, ttft_s
+from headway.sim.replayed_run import ReplayedRun
+
+_KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a request sees in one simulation."""
+
+    setting: str
+    """As it was asked for; "as it ran": the run's own settings."""
+    ttft_s: float | None
+    worst_gap_s: float | None
+
+
+def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list[Outcome]:
+    """Simulate the run's requests as it ran, then under each setting. Raises ConfigError for one that is impossible.
+
+    Iteration times are the run's profile as it was corrected at the end. Requests that ended before their output did
+    are left out, except the one that is asked for."""
+    configs = [("as it ran", run.config), *((text, with_setting(run.config, text)) for text in settings)]
+    records = sorted((r for r in run.records if r.ok or r.id == request_id), key=lambda record: record.arrival_s)
+    place = next(i for i, record in enumerate(records) if record.id == request_id)
+    return [
+        _outcome(text, simulate_again(run, records, config, corrected=True).records[place]) for text, config in configs
+    ]
+
+
+def with_setting(config: SchedulerConfig, text: str) -> SchedulerConfig:
+    """Return the settings with a change such as `fcfs`, `t_target_ms=100` or `edf,rho_max=0`.
+
+    Raises ConfigError for an unknown name or an impossible value."""
+    changes: dict[str, Any] = {}
+    # Annotations are text, such as "float | None".
+    kinds = {field.name: _KINDS.get(str(field.type).partition(" ")[0], str) for field in fields(config)}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not equals:
+            changes["policy"] = name
+            continue
+        scale = 1.0
+        if name.endswith("_ms"):
+            name, scale = f"{name.removesuffix('_ms')}_s", 1e-3
+        if name not in kinds:
+            raise ConfigError(f"--under {text!r}: no such setting {name!r}; there are {', '.join(sorted(kinds))}")
+        changes[name] = _value(text, value, kinds[name], scale)
+    try:
+        return replace(config, **changes)
+    except ConfigError as error:
+        known = ", ".join(POLICIES)
+        raise ConfigError(f"--under {text!r}: {error} (policies: {known}; a setting: t_target_ms=100)") from None
+
+
+def _value(text: str, value: str, kind: type, scale: float) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[value.lower()]
+        if kind is int:
+            return int(value)
+        return float(value) * scale if kind is float else value
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"--under {text!r}: {value!r} is not {'true or false' if kind is bool else 'a number'}"
+        ) from None
+
+
+def _outcome(text: str, record: RequestRecord) -> Outcome:
+    return Outcome(text, ttft_s(record), max(tbt_s(record), default=None))

@@ -1,0 +1,90 @@
+"""Event log of a simulated engine, in the native engine's format (`replay`, `headway trace` and `headway why`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from headway.core.batch import Batch, RequestProgress
+from headway.core.errors import ConfigError
+from headway.core.event_log import EventSink
+from headway.core.request import Request
+from headway.perf.latency.recorded import describe
+from headway.policy.iteration.base import InstanceScheduler
+from headway.sim.spec import InstanceSpec
+
+
+class SimulatedEngineLog:
+    """Writes the events of one engine of one stage, without repeated iterations. Times are virtual seconds."""
+
+    def __init__(self, write: EventSink, spec: InstanceSpec, scheduler: InstanceScheduler) -> None:
+        """Raises ConfigError where the log could not be replayed: several stages, or a model that is no table."""
+        latency = describe(scheduler.latency)
+        if spec.config.stages > 1 or latency is None:
+            what = "several pipeline stages" if spec.config.stages > 1 else "a latency model that is no table"
+            raise ConfigError(f"an event log of a simulation with {what} cannot be written: its replay would differ")
+        self._write = write
+        self._began: dict[int, float] = {}
+        exchange = {"exchange": tuple(spec.exchange)} if spec.config.kv_parallel > 1 else {}
+        write(
+            "start",
+            {
+                "config": asdict(spec.config),
+                "kv_tokens": spec.kv_tokens,
+                "block_tokens": spec.block_tokens,
+                "latency": latency,
+                **exchange,
+            },
+        )
+
+    def added(self, request: Request, now: float) -> None:
+        """Write that a request has come."""
+        fields = {
+            "request": request.id,
+            "at_s": now,
+            "arrival_s": request.arrival_s,
+            "prompt": request.prompt_tokens,
+            "cached": request.cached_tokens,
+            "max_output": request.max_output_tokens,
+            "ttft_s": request.slo.ttft_s,
+            "tbt_s": request.slo.tbt_s,
+            "priority": request.priority,
+        }
+        self._write("add", fields)
+
+    def aborted(self, request_id: str, now: float) -> None:
+        """Write that a request has left before its end."""
+        self._write("abort", {"request": request_id, "at_s": now})
+
+    def lost(self, now: float) -> None:
+        """Write that all KV is lost."""
+        self._began.clear()
+        self._write("lost", {"at_s": now})
+
+    def scheduled(self, batch: Batch, now: float, free: Sequence[int], groups: int) -> None:
+        """Write that a batch has begun."""
+        self._began[batch.id] = now
+        some = {"free": list(free)} if len(free) < groups else {}
+        self._write("schedule", {"id": batch.id, "at_s": now, **some})
+
+    def completed(self, batch: Batch, elapsed_s: float, ended: Sequence[RequestProgress], now: float) -> None:
+        """Write that a batch has ended."""
+        stages = [(self._began.pop(batch.id), now)]
+        parts = [
+            (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
+            for part in batch.parts
+        ]
+        self._write(
+            "batch",
+            {
+                "id": batch.id,
+                "at_s": now,
+                "elapsed_s": elapsed_s,
+                "predicted_s": batch.predicted_s,
+                "decodes": sum(part.decodes.count for part in batch.parts),
+                "kv_sum": sum(part.decodes.kv_sum for part in batch.parts),
+                "ended": [one.request for one in ended],
+                "chunks": [chunk for part in parts for chunk in part[2]],
+                "parts": parts,
+            },
+        )

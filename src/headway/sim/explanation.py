@@ -1,0 +1,255 @@
+"""A request's life as intervals, each with its cause: why its first token, or its worst gap, came so late.
+
+Reads a replay with its steps (`replay(events, detail=True)`), so a live server, the simulator and the vLLM plug-in are
+explained alike. The intervals of a span of time are disjoint and fill it: their seconds sum to the span.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from headway.core.errors import ConfigError
+from headway.sim.metrics import RequestRecord
+from headway.sim.replayed_run import ReplayedChunk, ReplayedRun, ReplayedStep
+
+Cause = Literal["own chunk", "own token", "under way", "queued", "no KV", "computed again", "engine"]
+"""own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. under way: the
+iteration that ran when it came. queued: iterations of others. no KV: the same, and it was passed over for lack of free
+blocks. computed again: iterations since its KV was freed. engine: no iteration ran."""
+
+RULES = {
+    "fcfs": "first come, first served",
+    "edf": "earliest deadline first",
+    "lrs": "least relative slack first",
+    "srpt": "least work left first",
+    "lars": "least slack relative to length first",
+}
+
+
+@dataclass(frozen=True)
+class LifeInterval:
+    """A part of a request's life with one cause. Seconds on the log's clock."""
+
+    cause: Cause
+    start_s: float
+    end_s: float
+    steps: tuple[int, ...] = ()
+    """Numbers of the iterations that it covers."""
+    chunk: ReplayedChunk | None = None
+    """Its own chunk."""
+    beside: tuple[tuple[str, int], ...] = ()
+    """Other requests with chunks in these iterations, and their tokens."""
+    decodes: int = 0
+    """Most decodes of others in one of these iterations."""
+    rule: str = ""
+    """Why others were before it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a request's first token and its worst gap came when they did."""
+
+    record: RequestRecord
+    cached_tokens: int
+    policy: str
+    to_first_token: tuple[LifeInterval, ...]
+    """Arrival to first token, or to the end of the log where none came. Sums to the TTFT."""
+    worst_gap: tuple[LifeInterval, ...]
+    """The longest time between two tokens; empty with fewer than two."""
+    preemptions: int
+    aim_s: float | None
+    """Target between two tokens by the settings; None: it is derived from the machine."""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """None: there was no first token."""
+        return self.record.token_s[0] - self.record.arrival_s if self.record.token_s else None
+
+
+def explain(run: ReplayedRun, request_id: str) -> Explanation:
+    """Explain one request. Raises ConfigError for an id that the log does not have."""
+    name = find(run, request_id)
+    record = next(one for one in reversed(run.records) if one.id == name)
+    life = _Life(run, record)
+    last_s = max([step.end_s for step in run.steps], default=record.arrival_s)
+    first_s = record.token_s[0] if record.token_s else max(last_s, record.arrival_s)
+    gaps = list(pairwise(record.token_s))
+    worst = max(gaps, key=lambda gap: gap[1] - gap[0]) if gaps else None
+    return Explanation(
+        record=record,
+        cached_tokens=run.requests[name].cached_tokens,
+        policy=run.config.policy,
+        to_first_token=tuple(life.intervals(record.arrival_s, first_s)),
+        worst_gap=tuple(life.intervals(*worst)) if worst is not None else (),
+        preemptions=sum(one.request == name for one in run.preemptions),
+        aim_s=run.config.t_target_s,
+    )
+
+
+def find(run: ReplayedRun, request_id: str) -> str:
+    """Return the id as the log has it: the same, or the only one that contains it (servers add prefixes and suffixes).
+
+    Raises ConfigError that names some of the log's ids."""
+    known = {record.id for record in run.records}
+    if request_id in known:
+        return request_id
+    close = sorted(name for name in known if request_id and request_id in name)
+    if len(close) == 1:
+        return close[0]
+    some = ", ".join((close or sorted(known))[:5]) or "none"
+    what = "several requests have it in their id" if close else "the log has no such request"
+    raise ConfigError(f"{request_id!r}: {what}; name one of {len(close or known)}, such as {some}")
+
+
+def shares(intervals: Iterable[LifeInterval]) -> dict[str, float]:
+    """Return seconds by cause, the largest first; iterations of others count for each request by its tokens there."""
+    found: dict[str, float] = {}
+    for one in intervals:
+        for label, seconds in _labelled(one):
+            found[label] = found.get(label, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def merged(intervals: Iterable[LifeInterval]) -> list[LifeInterval]:
+    """Join neighbours of one cause with the same others beside them; own chunks, if the same limit bound them."""
+    result: list[LifeInterval] = []
+    for one in intervals:
+        last = result[-1] if result else None
+        same = last is not None and (last.cause, last.rule, _names(last)) == (one.cause, one.rule, _names(one))
+        if last is None or not same or (one.chunk and last.chunk and one.chunk.limit != last.chunk.limit):
+            result.append(one)
+            continue
+        chunk = last.chunk
+        if chunk is not None and one.chunk is not None:
+            chunk = chunk._replace(tokens=chunk.tokens + one.chunk.tokens, last=one.chunk.last)
+        tokens = dict(last.beside)
+        for name, count in one.beside:
+            tokens[name] = tokens.get(name, 0) + count
+        result[-1] = replace(
+            last,
+            end_s=one.end_s,
+            chunk=chunk,
+            steps=(*last.steps, *(step for step in one.steps if step not in last.steps)),
+            beside=tuple(tokens.items()),
+            decodes=max(last.decodes, one.decodes),
+        )
+    return result
+
+
+def _names(one: LifeInterval) -> frozenset[str]:
+    return frozenset(name for name, _ in one.beside)
+
+
+def _labelled(one: LifeInterval) -> Iterator[tuple[str, float]]:
+    """Yield (cause in words, seconds) of an interval."""
+    tokens = sum(count for _, count in one.beside)
+    if one.cause in ("queued", "own token") and tokens:
+        word = "queued behind" if one.cause == "queued" else "iterations with chunks of"
+        for name, count in one.beside:
+            yield f"{word} {name}", one.seconds * count / tokens
+    elif one.cause == "queued":
+        yield "queued while only decodes ran", one.seconds
+    else:
+        yield _WORDS[one.cause], one.seconds
+
+
+_WORDS: dict[Cause, str] = {
+    "own chunk": "its own prefill",
+    "own token": "its own decode",
+    "under way": "the iteration under way when it came",
+    "no KV": "no free KV blocks",
+    "computed again": "its KV was freed, others ran",
+    "engine": "no iteration ran",
+}
+
+
+class _Life:
+    """One request among the steps of a run."""
+
+    def __init__(self, run: ReplayedRun, record: RequestRecord) -> None:
+        self._run, self._record = run, record
+        # Several stages: steps overlap, and may end in another order than they began.
+        self._steps = sorted(run.steps, key=lambda step: step.start_s)
+        self._starts = [step.start_s for step in self._steps]
+        self._longest_s = max([step.end_s - step.start_s for step in run.steps], default=0.0)
+        self._freed = [one.at_s for one in run.preemptions if one.request == record.id]
+
+    def intervals(self, start_s: float, end_s: float) -> list[LifeInterval]:
+        """Return the intervals that fill a span of the request's life, in order."""
+        first = bisect_left(self._starts, start_s - self._longest_s)
+        steps = [step for step in self._steps[first : bisect_right(self._starts, end_s)] if step.end_s > start_s]
+        edges = {start_s, end_s}
+        for step in steps:
+            edges.update(at_s for at_s in (step.start_s, step.end_s) if start_s < at_s < end_s)
+        result: list[LifeInterval] = []
+        # Steps in flight: those that have begun and not ended; few at a time.
+        running: list[ReplayedStep] = []
+        place = 0
+        for left_s, right_s in pairwise(sorted(edges)):
+            while place < len(steps) and steps[place].start_s <= left_s:
+                running.append(steps[place])
+                place += 1
+            running = [step for step in running if step.end_s > left_s]
+            one = self._interval(left_s, right_s, running)
+            last = result[-1] if result else None
+            # One step is cut where another begins or ends; its parts belong together.
+            if last is not None and replace(one, start_s=last.start_s, end_s=last.end_s) == last:
+                result[-1] = replace(last, end_s=right_s)
+            else:
+                result.append(one)
+        return result
+
+    def _interval(self, start_s: float, end_s: float, running: list[ReplayedStep]) -> LifeInterval:
+        name = self._record.id
+        if not running:
+            return LifeInterval("engine", start_s, end_s)
+        own = [step for step in running if any(chunk.request == name for chunk in step.chunks)]
+        decoding = [step for step in running if name in step.decodes]
+        # Of several steps in flight the oldest is the one that is waited for.
+        step = min(own or decoding or running, key=lambda one: one.end_s)
+        beside: dict[str, int] = {}
+        for chunk in step.chunks:
+            if chunk.request != name:
+                beside[chunk.request] = beside.get(chunk.request, 0) + chunk.tokens
+        common = LifeInterval(
+            "queued", start_s, end_s, (step.number,), None, tuple(beside.items()), len(step.decodes - {name})
+        )
+        if own:
+            chunk = next(chunk for chunk in step.chunks if chunk.request == name)
+            return replace(common, cause="own chunk", chunk=chunk)
+        if decoding:
+            return replace(common, cause="own token")
+        if step.decided_s < self._record.arrival_s:
+            return replace(common, cause="under way")
+        if any(at_s <= step.end_s for at_s in self._freed) and self._lost_at(step):
+            return replace(common, cause="computed again")
+        if name in step.short_of_kv:
+            return replace(common, cause="no KV")
+        return replace(common, rule=self._rule(step))
+
+    def _lost_at(self, step: ReplayedStep) -> bool:
+        """Whether the request's KV had been freed when a step was decided, and none of it computed again."""
+        freed_s = max(at_s for at_s in self._freed if at_s <= step.end_s)
+        return not any(
+            chunk.request == self._record.id
+            for other in self._steps[bisect_left(self._starts, freed_s) :]
+            if other.decided_s < step.decided_s
+            for chunk in other.chunks
+        )
+
+    def _rule(self, step: ReplayedStep) -> str:
+        """Return why the prefills of a step were before the request."""
+        longs = self._run.longs
+        if not step.chunks:
+            return ""
+        if self._record.id in longs and any(chunk.request in longs for chunk in step.chunks):
+            return "at most one long prompt in an iteration"
+        return RULES.get(self._run.config.policy, self._run.config.policy)

@@ -1,0 +1,142 @@
+"""Explanation of one request as text and as JSON data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headway.sim.counterfactual import Outcome
+from headway.sim.explanation import Explanation, LifeInterval, merged, shares
+
+SCHEMA = "headway.why/1"
+_MOST_NAMES = 4
+"""Others named in a line; the rest are counted."""
+_MOST_LINES = 40
+"""Intervals shown of a span; the rest are summed up."""
+
+
+def why_json(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> dict[str, Any]:
+    """Return an explanation as plain data, times in seconds."""
+    record = told.record
+    return {
+        "schema": SCHEMA,
+        "request": record.id,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": told.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "policy": told.policy,
+        "arrival_s": record.arrival_s,
+        "ttft_s": told.ttft_s,
+        "error": record.error,
+        "preemptions": told.preemptions,
+        "causes_of_ttft": shares(told.to_first_token),
+        "intervals": [_plain(one, record.arrival_s) for one in told.to_first_token],
+        "worst_gap_s": _seconds(told.worst_gap) if told.worst_gap else None,
+        "causes_of_worst_gap": shares(told.worst_gap),
+        "worst_gap": [_plain(one, record.arrival_s) for one in told.worst_gap],
+        "counterfactuals": [msgspec.to_builtins(one) for one in counterfactuals],
+    }
+
+
+def why_text(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> str:
+    """Return an explanation as lines for a terminal."""
+    record = told.record
+    cached = f", {told.cached_tokens} of them cached" if told.cached_tokens else ""
+    lines = [f"{record.id}: prompt of {record.prompt_tokens} tokens{cached}, {record.output_tokens} tokens of output"]
+    if told.ttft_s is None:
+        lines.append(f"No first token: {record.error}. Until the end of the log it spent")
+    else:
+        aim = "by the machine" if told.aim_s is None else _ms(told.aim_s)
+        lines.append(f"First token after {_ms(told.ttft_s)} (policy {told.policy}, aim {aim}):")
+    lines += _table(told.to_first_token)
+    lines += ["", "From its arrival:", *_life(told.to_first_token, record.arrival_s)]
+    if told.worst_gap:
+        lines += ["", f"Worst gap between tokens {_ms(_seconds(told.worst_gap))}:", *_table(told.worst_gap)]
+        lines += _life(told.worst_gap, record.arrival_s)
+    if told.preemptions:
+        lines += ["", f"Its KV was freed {told.preemptions} times and computed again."]
+    if counterfactuals:
+        lines += ["", "Simulated with the same requests:"]
+        lines += [f"  {one.setting:<24} {_outcome(one)}" for one in counterfactuals]
+    return "\n".join(lines)
+
+
+def _outcome(one: Outcome) -> str:
+    first = "no first token" if one.ttft_s is None else f"first token after {_ms(one.ttft_s)}"
+    return first if one.worst_gap_s is None else f"{first}, worst gap {_ms(one.worst_gap_s)}"
+
+
+def _table(intervals: Sequence[LifeInterval]) -> list[str]:
+    whole = _seconds(intervals)
+    found = shares(intervals)
+    shown = list(found.items())[:8]
+    rest = sum(found.values()) - sum(seconds for _, seconds in shown)
+    if len(found) > len(shown):
+        shown.append((f"{len(found) - len(shown)} further causes", rest))
+    return [f"  {_ms(seconds):>10}  {seconds / whole if whole else 0:4.0%}  {label}" for label, seconds in shown]
+
+
+def _life(intervals: Sequence[LifeInterval], zero_s: float) -> list[str]:
+    joined = merged(intervals)
+    lines = [f"  +{one.start_s - zero_s:.3f} s  {_ms(one.seconds):>9}  {_words(one)}" for one in joined[:_MOST_LINES]]
+    if len(joined) > _MOST_LINES:
+        lines.append(f"  … {len(joined) - _MOST_LINES} more, {_ms(_seconds(joined[_MOST_LINES:]))} (all with --json)")
+    return lines
+
+
+def _words(one: LifeInterval) -> str:
+    count = f"{len(one.steps)} iterations" if len(one.steps) > 1 else "iteration"
+    beside = _beside(one)
+    match one.cause:
+        case "engine":
+            return "no iteration ran"
+        case "under way":
+            return f"the iteration under way{beside and f': {beside}'}"
+        case "own chunk":
+            assert one.chunk is not None
+            chunk = one.chunk
+            chunks = f"{len(one.steps)} chunks, together" if len(one.steps) > 1 else "chunk of"
+            left = f"{chunk.tokens} tokens from {chunk.start}, {chunk.remaining} left"
+            own = f"{chunks} {left}; bound by: {chunk.limit}"
+            return f"{own}{beside and f'; beside {beside}'}"
+        case "own token":
+            return f"{count} with it{beside and f', beside {beside}'}"
+        case "no KV":
+            return f"no free KV blocks; {count} of {beside or 'nothing'}"
+        case "computed again":
+            return f"its KV was freed; {count} of {beside or 'nothing'}"
+        case _:
+            return f"queued behind {beside or 'nothing'} ({count}{one.rule and f'; {one.rule}'})"
+
+
+def _beside(one: LifeInterval) -> str:
+    names = [f"{name} ({tokens} tokens)" for name, tokens in one.beside[:_MOST_NAMES]]
+    if len(one.beside) > _MOST_NAMES:
+        names.append(f"{len(one.beside) - _MOST_NAMES} more prompts")
+    if one.decodes:
+        names.append(f"{one.decodes} decodes")
+    return ", ".join(names)
+
+
+def _plain(one: LifeInterval, zero_s: float) -> dict[str, Any]:
+    chunk = one.chunk
+    return {
+        "cause": one.cause,
+        "after_s": one.start_s - zero_s,
+        "seconds": one.seconds,
+        "iterations": list(one.steps),
+        "chunk": None if chunk is None else dict(chunk._asdict()),
+        "beside": [{"request": name, "tokens": tokens} for name, tokens in one.beside],
+        "decodes": one.decodes,
+        "rule": one.rule,
+    }
+
+
+def _seconds(intervals: Sequence[LifeInterval]) -> float:
+    return sum(one.seconds for one in intervals)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
