@@ -24,6 +24,7 @@ from headway.cli.command_parser import CommandParser
 from headway.cli.options import environment
 from headway.cli.start_settings import EngineName, StartSettings
 from headway.cli.vllm_flags import ALIASES, values_of, vllm_flags
+from headway.core.dotted_path import is_dotted
 from headway.core.errors import ConfigError
 from headway.core.settings import flag_of, resolve, variable_of
 from headway.core.strict_yaml import read_yaml
@@ -182,10 +183,15 @@ def _policy(given: argparse.Namespace, passed: list[tuple[str, list[str]]]) -> d
         policy[theirs] = getattr(settings, name) * factor
     if "latency_profile" in known:
         policy["profile"] = known["latency_profile"]
-    for flag, values in [each for each in passed if each[0] == "--scheduling-policy" and each[1][0] in _ORDERS]:
+    for flag, values in [each for each in passed if each[0] == "--scheduling-policy" and _is_order(each[1][0])]:
         policy["policy"] = values[0]
         passed.remove((flag, values))
     return dict(sorted(policy.items()))
+
+
+def _is_order(name: str) -> bool:
+    """Return whether a value of --scheduling-policy is Headway's: by name, or a class by its path."""
+    return name in _ORDERS or is_dotted(name)
 
 
 def _additional(given: list[str] | None, policy: Mapping[str, Any]) -> dict[str, Any]:

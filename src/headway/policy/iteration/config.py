@@ -23,7 +23,9 @@ def _f(default: Any, text: str) -> Any:
 class SchedulerConfig:
     """Settings of one instance's scheduler. Raises ConfigError on an impossible value."""
 
-    policy: str = _f("lars", "order of waiting prefills: fcfs, edf, lrs, srpt or lars")
+    policy: str = _f(
+        "lars", "order of waiting prefills: fcfs, edf, lrs, srpt, lars, or a class by its path, module.Class"
+    )
     chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
     mode: Mode = _f("default", "'paper': the papers literally; 'default': our rulings (docs/concepts/scheduling.md)")
     t_target_s: float | None = _f(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from headway.core.dotted_path import is_dotted, load_dotted
 from headway.core.errors import ConfigError
 
 
@@ -54,7 +55,9 @@ POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars")
 
 
 def make_policy(name: str) -> OrderingPolicy:
-    """Return the policy of that name. Raises ConfigError with the names that exist."""
+    """Return the policy of that name, or of the class at that path. Raises ConfigError with the names that exist."""
+    if is_dotted(name):
+        return _own_policy(name)
     # Imported here: the policies import this module.
     from headway.policy.iteration import edf, fcfs, lars, lrs, srpt
 
@@ -65,3 +68,15 @@ def make_policy(name: str) -> OrderingPolicy:
     if name not in known:
         raise ConfigError(f"unknown scheduling policy {name!r}: choose one of {', '.join(POLICIES)}")
     return known[name]
+
+
+def _own_policy(path: str) -> OrderingPolicy:
+    """Return a policy of the class at a dotted path. Raises ConfigError for one that is no ordering policy."""
+    kind = load_dotted(path, "scheduling policy")
+    if not (isinstance(kind, type) and callable(getattr(kind, "line", None)) and hasattr(kind, "parallel")):
+        raise ConfigError(
+            f"scheduling policy {path!r} must be a class with `name`, `parallel` and `line(facts)` "
+            "(headway.policy.iteration.ordering.OrderingPolicy)"
+        )
+    policy: OrderingPolicy = kind()
+    return policy

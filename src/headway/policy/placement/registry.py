@@ -1,7 +1,8 @@
 """Placement policies by name. A new one is a file, and a line here.
 
 A policy's class or factory takes (context, options). Its options are a msgspec struct in the same module that names its
-settings with their defaults; a scenario's `cluster.options` are checked against it.
+settings with their defaults; a scenario's `cluster.options` are checked against it. A policy of a user's own is a class
+named by its dotted path, with its options' type as its attribute `Options`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from headway.core.decode_errors import allowed
+from headway.core.dotted_path import is_dotted, load_dotted
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape
@@ -120,8 +122,18 @@ def options_of(name: str) -> type[PolicyOptions]:
 
 def _load(name: str, part: int) -> Any:
     """Return the policy's class or factory (part 1), or its options' type (part 2)."""
+    if is_dotted(name):
+        kind = load_dotted(name, "placement")
+        if not (isinstance(kind, type) and callable(getattr(kind, "on_event", None))):
+            raise ConfigError(
+                f"placement {name!r} must be a class with `on_event(event, view)` and `next_wakeup(now)` "
+                "(headway.policy.placement.base.PlacementPolicy)"
+            )
+        return kind if part == 1 else getattr(kind, "Options", PolicyOptions)
     if name not in POLICIES:
-        raise ConfigError(f"unknown placement {name!r}; known are {', '.join(POLICIES)}")
+        raise ConfigError(
+            f"unknown placement {name!r}; known are {', '.join(POLICIES)}, and classes by path, package.module.Class"
+        )
     parts = POLICIES[name][0].split(":")
     return getattr(import_module(f"headway.policy.placement.{parts[0]}"), parts[part])
 

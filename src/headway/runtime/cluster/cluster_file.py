@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
-from headway.policy.placement.registry import check_options, names
+from headway.policy.placement.registry import check_options
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
 
@@ -101,8 +101,6 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
 
 def _check_placement(file: ClusterFile, where: str) -> None:
     name, roles = file.placement, {pool.role for pool in file.pools}
-    if name not in names():
-        raise ConfigError(f"{where}: unknown placement {name!r}; known are {', '.join(names())}")
     try:
         check_options(name, file.options)
     except ConfigError as error:
