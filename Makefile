@@ -11,14 +11,14 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement cluster_machine transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures package embedded clean
+.PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures lock sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements/dev.lock
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.lock -e '.[serve,dev]'
 	@touch $(STAMP)
 
 setup: $(STAMP) ## make .venv with Headway and everything that its tests need
@@ -69,6 +69,12 @@ docs: setup ## the reference pages from the code, then the documentation site in
 figures: setup ## draw again the figures that README and docs show (minutes)
 	@$(BIN)/python scripts/make_diagrams.py
 	@$(BIN)/python scripts/make_figures.py
+
+lock: setup ## requirements/*.lock: the versions of .venv, which CI and containers install
+	@$(BIN)/python scripts/make_lock.py
+
+sbom: setup ## the packages that a server needs, with versions and licences (CycloneDX), in build/sbom.json
+	@$(BIN)/python scripts/make_lock.py --sbom build/sbom.json
 
 package: setup ## a wheel and a source distribution in dist/
 	@$(BIN)/python -m build --outdir dist
