@@ -126,7 +126,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         utilisation_base=UtilisationBase(
             shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices
         ),
-        vllm=vllm_of(scenario.vllm, kv_tokens) if scenario.engine == "vllm" else None,
+        vllm=vllm_of(scenario.vllm, kv_tokens, config) if scenario.engine == "vllm" else None,
     )
 
 
@@ -141,8 +141,10 @@ def vllm_config_of(scenario: Scenario) -> SchedulerConfig:
         raise ConfigError(f"vllm.headway: {error}") from None
 
 
-def vllm_of(section: VllmSection, kv_tokens: int) -> VllmSpec:
-    """Return vLLM's settings with the blocks of a KV cache of `kv_tokens`. Raises ConfigError if it is too small."""
+def vllm_of(section: VllmSection, kv_tokens: int, config: SchedulerConfig) -> VllmSpec:
+    """Return vLLM's settings with the blocks of a KV cache of `kv_tokens`. `config`: the policy's, where it is plugged.
+
+    Raises ConfigError for a cache that is too small."""
     same = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "async_scheduling",
             "enable_prefix_caching", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "watermark",
             "priorities")  # fmt: skip
@@ -151,7 +153,7 @@ def vllm_of(section: VllmSection, kv_tokens: int) -> VllmSpec:
         num_blocks=kv_tokens // section.block_size,
         by_priority=by_priority,
         long_prefill_token_threshold=threshold,
-        headway=section.headway if section.scheduler == "plugged" else None,
+        plugged=config if section.scheduler == "plugged" else None,
         **{name: getattr(section, name) for name in same},
     )
 

@@ -17,6 +17,7 @@ from headway.sim.replayed_run import ReplayedRun
 from headway.sim.result import SimResult
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.vllm.spec import VllmSpec
 from headway.sim.workload import TraceRequest
 
 SCHEMA = "headway.calibration/1"
@@ -112,8 +113,22 @@ def simulate_again(
         learns=run.model is not run.table,
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,
+        vllm=_vllm_of(run, config) if run.engine == "vllm" else None,
     )
     return simulate(spec, workload, RunSpec(send_slo=False))
+
+
+def _vllm_of(run: ReplayedRun, config: SchedulerConfig) -> VllmSpec:
+    """Return vLLM as it ran, with the plug-in's policy under these settings."""
+    return VllmSpec(
+        # One more: the null block.
+        num_blocks=run.kv_tokens // run.block_tokens + 1,
+        block_size=run.block_tokens,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        async_scheduling=run.asynchronous,
+        plugged=config,
+    )
 
 
 def _errors(pairs: list[tuple[float, float]]) -> dict[str, float | None]:

@@ -72,7 +72,7 @@ def replay(events: Events, detail: bool = False) -> ReplayedRun:
         # A log without this setting was made when no iteration exceeded the target.
         config = SchedulerConfig(**{"newcomer_wait_s": 0.0, **start["config"]})
         run = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
-        run.engine = start.get("engine", run.engine)
+        run.engine, run.asynchronous = start.get("engine", run.engine), start.get("asynchronous", False)
         state = HostedReplay(run, start["blocks"], detail) if run.engine == "vllm" else _ReplayState(run, start, detail)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the log's start event cannot be read: {error}") from error

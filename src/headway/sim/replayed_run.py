@@ -87,6 +87,8 @@ class ReplayedRun:
     block_tokens: int
     engine: str = "headway"
     """"vllm" for a log of the plug-in."""
+    asynchronous: bool = False
+    """Whether vLLM scheduled a step while the one before was computed."""
     batches: list[BatchTimes] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     """Decisions that differ from the recorded ones, as sentences; empty when the replay is exact."""

@@ -316,7 +316,8 @@ class HeadwaySchedulerMethods:
         if path is None:
             return None
         rank = f".{parallel.data_parallel_rank}" if parallel.data_parallel_size > 1 else ""
-        host = {"engine": "vllm", "version": adapter.version()}
+        asynchronous = vllm_config.scheduler_config.async_scheduling
+        host = {"engine": "vllm", "version": adapter.version(), "asynchronous": asynchronous}
         return DriverLog(event_sink(f"{path}{rank}"), lambda: self.headway_clock(), host)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:

@@ -14,6 +14,9 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
+from headway.perf.latency.store import save
+from headway.perf.latency.tables import TableSource
+from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.live_trace import timeline
@@ -68,6 +71,35 @@ def test_a_replay_of_the_log_decides_the_same(make: Make, tmp_path: Path, seed: 
         told = explain(run, name)
         assert told.ttft_s is not None
         assert abs(sum(one.seconds for one in told.to_first_token) - told.ttft_s) < 1e-6
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_logged_requests_are_simulated_in_vllm_as_it_ran(make: Make, tmp_path: Path, asynchronous: bool) -> None:
+    # The virtual engine's step times: 2 ms, 0.1 ms a row, 5 ns a row and cached token.
+    profile = TableSource(
+        fingerprint="virtual",
+        provenance="VirtualEngine._cost_s",
+        tokens=((0, 2e-3), (4096, 2e-3 + 4096e-4)),
+        chunks=((1, 0.0, 5e-9), (4096, 0.0, 4096 * 5e-9)),
+        decode=(0.0, 0.0, 5e-9),
+    )
+    save(profile, tmp_path / "profile.json")
+    settings = {"t_target_ms": 40, "profile": str(tmp_path / "profile.json")}
+    engine = make(settings, asynchronous=asynchronous, batched_tokens=1024)
+    start = engine.now
+    for i in range(40):
+        engine.until(start + 0.15 * i)
+        # It arrived while the last step was computed.
+        now, engine.now = engine.now, start + 0.15 * i
+        engine.add(f"r{i}", 6_000 if i % 10 == 3 else 200, 16)
+        engine.now = now
+    engine.run()
+    report = calibrate(replay(read_log(tmp_path / "log")))
+    assert report.profile["p90"] is not None
+    assert report.profile["p90"] < 0.03
+    live, simulated = (run.to_json()["total"] for run in (report.measured, report.simulated))
+    for metric, cut in (("ttft_s", "p50"), ("ttft_s", "p90"), ("tbt_s", "p50"), ("e2e_s", "p90")):
+        assert simulated[metric][cut] == pytest.approx(live[metric][cut], rel=0.1)
 
 
 def test_a_policy_that_was_made_anew_is_replayed_too(

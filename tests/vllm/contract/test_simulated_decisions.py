@@ -94,7 +94,9 @@ def simulated(world: World) -> tuple[list[dict[str, int]], dict[str, tuple[float
         max_num_seqs=world.max_num_seqs, by_priority=world.by_priority, long_prefill_token_threshold=world.threshold,
         long_prefill_token_threshold_adaptive=world.adaptive, async_scheduling=world.asynchronous,
         enable_prefix_caching=world.caching, priorities=world.priorities,
-        headway=None if world.stock else VllmSettings(t_target_ms=world.t_target_ms, policy=world.policy),
+        plugged=None if world.stock else VllmSettings.model_validate(
+            {"t_target_ms": world.t_target_ms, "policy": world.policy}
+        ).scheduler_config(world.max_num_seqs, world.batched_tokens, 1, 1, BLOCK),
     )  # fmt: skip
     latency = BinaryLatency()
     instance = InstanceSpec(

@@ -48,8 +48,8 @@ class SimulatedVllm:
         self.tracks: dict[str, DecodeTrack] = {}
         self.scheduler = VllmScheduler(vllm)
         self.latency: LatencyModel = CorrectedLatency(spec.latency, TRUST_PROFILE) if spec.learns else spec.latency
-        if vllm.headway is not None:
-            PluggedPolicy(self.scheduler, vllm.headway, self.latency)
+        if vllm.plugged is not None:
+            PluggedPolicy(self.scheduler, vllm.plugged, self.latency)
         self._vllm = vllm
         self._actual_latency = spec.actual_latency or spec.latency
         self._noise = noise

@@ -7,8 +7,8 @@ from headway.perf.latency.base import LatencyModel
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.pledged_pool import PledgedKvPool
-from headway.policy.hosted.settings import VllmSettings
 from headway.policy.hosted.step_clock import StepClock
+from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.sim.vllm.request import VllmRequestState
 from headway.sim.vllm.scheduler import VllmScheduler, VllmStep
@@ -17,9 +17,9 @@ from headway.sim.vllm.scheduler import VllmScheduler, VllmStep
 class PluggedPolicy:
     """Plugin of one scheduler (`SchedulerPlugin`)."""
 
-    def __init__(self, scheduler: VllmScheduler, settings: VllmSettings, latency: LatencyModel) -> None:
+    def __init__(self, scheduler: VllmScheduler, config: SchedulerConfig, latency: LatencyModel) -> None:
         self._scheduler = scheduler
-        self._settings = settings
+        self._config = config
         self._latency = latency
         self._gate = GatedQueueMethods(scheduler.waiting)
         scheduler.waiting = self._gate
@@ -90,10 +90,7 @@ class PluggedPolicy:
             lambda: blocks.free_blocks - watermark,
             self._needed_blocks,
         )
-        config = self._settings.scheduler_config(
-            spec.max_num_seqs, spec.max_num_batched_tokens, least_chunk=1, stages=1, reserve_tokens=spec.block_size
-        )
-        return PolicyDriver(IterationPolicy(config, self._latency, pool), pool)
+        return PolicyDriver(IterationPolicy(self._config, self._latency, pool), pool)
 
     def _rebuilt(self) -> PolicyDriver:
         """Return a driver with all requests of the scheduler."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.core.errors import ConfigError
-from headway.policy.hosted.settings import VllmSettings
+from headway.policy.iteration.config import SchedulerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class VllmSpec:
     """A request begins only if the whole of its known tokens fits in the free blocks."""
     watermark: float = 0.0
     """Share of the blocks that a request which begins must leave free."""
-    headway: VllmSettings | None = None
-    """Settings of the plugged policy; None: vLLM's stock scheduler."""
+    plugged: SchedulerConfig | None = None
+    """Headway's policy inside (`VllmSettings.scheduler_config`); None: vLLM's stock scheduler."""
     priorities: Mapping[str, int] = field(default_factory=dict)
     """Priority of the requests of a class; lower goes first, 0 without an entry."""
 
