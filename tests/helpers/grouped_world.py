@@ -99,7 +99,7 @@ class GroupedWorld:
         assert (self.scheduler.running, self.scheduler.waiting, self.scheduler.shard_table.longs) == (0, 0, {})
         for group in self.scheduler.groups:
             assert group.block_manager.free_blocks == group.block_manager.n_blocks
-            assert group.policy.targets.decoding is False
+            assert group.policy.targets.members == {}
         assert self.finished | self.aborted == {request.id for request, _ in self.plan}
         return self
 

@@ -84,7 +84,7 @@ class World:
         assert self.scheduler.block_manager.free_blocks == self.scheduler.block_manager.n_blocks
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
         assert self.told_preempted == self.preempted
-        assert not self.scheduler.policy.targets.decoding
+        assert self.scheduler.policy.targets.members == {}
         assert self.finished.keys() | self.aborted == {request.id for request, _ in self.plan}
         return self
 

@@ -172,7 +172,7 @@ def test_budget_never_exceeds_what_a_running_decode_allows(
     assert target_s is None or budget_s <= target_s
     for name in due:
         policy.ended(name)
-    assert not policy.targets.decoding
+    assert policy.targets.members == {}
     assert policy.budget_s(now) == policy_of(t_target_s=target_s, least_gain=0.0).budget_s(0.0) or now > 0
 
 

@@ -372,4 +372,4 @@ def test_blocks_are_conserved_and_every_request_ends(seed: int) -> None:
     assert world.granted == world.asked, "who asks first is served first, and everybody is"
     assert len(world.granted) > 10
     assert world.done > 10
-    assert not world.scheduler.policy.targets.decoding
+    assert world.scheduler.policy.targets.members == {}

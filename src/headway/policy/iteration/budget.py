@@ -58,6 +58,8 @@ class IterationBudget:
         self._chunks = EfficientChunks(latency, config.max_num_batched_tokens)
         self._arrivals = ArrivalGaps()
         self.targets = TbtTargets(config)
+        # Shortest budget, seconds; None: the latency model may have learned since.
+        self._floor_s: float | None = None
 
     def arrived(self, state: PrefillState) -> None:
         """Note a new request: arrivals decide how long a newcomer may wait."""
@@ -73,7 +75,7 @@ class IterationBudget:
         `iteration`: how many have begun. `context`: cached tokens of the long prompt in progress, on which the size of
         an efficient chunk depends."""
         config = self._config
-        if not self.targets.decoding:
+        if not self.targets.members:
             bound_s = self._newcomer_s(now, context)
         elif config.t_target_s is not None:
             bound_s = self.targets.least(config.t_target_s)
@@ -82,11 +84,16 @@ class IterationBudget:
             bound_s = self.targets.allowed(now, iteration, self._aim_s(context), longest_s)
         # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
         # prefills.
-        return max(bound_s, config.least_gain * self._latency.rows_s(1))
+        floor_s = self._floor_s
+        if floor_s is None:
+            floor_s = self._floor_s = config.least_gain * self._latency.rows_s(1)
+        return max(bound_s, floor_s)
 
-    def refresh(self) -> None:
-        """Follow a latency model that has learned."""
-        self._chunks.clear()
+    def observed(self, changed: bool) -> None:
+        """Follow a latency model that has learned. `changed`: noticeably."""
+        self._floor_s = None
+        if changed:
+            self._chunks.clear()
 
     def _newcomer_s(self, now: float, context: int) -> float:
         """Return the longest iteration while nothing decodes: what a request that arrives during it may wait."""

@@ -195,8 +195,7 @@ class IterationPolicy:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
-        if self.urgency.prefill_times.refresh():
-            self.budget.refresh()
+        self.budget.observed(self.urgency.prefill_times.refresh())
 
     # -- questions ----------------------------------------------------------------------------------------------
 

@@ -20,15 +20,12 @@ class TbtTargets:
         self._lends = config.stages == 1
         # Requests by gap target. Few distinct targets exist, so the minimum is cheap.
         self._gaps: dict[float, int] = {}
+        # A configured target bounds every gap, whatever is due.
+        self._has_due_times = config.t_target_s is None
         # Heaps of (due time of the next token as of iteration 0, request) by seconds a token.
         self._due: dict[float, list[tuple[float, str]]] = {}
-        # Members: seconds a token and heap key. Entries of other keys are out of date.
-        self._members: dict[str, tuple[float, float]] = {}
-
-    @property
-    def decoding(self) -> bool:
-        """Whether any request decodes."""
-        return bool(self._members)
+        # Decoding requests: seconds a token (negative: a gap target) and heap key. Entries of other keys are stale.
+        self.members: dict[str, tuple[float, float]] = {}
 
     def begin(self, state: PrefillState, aim_s: float, iteration: int) -> None:
         """Add a request that decodes after `iteration`. `aim_s`: seconds a token if it has no target of its own."""
@@ -38,15 +35,18 @@ class TbtTargets:
             # A token passes all stages, one iteration each: every stage gets an equal part of its TBT.
             gap_s = slo.tbt_s / self._stages
             self._gaps[gap_s] = self._gaps.get(gap_s, 0) + 1
-            self._members[name] = (-gap_s, 0.0)
+            self.members[name] = (-gap_s, 0.0)
+            return
+        if not self._has_due_times:
+            self.members[name] = (0.0, 0.0)
             return
         # Token j is due at deadline + j·aim: the next one, j = generated, as of now.
         key = state.deadline_s + aim_s * (state.generated - iteration)
-        self._members[name] = (aim_s, key)
+        self.members[name] = (aim_s, key)
         heap = self._due.setdefault(aim_s, [])
         # Entries of ended requests leave the heap at its top only: drop them all before they outnumber the others.
-        if len(heap) > 2 * len(self._members) + 16:
-            heap[:] = [entry for entry in heap if self._members.get(entry[1]) == (aim_s, entry[0])]
+        if len(heap) > 2 * len(self.members) + 16:
+            heap[:] = [entry for entry in heap if self.members.get(entry[1]) == (aim_s, entry[0])]
             heapq.heapify(heap)
         heapq.heappush(heap, (key, name))
 
@@ -58,7 +58,7 @@ class TbtTargets:
 
     def leave(self, state: PrefillState) -> None:
         """Remove a decoding request that leaves this group. It stays marked as decoding."""
-        aim_s, _ = self._members.pop(state.request.id, (0.0, 0.0))
+        aim_s, _ = self.members.pop(state.request.id, (0.0, 0.0))
         if aim_s < 0:
             left = self._gaps[-aim_s] - 1
             if left:
@@ -77,7 +77,7 @@ class TbtTargets:
         `aim_s` is allowed by requests without a gap target in any case: a late one gains no time by shorter chunks."""
         allowed_s = self.least(longest_s)
         for each_s, heap in list(self._due.items()):
-            while heap and self._members.get(heap[0][1]) != (each_s, heap[0][0]):
+            while heap and self.members.get(heap[0][1]) != (each_s, heap[0][0]):
                 heapq.heappop(heap)
             if not heap:
                 del self._due[each_s]
