@@ -20,7 +20,7 @@ class VllmSettings(FileSection):
     """All fields are optional. Unknown names are refused."""
 
     t_target_ms: float | None = Field(
-        None, gt=0, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 250"
+        None, gt=0, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 200"
     )
     newcomer_wait_ms: float | None = Field(
         None, ge=0, description="longest step while nothing decodes, ms; default: by the machine and by arrivals"

@@ -7,7 +7,7 @@ from headway.policy.iteration.config import SchedulerConfig
 
 LEAST_AIM_S = 0.055
 """Shortest default aim, seconds: a gap between tokens that a reader does not notice."""
-LONGEST_AIM_S = 0.25
+LONGEST_AIM_S = 0.2
 """Longest default aim, seconds, however much a longer chunk would gain."""
 DECODE_EFFICIENCY = 0.8
 """Share of the best tokens per second that the default target between two tokens gives a prefill."""

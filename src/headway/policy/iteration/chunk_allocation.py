@@ -16,6 +16,7 @@ import msgspec
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
+from headway.policy.iteration.aim import LEAST_AIM_S
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 
@@ -57,6 +58,8 @@ class PackRules(msgspec.Struct, frozen=True, gc=False):
     rho_max: float
     shares_space: bool
     stretch: float = 0.0
+    shared_s: float = float("inf")
+    """Longest iteration, seconds, of which a long request gets a share while shorts wait."""
 
 
 def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
@@ -70,6 +73,8 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
         rho_max=config.rho_max,
         shares_space=config.shares_space,
         stretch=config.stretch,
+        # A short that waits should not wait for what the machine finds efficient for a long one.
+        shared_s=config.t_target_s or LEAST_AIM_S,
     )
 
 
@@ -197,6 +202,7 @@ class _Filling:
         budget_s = rules.t_target_s
         if self._yields(candidate):
             # Yielded share = slack clamped to [rho_min, rho_max]: a late request (negative slack) still yields rho_min.
+            budget_s = min(budget_s, rules.shared_s)
             budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
         return budget_s - candidate.reserved_s
 

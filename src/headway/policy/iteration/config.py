@@ -31,7 +31,7 @@ class SchedulerConfig:
     t_target_s: float | None = _f(
         None,
         "longest gap between tokens of running requests, seconds: given, no iteration beside them is aimed beyond it; "
-        "default: 55 ms, or what an efficient chunk takes on this machine, up to 250 ms; paper: 20 ms",
+        "default: 55 ms, or what an efficient chunk takes on this machine, up to 200 ms; paper: 20 ms",
     )
     newcomer_wait_s: float | None = _f(
         None,
