@@ -1,6 +1,6 @@
-"""Order of prompts × chunking × workload × load in the simulator: `python -m benchmarks.policy_table`.
+"""Compare policies and chunkings by workload and load in the simulator: `python -m benchmarks.policy_table`.
 
-Virtual time, so figures do not depend on the machine that runs it (10 to 20 CPU minutes). Load is the work that arrives
+Virtual time, so figures do not depend on the machine that runs it (10 CPU minutes). Load is the work that arrives
 in a second, in seconds of the instance. Short prompts have up to 8,192 tokens. "In time" is the share of requests
 whose first token came by max(1 s, 5 × its prefill alone). Writes docs/reference/policies.md; `--quick` takes a few
 requests and prints only. Traces that are not there are left out.
@@ -47,9 +47,11 @@ CHUNKINGS: dict[str, dict[str, Any]] = {
     "55 ms always": FIXED,
     "static:512": {"chunking": "static:512"},
     "whole": {"chunking": "whole"},
+    "space shared": {"space_sharing": True},
 }
 CHOICES = (
-    *(("lars", name) for name in CHUNKINGS),
+    *(("lars", chunking) for chunking in ("default", "55 ms always", "static:512", "whole")),
+    ("srpt", "space shared"),
     *((policy, "default") for policy in ("srpt", "edf", "fcfs")),
 )
 
