@@ -182,7 +182,10 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         cell = row.cell
-        short, long = (" / ".join(f"{value:.3g}" for value in three) for three in (row.short, row.long))
+        short, long = (
+            "–" if np.isnan(three[0]) else " / ".join(f"{value:.3g}" for value in three)
+            for three in (row.short, row.long)
+        )
         load = f"{cell.load:g}" if cell.load else "–"
         lines.append(
             f"| {cell.workload} | {load} | {cell.policy}, {cell.chunking} | {short} | {long} "
@@ -195,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--quick", action="store_true", help="few requests, print only")
     parser.add_argument("--workloads", nargs="+", help="only these")
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=800, help="of each workload")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     workloads = arguments.workloads or [*SYNTHETIC, *(name for name, path in TRACES.items() if path.exists())]
