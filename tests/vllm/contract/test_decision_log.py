@@ -20,6 +20,7 @@ from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.live_trace import timeline
+from headway.vllm.endpoint import WhyEndpoint
 
 Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
@@ -151,3 +152,9 @@ def test_lines_are_json_with_the_inputs_of_each_decision(make: Make, tmp_path: P
     steps = [line for line in lines if line["event"] == "schedule"]
     assert all({"at_s", "decodes", "kv_sum", "admits_new", "quotas", "scales"} <= step.keys() for step in steps)
     assert any("free" in step for step in steps)
+
+
+def test_the_endpoint_is_a_plugin_that_vllm_takes() -> None:
+    from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+
+    assert isinstance(WhyEndpoint(), EndpointPlugin)
