@@ -18,7 +18,8 @@ TEXT = "hello world"
 def client(engine: FakeEngine, live: Any, tokenizer: ModelTokenizer) -> Iterator[openai.OpenAI]:
     engine.script = say(tokenizer.encode(TEXT, add_special_tokens=False))
     with live(engine, api_key="secret") as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=10)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=10) as client:
+            yield client
 
 
 def prompt(engine: FakeEngine, tokenizer: ModelTokenizer) -> str:
