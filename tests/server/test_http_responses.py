@@ -17,9 +17,11 @@ TEXT = "hello world"
 @pytest.fixture
 def client(engine: FakeEngine, live: Any, tokenizer: ModelTokenizer) -> Iterator[openai.OpenAI]:
     engine.script = say(tokenizer.encode(TEXT, add_special_tokens=False))
-    with live(engine, api_key="secret") as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=10) as client:
-            yield client
+    with (
+        live(engine, api_key="secret") as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=10) as client,
+    ):
+        yield client
 
 
 def prompt(engine: FakeEngine, tokenizer: ModelTokenizer) -> str:

@@ -91,7 +91,7 @@ class RemoteEngine:
                 if now - cut_s > _REPORT_S:
                     return "was cut off: its connection has ended"
             elif self._channel.is_silent(now):
-                return f"was not heard of for {self._channel.limit_s:g} s: it hangs, or is cut off"
+                return f"sent no heartbeat for {self._channel.limit_s:g} s: it hangs, or is cut off"
         await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
         return self.process.ended
 
