@@ -90,3 +90,19 @@ def test_refresh_follows_a_model_that_has_learned_and_only_then() -> None:
     assert cache.refresh()
     assert cache.total_s(50_000) > 1.5 * before
     assert not cache.refresh()
+
+
+def test_equal_changes_of_all_terms_rescale_times_without_computing_them_anew() -> None:
+    model = CorrectedLatency(gpu_roofline())
+    cache = PrefillCache(model, 0.02)
+    before = [cache.total_s(tokens) for tokens in (10, 50_000)]
+    knots = cache._tokens
+    model._k_fixed = model._k_rows = model._k_chunk = 1.3
+    assert cache.refresh()
+    assert cache._tokens is knots
+    assert [cache.total_s(tokens) for tokens in (10, 50_000)] == pytest.approx([1.3 * seconds for seconds in before])
+    # Knots that are added later have the same unit: the cache stays monotone.
+    assert cache.total_s(200_000) > cache.total_s(50_000)
+    model._k_chunk = 2.0
+    assert cache.refresh()
+    assert cache._tokens is not knots

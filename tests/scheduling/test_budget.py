@@ -23,6 +23,8 @@ from headway.policy.iteration.aim import (
 from headway.policy.iteration.budget import LONGEST_WAIT_S, ArrivalGaps
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
+from headway.sim import InstanceSpec, simulate
+from headway.sim.workload import TraceRequest
 
 
 def machine(step_s: float = 0.02, row_s: float = 4e-4, kv_s: float = 1e-8) -> LatencyModel:
@@ -243,3 +245,25 @@ def test_short_work_over_a_cached_prompt_is_not_held_behind_a_document() -> None
     enter(policy, "follow-up", 60_000, cached_tokens=59_900)
     quotas = {quota.request: quota.tokens for quota in policy.pick(BatchLoad(), 0.0).quotas}
     assert quotas["follow-up"] == 100
+
+
+def test_a_document_among_chats_is_slowed_little_on_a_slow_machine() -> None:
+    """One 200/16 chat a second beside a document of 16K tokens; 55 ms iterations cost it a multiple."""
+    chats = [TraceRequest(0.4 + i, 200, 16, "chat") for i in range(12)]
+
+    def served(requests: list[TraceRequest], **fields: object) -> tuple[float, float]:
+        config = SchedulerConfig(**fields)  # type: ignore[arg-type]
+        records = simulate(InstanceSpec(config=config, latency=SLOW, kv_tokens=100_000), requests).records
+        first = {
+            klass: max(r.token_s[0] - r.arrival_s for r in records if r.klass == klass) for klass in ("doc", "chat")
+        }
+        return first["doc"], first["chat"]
+
+    document = TraceRequest(0.0, 16_384, 1, "doc")
+    alone_s, _ = served([document, TraceRequest(60.0, 200, 16, "chat")])
+    doc_s, chat_s = served([document, *chats])
+    fixed_s, fixed_chat_s = served([document, *chats], t_target_s=0.055, newcomer_wait_s=0.0)
+    # Prefill of a chat is 0.1 s: a tenth of all time is theirs at least.
+    assert doc_s < 1.35 * alone_s
+    assert doc_s < 0.8 * fixed_s
+    assert fixed_chat_s < chat_s < LONGEST_AIM_S + 0.15
