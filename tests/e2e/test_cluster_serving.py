@@ -65,8 +65,9 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
 
 def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Path, expected: list[list[int]]) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, [{"count": 1}])
-    key = {"Authorization": "Bearer secret"}
-    with cluster(path, "--api-key", "secret") as running, httpx.Client(headers=key, timeout=60) as client:
+    key = {"Authorization": "Bearer operator"}
+    keys = ["--api-key", "secret", "--admin-key", "operator"]
+    with cluster(path, *keys) as running, httpx.Client(headers=key, timeout=60) as client:
         url = running.url
         client.base_url = httpx.URL(url)
         assert httpx.get(f"{url}/v1/cluster").status_code == 401

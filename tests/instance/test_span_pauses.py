@@ -94,7 +94,8 @@ def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     let_arrive()
     world[2].tell(PauseSpan("late"))
     world[3].tell(word)
-    assert [word.layer for word in world.paused("late", part)] == [2, 2]
+    # behind the layer that waits, or the one before it where the pause arrives before the wait
+    assert [word.layer for word in world.paused("late", part)] in ([1, 1], [2, 2])
     world.forget("late")
     world.clean()
 
