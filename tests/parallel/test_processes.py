@@ -48,6 +48,12 @@ def test_worlds_after_the_first_start_in_a_moment(llama: Path) -> None:
         assert time.monotonic() - begun < 5.0
 
 
+def test_ranks_of_one_host_meet_where_no_other_user_can(llama: Path) -> None:
+    with rank_executor(make_rank_config(llama, 2, 1)) as (_, wire):
+        assert (wire._directory / "rendezvous").is_file()
+        assert wire._directory.stat().st_mode & 0o077 == 0
+
+
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 

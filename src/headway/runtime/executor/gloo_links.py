@@ -12,12 +12,13 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.rank_layout import RankPosition, places
@@ -148,6 +149,16 @@ class GlooLinks:
 def join(rank: int, world: int, store: Store, timeout_s: float) -> None:
     """Become rank `rank` of `world`. Called once a process, by all of them."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+
+
+def local_rendezvous(folder: Path, timeout_s: float) -> FileStore:
+    """Return the rendezvous store of ranks that are all on this host: a file in `folder`, which is this user's only.
+
+    A store on a port of loopback would answer any user of the host.
+    """
+    store = FileStore(str(folder / "rendezvous"))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def rendezvous(host: str, port: int | None, timeout_s: float) -> TCPStore:

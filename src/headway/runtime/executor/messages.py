@@ -27,7 +27,7 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     rank: int
     pid: int
     store_port: int = 0
-    """The port of the rendezvous store, from rank 0; 0 from others."""
+    """The port of the rendezvous store, from rank 0 of several hosts; else 0."""
 
 
 class RankWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):

@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import torch
 import zmq
+from torch._C._distributed_c10d import Store
 
 from headway import __version__
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.structured_log import setup
 from headway.runtime.attention.base import make_backend
-from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, rendezvous
+from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, local_rendezvous, rendezvous
 from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.messages import (
     CONTROL_IDENTITY,
@@ -54,7 +55,8 @@ from headway.runtime.model.loading import load_decoder, resolve_dtype
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
-
+_LOCAL = "ipc://"
+"""Beginning of the engine's endpoint where all ranks are on its host."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -138,7 +140,7 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     channel.live(rank, config.timeout_s / PER_TIMEOUT)
     code = 0
     try:
-        _serve(rank, config, channel)
+        _serve(rank, config, channel, endpoint)
     except HeadwayError as error:
         channel.send(_encoder.encode(RankFailed(str(error), ours=True)))
         code = 1
@@ -151,11 +153,18 @@ def main(rank: int, endpoint: str, settings: bytes) -> None:
     os._exit(code)
 
 
-def _serve(rank: int, config: RankConfig, channel: ZmqChannel) -> None:
+def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) -> None:
     place = place_of(config.layout, rank)
-    # Rank 0 creates the store before it reports the port; the others join after the welcome, which carries the port.
-    store = None if rank else rendezvous(config.host, None, config.patience_s)
-    _send(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), 0 if store is None else store.port))
+    store: Store | None = None
+    port = 0
+    if endpoint.startswith(_LOCAL):
+        # Beside the engine's socket, in the folder that was made for these ranks.
+        store = local_rendezvous(Path(endpoint.removeprefix(_LOCAL)).parent, config.patience_s)
+    elif rank == 0:
+        # Rank 0 creates the store before it reports the port; the others join after the welcome, which carries it.
+        store = made = rendezvous(config.host, None, config.patience_s)
+        port = made.port
+    _send(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), port))
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])
