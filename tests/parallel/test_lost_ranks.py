@@ -119,7 +119,7 @@ def test_a_rank_whose_report_was_lost_is_lost() -> None:
     wire.says.append((0, RankAlive(0)))
     assert executor.result(0.001) is None
     wire.says.append((1, RankAlive(1)))
-    with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and what it said of it was lost"):
+    with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and its report of it was lost"):
         executor.result(1.0)
 
 
