@@ -36,6 +36,15 @@ class CountedPool:
     def free_blocks(self) -> int:
         return self.n_blocks - sum(self.blocks.values())
 
+    def drain_hits(self) -> list[tuple[str, int]]:
+        return []
+
+    def hit_tokens(self, request_id: str) -> int | None:
+        return None
+
+    def computed_by(self, request_id: str) -> str | None:
+        return None
+
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         return -(-tokens // self.block_tokens) - self.held_blocks(request_id)
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-KvVerb = Literal["reserve", "grow", "free", "reassign"]
+KvVerb = Literal["reserve", "grow", "free", "reassign", "share", "evict"]
 
 
 class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -25,11 +25,14 @@ class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
     verb: KvVerb
     request: str
     blocks: int
-    """How many blocks the operation adds; 0 for "free" and "reassign"."""
+    """How many blocks the operation adds; 0 for "free", "reassign" and "evict"."""
     start: int = 0
     """Of "reserve": the first token of the request that this group holds, where its shard begins."""
     before: str = ""
     """Of "reassign": the owner whose blocks become those of `request`. No data moves; single-process instances only."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """Ranges of blocks (first, count). Of "share": cached blocks with which the request's table begins. Of "free": its
+    blocks that stay cached. Of "evict": cached blocks that become free. Single-process instances only."""
 
 
 class DecodeGroup(msgspec.Struct, frozen=True, gc=False):

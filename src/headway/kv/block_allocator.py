@@ -9,8 +9,9 @@ batches carry no block tables.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from headway.core.batch import KvOp
 from headway.core.errors import InvariantError
 
 Run = tuple[int, int]
@@ -132,6 +133,19 @@ class BlockTables:
         tables.allocator = BlockAllocator.without(n_blocks, [run for runs in held.values() for run in runs])
         return tables
 
+    def apply(self, op: KvOp) -> None:
+        """Carry out one operation of a `BlockManager`."""
+        if op.verb == "free":
+            self.free(op.request, op.runs)
+        elif op.verb == "reassign":
+            self.reassign(op.before, op.request)
+        elif op.verb == "share":
+            self.share(op.request, op.runs)
+        elif op.verb == "evict":
+            self.evict(op.runs)
+        else:
+            self.add(op.request, op.blocks)
+
     def add(self, request: str, blocks: int) -> None:
         """Reserve or grow: append `blocks` blocks to the request's runs."""
         runs = self._runs.setdefault(request, [])
@@ -142,12 +156,24 @@ class BlockTables:
             else:
                 runs.append((first, count))
 
-    def free(self, request: str) -> None:
-        """Free all blocks of a request. Raises InvariantError for an unknown request."""
+    def share(self, request: str, runs: Sequence[Run]) -> None:
+        """Begin a request's table with cached blocks, which other tables may hold too.
+
+        Raises InvariantError if the request has blocks."""
+        if request in self._runs:
+            raise InvariantError(f"request {request} has blocks already")
+        self._runs[request] = list(runs)
+
+    def free(self, request: str, kept: Sequence[Run] = ()) -> None:
+        """Free all blocks of a request but those that stay cached. Raises InvariantError for an unknown request."""
         runs = self._runs.pop(request, None)
         if runs is None:
             raise InvariantError(f"request {request} owns no blocks")
-        self.allocator.release(runs)
+        self.allocator.release(without_runs(runs, kept) if kept else runs)
+
+    def evict(self, runs: Sequence[Run]) -> None:
+        """Free cached blocks that no table holds."""
+        self.allocator.release(list(runs))
 
     def reassign(self, before: str, request: str) -> None:
         """Give all blocks of `before` to `request`.
@@ -178,3 +204,32 @@ class BlockTables:
             expected = first + count
         if expected != self.allocator.n_blocks:
             raise InvariantError("owned and free blocks do not add up to the pool")
+
+
+def joined_runs(blocks: Iterable[int]) -> tuple[Run, ...]:
+    """Return block numbers as runs, in their order: consecutive ascending ones are one run."""
+    runs: list[Run] = []
+    for block in blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return tuple(runs)
+
+
+def without_runs(runs: Sequence[Run], taken: Sequence[Run]) -> list[Run]:
+    """Return the blocks of `runs` that are not in `taken`, ascending."""
+    left: list[Run] = []
+    holes = sorted(taken)
+    for first, count in sorted(runs):
+        at, end = first, first + count
+        # The hole before the first block may reach into the run.
+        for hole, width in holes[max(0, bisect_left(holes, (at, 0)) - 1) :]:
+            if hole >= end:
+                break
+            if hole > at:
+                left.append((at, hole - at))
+            at = max(at, hole + width)
+        if at < end:
+            left.append((at, end - at))
+    return left

@@ -1,34 +1,40 @@
 """KV accounting of one group: reserve → lease → grow → free, and `check()`.
 
-A scheduler reserves here before it commits a batch; executors replay the operations. Sharing of blocks between requests
-(prefix reuse) is not here yet.
+A scheduler reserves here before it commits a batch; executors replay the operations. With a `PrefixCache`, blocks of
+requests that ended stay in the pool until room is needed, and requests with the same prefix share them by reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.block_allocator import BlockTables, Run
+from headway.kv.block_allocator import BlockTables, Run, joined_runs
+from headway.kv.prefix_cache import PrefixCache
+from headway.kv.prefix_index import PrefixNode
 
 
 class KvLease:
     """A request's right to KV blocks. Created and changed by `BlockManager` only."""
 
-    __slots__ = ("blocks", "request", "tokens")
+    __slots__ = ("blocks", "cached_tokens", "request", "tip", "tokens")
 
-    def __init__(self, request: str) -> None:
+    def __init__(self, request: str, tip: PrefixNode | None = None, cached_tokens: int = 0) -> None:
         self.request = request
         self.blocks = 0
         # Capacity: blocks times tokens of a block.
         self.tokens = 0
+        # The last of its blocks in the prefix index; None: it takes part in no sharing.
+        self.tip = tip
+        # Tokens of the prefix that it took from the cache when it was reserved.
+        self.cached_tokens = cached_tokens
 
 
 class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
-    def __init__(self, total_tokens: int, block_tokens: int) -> None:
+    def __init__(self, total_tokens: int, block_tokens: int, cache: PrefixCache | None = None) -> None:
         if block_tokens < 1 or total_tokens < block_tokens:
             raise ConfigError(
                 f"a KV pool of {total_tokens} tokens cannot be cut into blocks of {block_tokens}: "
@@ -37,6 +43,7 @@ class BlockManager:
         self.block_tokens = block_tokens
         # A partial block at the end is not used.
         self.n_blocks = total_tokens // block_tokens
+        self.cache = cache
         self._tables = BlockTables(self.n_blocks)
         self._leases: dict[str, KvLease] = {}
         # Changes since the last batch, in order.
@@ -48,7 +55,14 @@ class BlockManager:
 
     @property
     def free_blocks(self) -> int:
-        return self._tables.allocator.free_blocks
+        """Blocks that no request uses; cached ones are evicted when they are needed."""
+        free = self._tables.allocator.free_blocks
+        return free if self.cache is None else free + self.cache.index.evictable
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of cached blocks that no request uses."""
+        return 0 if self.cache is None else self.cache.index.evictable * self.block_tokens
 
     @property
     def used_tokens(self) -> int:
@@ -64,9 +78,11 @@ class BlockManager:
         return -(-tokens // self.block_tokens)
 
     def needed_blocks(self, request: str, tokens: int) -> int:
-        """Return how many blocks a request needs beyond its lease, for `tokens` tokens in all."""
+        """Return how many free blocks a request needs beyond its lease, for `tokens` tokens in all."""
         lease = self._leases.get(request)
-        return -(-tokens // self.block_tokens) - (lease.blocks if lease is not None else 0)
+        if lease is None:
+            return -(-tokens // self.block_tokens) - (0 if self.cache is None else self.cache.in_use(request))
+        return -(-tokens // self.block_tokens) - lease.blocks
 
     def held_blocks(self, request: str) -> int:
         """Return how many blocks a request's lease has; 0 without a lease."""
@@ -89,11 +105,23 @@ class BlockManager:
         if request in self._leases:
             raise InvariantError(f"request {request} has a lease already")
         blocks = self.blocks_for(max(tokens, 1))
-        if blocks + headroom_blocks > self.free_blocks:
+        # Hold the hit first: making room must not evict it.
+        tip = self.cache.begin(request) if self.cache is not None else None
+        shared = tip.depth if tip is not None else 0
+        if blocks - shared + headroom_blocks > self.free_blocks:
+            if self.cache is not None and tip is not None:
+                self.cache.cancel(request)
             return None
-        lease = KvLease(request)
+        if self.cache is not None and tip is not None:
+            self.cache.count(request)
+        lease = KvLease(request, tip, shared * self.block_tokens)
         self._leases[request] = lease
-        self._add(lease, blocks, "reserve", start)
+        if self.cache is not None and tip is not None and shared:
+            runs = joined_runs(self.cache.index.path(tip))
+            self._tables.share(request, runs)
+            self._ops.append(KvOp("share", request, shared, runs=runs))
+            lease.blocks = shared
+        self._add(lease, blocks - shared, "reserve", start)
         return lease
 
     def grow(self, lease: KvLease, tokens: int) -> bool:
@@ -110,9 +138,17 @@ class BlockManager:
     def free(self, lease: KvLease) -> None:
         """Free all blocks of a lease. No batch in flight may touch them."""
         self._own(lease)
+        kept: tuple[Run, ...] = ()
+        if self.cache is not None and lease.tip is not None:
+            cached = set(self.cache.index.path(lease.tip))
+            kept = joined_runs(block for block in self._blocks(lease) if block in cached)
+            self.cache.end(lease.tip)
+            lease.tip = None
         del self._leases[lease.request]
-        self._tables.free(lease.request)
-        self._ops.append(KvOp("free", lease.request, 0))
+        self._tables.free(lease.request, kept)
+        self._ops.append(KvOp("free", lease.request, 0, runs=kept))
+        if self.cache is not None and self.cache.unused_blocks is not None:
+            self._evict(self.cache.index.evictable - self.cache.unused_blocks)
         # Stale references to this lease must not appear to have room.
         lease.blocks = lease.tokens = 0
 
@@ -147,12 +183,56 @@ class BlockManager:
     def leases(self) -> Iterator[KvLease]:
         return iter(self._leases.values())
 
+    # -- prefix cache -------------------------------------------------------------------------------------------
+
+    def register_prefix(self, request: str, keys: Sequence[Hashable], prompt_tokens: int) -> int:
+        """Let a new request share cached blocks, and leave its own. Return how many of its tokens are cached now."""
+        return self.cache.register(request, keys, prompt_tokens) if self.cache is not None else 0
+
+    def note_computed(self, request: str, tokens: int) -> None:
+        """Cache the blocks of a request's first `tokens` tokens, which are in place: other requests may share them."""
+        lease = self._leases.get(request)
+        if self.cache is None or lease is None or lease.tip is None:
+            return
+        if tokens // self.block_tokens > lease.tip.depth:
+            lease.tip = self.cache.computed(request, lease.tip, tokens, self._blocks(lease))
+
+    def forget_prefix(self, request: str) -> None:
+        """Drop the keys of a request that has ended. Its blocks stay cached."""
+        if self.cache is not None:
+            self.cache.forget(request)
+
+    def requeue_prefix(self, request: str) -> None:
+        """Let a request that lost its KV look up its prefix again."""
+        if self.cache is not None:
+            self.cache.requeue(request)
+
+    def drain_hits(self) -> list[tuple[str, int]]:
+        """Return waiting requests whose number of cached tokens has changed since the last call, with that number."""
+        return self.cache.drain_changes() if self.cache is not None else []
+
+    def hit_tokens(self, request: str) -> int | None:
+        """Return the tokens that a waiting request would share now. None: it is not registered, or holds KV."""
+        return self.cache.cached_tokens(request) if self.cache is not None else None
+
+    def computed_by(self, request: str) -> str | None:
+        """Return the request that computes the next block of a waiting request's prompt, if any does."""
+        return self.cache.computed_by(request) if self.cache is not None else None
+
+    def clear_cache(self) -> None:
+        """Evict all cached blocks that no request uses, for instance because their contents are lost."""
+        if self.cache is not None:
+            self._evict(self.cache.index.evictable)
+
     def check(self) -> None:
-        """Raise InvariantError unless every block is free or leased exactly once and all counts agree.
+        """Raise InvariantError unless every block is free, leased or cached and all counts agree.
 
         Called when idle and by tests after every step.
         """
-        self._tables.check()
+        if self.cache is None:
+            self._tables.check()
+        else:
+            self._check_cached(self.cache)
         if set(self._tables.owners()) != set(self._leases):
             raise InvariantError("block owners and leases differ")
         for lease in self._leases.values():
@@ -160,13 +240,43 @@ class BlockManager:
             if held != lease.blocks or lease.tokens != held * self.block_tokens:
                 raise InvariantError(f"the lease of {lease.request} says {lease.blocks} blocks and holds {held}")
 
+    def _check_cached(self, cache: PrefixCache) -> None:
+        """Raise InvariantError unless blocks are free, or held by leases and cache; only cached ones by several."""
+        cache.check()
+        self._tables.allocator.check()
+        cached = {node.block for node in cache.index.nodes()}
+        if len(cached) != len(cache.index):
+            raise InvariantError("a block is cached under two prefixes")
+        private: list[int] = []
+        for lease in self._leases.values():
+            path = set(cache.index.path(lease.tip)) if lease.tip is not None else set()
+            # Blocks of its own, cached prefixes of others excepted.
+            private += [block for block in self._blocks(lease) if block not in path]
+        free = [first + i for first, count in self._tables.allocator.free_runs() for i in range(count)]
+        if len(private) + len(cached) + len(free) != self.n_blocks or len({*private, *cached, *free}) != self.n_blocks:
+            raise InvariantError("a block has two owners, or is owned and free, or is neither")
+
+    def _blocks(self, lease: KvLease) -> list[int]:
+        """Return all blocks of a lease, in order of its tokens."""
+        return [block for first, count in self._tables.runs(lease.request) for block in range(first, first + count)]
+
+    def _evict(self, blocks: int) -> None:
+        """Evict so many cached blocks, which must be unused."""
+        if self.cache is None or blocks <= 0:
+            return
+        numbers = [block for _ in range(blocks) if (block := self.cache.evict()) is not None]
+        runs = joined_runs(sorted(numbers))
+        self._tables.evict(runs)
+        self._ops.append(KvOp("evict", "", 0, runs=runs))
+
     def _own(self, lease: KvLease) -> None:
         """Raise InvariantError unless the lease is current: a freed one must not touch a successor of the same name."""
         if self._leases.get(lease.request) is not lease:
             raise InvariantError(f"the lease of {lease.request} is not of this block manager, or was freed")
 
     def _add(self, lease: KvLease, blocks: int, verb: KvVerb, start: int = 0) -> None:
-        """Allocate blocks to a lease and record the operation."""
+        """Allocate blocks to a lease and record the operation. Cached blocks are evicted to make room."""
+        self._evict(blocks - self._tables.allocator.free_blocks)
         self._tables.add(lease.request, blocks)
         self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks

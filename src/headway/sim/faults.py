@@ -132,10 +132,9 @@ class _AuditedReplica(SimulatedEngine):
         """Apply a part's KV operations. A reservation from token 0 starts a request anew, any other one a shard."""
         tables = self.tables[part.group]
         for op in part.kv_ops:
+            tables.apply(op)
             if op.verb == "free":
-                tables.free(op.request)
                 continue
-            tables.add(op.request, op.blocks)
             audit = self.audits.get(op.request, _RequestAudit())
             if op.verb == "reserve":
                 audit.base = op.start

@@ -42,6 +42,18 @@ class PledgedKvPool:
         """Blocks that half-done prefills will still take."""
         return self._open_sum
 
+    def drain_hits(self) -> list[tuple[str, int]]:
+        """Return nothing: vLLM reports a hit when it schedules the request first."""
+        return []
+
+    def hit_tokens(self, request_id: str) -> int | None:
+        """Return None: the pool looks up no prompts."""
+        return None
+
+    def computed_by(self, request_id: str) -> str | None:
+        """Return None: vLLM shares full blocks only once they are computed."""
+        return None
+
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """See `KvPool`."""
         return self._needed(request_id, tokens)

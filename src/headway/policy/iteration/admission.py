@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.policy.iteration.config import SchedulerConfig
@@ -45,6 +47,15 @@ class KvBlockAdmission:
     def blocks(self, state: PrefillState) -> int:
         """Return how many free blocks a request would take to enter."""
         return self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
+
+    def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
+        """Whether a request without KV had better begin in a later iteration, for the sake of its cached prefix.
+
+        One of `ahead`, the more urgent requests, computes the prefix that it lacks; or KV that was pledged in this
+        decision has evicted part of its hit, by which its work was sized."""
+        name = state.request.id
+        hit = self._pool.hit_tokens(name)
+        return hit is not None and (hit != state.scheduled or self._pool.computed_by(name) in ahead)
 
     def enter(self, state: PrefillState) -> bool:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""

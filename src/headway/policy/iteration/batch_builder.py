@@ -59,6 +59,8 @@ class BatchBuilder:
             # `pick` has made the policy pledge KV, which here is a lease in the block manager.
             if sequence.lease is None:
                 sequence.lease = state.block_manager.lease(name)
+                # Cached tokens as of now: `pick` has set `scheduled` by the last change of the request's hit.
+                sequence.computed = sequence.scheduled
             start = sequence.scheduled
             sequence.in_flight += 1
             # Move the cursor now: with several stages the next chunk is scheduled before this one returns.

@@ -61,15 +61,19 @@ class PrefillCandidates:
         closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
         # Blocks that shorts may take while a long request has waited too long; None: no such limit.
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
+        ahead: set[str] = set()
         for state in self._queue.ordered(now):
             if state.holds_kv:
                 begun -= 1
+                ahead.add(state.request.id)
             elif closed:
                 # Neither may another request begin, nor does a KV holder follow.
                 if not begun:
                     return
                 continue
             if skip and state.request.id in skip:
+                continue
+            if not state.holds_kv and admission.waits_for_prefix(state, ahead):
                 continue
             if not state.holds_kv:
                 if spare is not None and (state.is_long or admission.blocks(state) > spare):

@@ -71,6 +71,7 @@ class BatchCompletion:
         for chunk, sequence in zip(batch.chunks, batch.sequences, strict=True):
             sequence.computed += chunk.tokens
             sequence.in_flight -= 1
+            self._state.block_manager.note_computed(chunk.request, sequence.computed)
             if chunk.last:
                 prefilled[chunk.request] = sequence
                 sequence.generated += 1
@@ -154,5 +155,6 @@ class BatchCompletion:
                 events.append(state.preempt(sequence, now))
         state.staged_kv.lost()
         # Executors start from empty tables: operations that freed the lost KV must not be replayed.
+        state.block_manager.clear_cache()
         state.block_manager.drain_ops()
         return events

@@ -178,6 +178,8 @@ class IterationPolicy:
         prefills wait in other groups of the same lockstep batch, so a long one here yields time."""
         if not len(self.queue):
             return IterationDecision([], load)
+        for request_id, cached in self._pool.drain_hits():
+            self._set_cached(self._states[request_id], cached)
         config = self.config
         t_target_s = self.budget_s(now) if budget_s is None else budget_s
         if t_target_s != self._rules.t_target_s:
@@ -250,6 +252,17 @@ class IterationPolicy:
         state.total_s = max(state.total_s, state.work_s)
         if queued:
             self.queue.add(state, line)
+
+    def _set_cached(self, state: PrefillState, cached: int) -> None:
+        """Let work, class and, before its first output, deadline of a waiting request follow its uncached tokens."""
+        if state.holds_kv or state.slot < 0 or cached == state.scheduled:
+            return
+        # It is counted by class in the queue.
+        self.queue.remove(state)
+        state.set_cached(cached)
+        state.is_long = self.urgency.is_long_work(state.known, cached)
+        line = self.urgency.line(state) if state.generated else self.urgency.assess(state)
+        self.queue.add(state, line)
 
     def _admit(self, request_id: str) -> bool:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""

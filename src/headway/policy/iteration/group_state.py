@@ -147,6 +147,7 @@ class GroupState:
         self.waiting_for_kv.pop(name, None)
         computed, sequence.computed = sequence.computed, 0
         self._free(sequence)
+        self.block_manager.requeue_prefix(name)
         # `known` is read after `ready.remove` has settled the member: its generated tokens count.
         self.policy.lost(name, sequence.known)
         return RequestEvent("preempted", name, now, computed)
@@ -156,7 +157,10 @@ class GroupState:
     def end(self, sequence: SequenceState, now: float) -> RequestEvent:
         """Remove a finished or aborted request and free its KV."""
         self._remove(sequence)
+        # Blocks of its output are cached with those of its prompt: the next turn of a conversation begins with both.
+        self.block_manager.note_computed(sequence.request.id, sequence.computed)
         self._free(sequence)
+        self.block_manager.forget_prefix(sequence.request.id)
         return RequestEvent("aborted" if sequence.aborted else "finished", sequence.request.id, now)
 
     def leave_staged(self, sequence: SequenceState, now: float) -> RequestEvent:
@@ -164,6 +168,7 @@ class GroupState:
         lease = sequence.lease
         assert lease is not None
         self._remove(sequence)
+        self.block_manager.forget_prefix(sequence.request.id)
         sequence.lease = None
         self.staged_kv.store(lease)
         return RequestEvent("staged", sequence.request.id, now, sequence.computed)

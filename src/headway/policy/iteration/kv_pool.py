@@ -24,6 +24,15 @@ class KvPool(Protocol):
     def free_blocks(self) -> int:
         """Blocks that are neither held by a request nor pledged to one."""
 
+    def drain_hits(self) -> list[tuple[str, int]]:
+        """Return requests that hold no KV and whose number of cached tokens has changed, with that number."""
+
+    def hit_tokens(self, request_id: str) -> int | None:
+        """Return the cached tokens of a request that holds no KV; None where the pool does not look prompts up."""
+
+    def computed_by(self, request_id: str) -> str | None:
+        """Return the request that computes the next block of a waiting request's prompt, if any does."""
+
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """Return how many more blocks a request needs for `tokens` tokens in all."""
 

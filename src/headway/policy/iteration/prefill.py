@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from headway.core.request import Request
 from headway.policy.iteration.ordering import PrefillFacts
 
@@ -75,6 +77,11 @@ class PrefillState:
     def room(self) -> int:
         """Tokens that may be scheduled here before this group's shard is full."""
         return self.base + self.limit - self.scheduled
+
+    def set_cached(self, tokens: int) -> None:
+        """Set how many tokens of the prompt are cached. Only for a request that holds no KV."""
+        self.request = replace(self.request, cached_tokens=tokens)
+        self.scheduled = tokens
 
     def facts(self, remaining_s: float) -> PrefillFacts:
         return PrefillFacts(self.request.arrival_s, self.deadline_s, self.total_s, remaining_s)

@@ -33,3 +33,8 @@ class SequenceState(PrefillState):
         self.started = False
         # Ends with its next token and leaves its KV staged.
         self.leaves_staged = False
+
+    def set_cached(self, tokens: int) -> None:
+        """See `PrefillState.set_cached`."""
+        super().set_cached(tokens)
+        self.computed = tokens

@@ -96,16 +96,20 @@ class ModelWorker:
         """Carry out a part's KV operations. Returns the ranges of blocks that each request then holds."""
         held: list[tuple[Run, ...]] = []
         for op in ops:
-            verb, request, blocks, start = op.verb, op.request, op.blocks, op.start
+            verb, request, start = op.verb, op.request, op.start
+            if verb == "evict":
+                self.tables.apply(op)
+                held.append(())
+                continue
             if verb == "reassign":
-                self.tables.reassign(op.before, request)
+                self.tables.apply(op)
                 self._slots[request] = self._slots.pop(op.before)
                 held.append(self.tables.runs(request))
                 continue
             if verb == "free":
                 # Before the blocks are free: a KV transfer may still read them.
                 self.on_free(request)
-                self.tables.free(request)
+                self.tables.apply(op)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
                 held.append(())
@@ -113,7 +117,7 @@ class ModelWorker:
             # Only the first operation of a shard names its first token.
             if start:
                 self._bases[request] = start
-            self.tables.add(request, blocks)
+            self.tables.apply(op)
             runs = self.tables.runs(request)
             if not runs:
                 raise InvariantError(f"a KV operation gave {request} no blocks")

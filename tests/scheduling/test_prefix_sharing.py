@@ -1,0 +1,152 @@
+"""Prefix sharing by the real scheduler: chunks and decodes attend the KV of their own tokens, whoever computed it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.helpers.cached_world import BLOCK, CachedWorld, Client, Tokens
+from tests.helpers.marks import quick_first
+
+from headway.core.request import Request
+
+
+def client(name: str, prompt: Tokens, output: int = 4, **fields: object) -> Client:
+    request = Request(id=name, arrival_s=0.0, prompt_tokens=len(prompt), max_output_tokens=output)
+    return Client(request, prompt, tuple(-i - 1 for i in range(output)), **fields)  # type: ignore[arg-type]
+
+
+def random_world(seed: int) -> CachedWorld:
+    """Questions to a few documents of a few tenants, and turns that go on from earlier answers."""
+    rng = random.Random(seed)
+    documents = [tuple(rng.randrange(9) for _ in range(rng.randrange(8, 300))) for _ in range(4)]
+    clients: list[Client] = []
+    for i in range(rng.randrange(5, 40)):
+        if clients and rng.random() < 0.3:
+            earlier = rng.choice(clients)
+            prompt = earlier.prompt + earlier.output + tuple(rng.randrange(9) for _ in range(rng.randrange(1, 40)))
+        else:
+            prompt = rng.choice(documents) + tuple(rng.randrange(9) for _ in range(rng.randrange(1, 40)))
+        salt = rng.choice(["", "", "tenant"])
+        clients.append(client(f"r{i}", prompt[:600], rng.randrange(1, 30), salt=salt, cached=rng.random() < 0.9))
+    return CachedWorld(
+        rng,
+        pool_tokens=BLOCK * rng.randrange(42, 150),
+        clients=clients,
+        stages=rng.choice([1, 1, 3]),
+        eviction=rng.choice(["lru", "cost"]),
+        unused_blocks=rng.choice([None, None, 0, 10]),
+        chaos=rng.choice([0.0, 0.02]),
+        losses=rng.choice([0.0, 0.01]),
+    )
+
+
+@pytest.mark.parametrize("first", quick_first(range(0, 400, 20), 2))
+def test_random_worlds_attend_the_right_kv_and_every_request_ends(first: int) -> None:
+    hits = 0
+    for seed in range(first, first + 20):
+        world = random_world(seed)
+        try:
+            world.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        assert sorted(world.finished) == sorted(c.request.id for c in world.clients)
+        hits += world.cache.hit_tokens
+    assert hits > 5_000
+
+
+def world_of(*clients: Client, pool: int = 4096, **fields: object) -> CachedWorld:
+    return CachedWorld(random.Random(0), pool, list(clients), **fields)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_comes_again_is_computed_but_for_its_last_block() -> None:
+    prompt = tuple(range(100))
+    world = world_of(client("a", prompt))
+    world.run()
+    world.clients = [client("b", prompt)]
+    world.run()
+    # 6 whole blocks of 16; the last 4 tokens are computed.
+    assert world.computed == 100 + 4
+    assert (world.cache.queried_tokens, world.cache.hit_tokens) == (200, 96)
+
+
+def test_a_prompt_of_whole_blocks_still_computes_its_last_token() -> None:
+    world = world_of(client("a", tuple(range(96))))
+    world.run()
+    world.clients = [client("b", tuple(range(96)))]
+    world.run()
+    assert world.computed == 96 + BLOCK
+
+
+def test_the_next_turn_finds_the_answer_cached_too() -> None:
+    first = client("a", tuple(range(40)), output=30)
+    world = world_of(first)
+    world.run()
+    world.clients = [client("b", first.prompt + first.output + (7, 7))]
+    world.run()
+    # Of 70 tokens all but the last generated one have KV: 4 blocks.
+    assert world.cache.hit_tokens == 64
+
+
+def test_other_salts_and_uncached_requests_never_hit() -> None:
+    prompt = tuple(range(100))
+    world = world_of(client("a", prompt), client("b", prompt, salt="b"), client("c", prompt, cached=False))
+    world.run()
+    assert world.cache.hit_tokens == 0
+    assert world.computed == 300
+
+
+def test_a_second_question_waits_for_a_document_that_is_being_prefilled() -> None:
+    document = tuple(i % 97 for i in range(3000))
+    world = world_of(pool=8192)
+    for name, question in (("a", (1,)), ("b", (2,))):
+        world.add(client(name, document + question))
+    while world.live:
+        world.step(0)
+    # The document once; its last 3000 % 16 = 8 tokens and the question again.
+    assert world.computed == 3001 + 9
+
+
+def test_requests_share_blocks_that_do_not_fit_twice() -> None:
+    document = tuple(i % 97 for i in range(1600))
+    world = world_of(client("a", (*document, 1), 300), client("b", (*document, 2), 300), pool=BLOCK * 142)
+    world.run()
+    assert world.computed == 1601 + 1
+    assert sorted(world.finished) == ["a", "b"]
+
+
+def test_cached_blocks_count_as_free_and_keep_none_waiting() -> None:
+    world = world_of(client("a", tuple(range(1000)), 1), pool=1024)
+    world.run()
+    assert world.manager.cached_tokens == 62 * BLOCK
+    assert world.manager.free_blocks == 64
+    world.clients = [client("b", tuple(range(5000, 6000)), 1)]
+    world.run()
+    assert world.finished == ["a", "b"]
+
+
+def test_a_limit_of_unused_blocks_is_kept() -> None:
+    world = world_of(client("a", tuple(range(1000)), 1), unused_blocks=5)
+    world.run()
+    assert world.manager.cached_tokens == 5 * BLOCK
+
+
+def test_lost_kv_is_never_shared() -> None:
+    world = world_of(client("a", tuple(range(1000)), 1))
+    world.run()
+    world.apply(world.scheduler.lost(0, world.now))
+    world.forget()
+    world.clients = [client("b", tuple(range(1000)), 1)]
+    world.run()
+    assert world.computed == 2000
+
+
+def test_class_and_deadline_follow_the_uncached_part() -> None:
+    document = tuple(i % 97 for i in range(20_000))
+    world = world_of(client("a", document, 1), pool=32_768)
+    world.run()
+    world.add(client("cached", (*document, 1), 1))
+    world.add(client("new", tuple(1 + i % 97 for i in range(20_000)), 1))
+    cached, new = (world.scheduler.deadline_s(name) for name in ("cached", "new"))
+    assert cached < new
