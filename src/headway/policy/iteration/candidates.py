@@ -65,7 +65,6 @@ class PrefillCandidates:
         for state in self._queue.ordered(now):
             if state.holds_kv:
                 begun -= 1
-                ahead.add(state.request.id)
             elif closed:
                 # Neither may another request begin, nor does a KV holder follow.
                 if not begun:
@@ -95,6 +94,9 @@ class PrefillCandidates:
             # 0: its shard is full and no group has taken over yet.
             if candidate.remaining > 0:
                 yield candidate
+            # The caller may have admitted it.
+            if state.holds_kv:
+                ahead.add(state.request.id)
             # Re-read after the yield: the caller may have admitted this candidate.
             closed = closed or len(admission.holders) >= self._config.max_num_seqs
 
