@@ -11,7 +11,7 @@ LONGEST_AIM_S = 0.2
 """Longest default aim, seconds, however much a longer chunk would gain."""
 DECODE_EFFICIENCY = 0.8
 """Share of the best tokens per second that the default target between two tokens gives a prefill."""
-NEWCOMER_EFFICIENCY = 0.9
+NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
 _GROWTH = 1.25
 # No iteration is longer by default, so no longer one sets the best rate.
