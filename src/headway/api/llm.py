@@ -50,12 +50,14 @@ class LLM:
         max_model_len: int | None = None,
         threads: int | None = None,
         mode: Literal["default", "paper"] = "default",
+        prefix_cache: bool = False,
         **scheduler: Any,
     ) -> None:
         """Load a checkpoint's folder (None: the embedded model) and measure it for about 0.3 s.
 
-        `scheduler` holds fields of `SchedulerConfig`, such as `policy="fcfs"` or `t_target_s=0.1`. Raises ConfigError
-        or CheckpointError when the model cannot be loaded or does not fit.
+        `prefix_cache` keeps the KV of prompts until memory is needed: a prompt that begins as an earlier one did is
+        computed from where they differ. `scheduler` holds fields of `SchedulerConfig`, such as `policy="fcfs"` or
+        `t_target_s=0.1`. Raises ConfigError or CheckpointError when the model cannot be loaded or does not fit.
         """
         from headway.runtime.engine.numerics import settle
 
@@ -75,6 +77,7 @@ class LLM:
             max_model_len=max_model_len,
             threads=threads,
             mode=mode,
+            prefix_cache=prefix_cache,
             scheduler=scheduler,
             max_queued_requests=1 << 30,  # one call's prompts are in memory anyway: no limit of a server's queue
         )

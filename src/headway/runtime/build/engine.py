@@ -19,6 +19,8 @@ from headway.core.errors import ConfigError
 from headway.core.event_log import EventSink, event_sink
 from headway.core.executor import Executor
 from headway.kv.block_manager import BlockManager
+from headway.kv.eviction import LeastRecentlyUsed
+from headway.kv.prefix_cache import PrefixCache
 from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
@@ -101,12 +103,17 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
         raise
 
 
+def _prefix_cache(config: EngineConfig) -> PrefixCache | None:
+    return PrefixCache(LeastRecentlyUsed(), config.block_size) if config.prefix_cache else None
+
+
 def _engine(
     config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: EventSink | None
 ) -> EngineCore:
     """Make scheduler, latency model and core around a loaded model."""
     # One block manager per KV group.
-    block_managers = [BlockManager(built.kv_tokens, config.block_size) for _ in range(schedule.kv_parallel)]
+    caches = [_prefix_cache(config) for _ in range(schedule.kv_parallel)]
+    block_managers = [BlockManager(built.kv_tokens, config.block_size, cache) for cache in caches]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
     scheduler = make_scheduler(schedule, latency, block_managers, exchange_of(source))

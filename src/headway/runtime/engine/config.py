@@ -38,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory_share: float = 1.0
     """The part of the free memory that this engine may use."""
     block_size: int = 64
+    prefix_cache: bool = False
+    """Keep the KV of prompts until memory is needed, and share it with prompts that begin alike."""
     threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -68,6 +70,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
+        alone = self.layout.accelerators == 1 and self.instance is None
+        if self.prefix_cache and (not alone or self.event_log is not None):
+            raise ConfigError(
+                "prefix-cache needs an engine of one process, outside of clusters and without an event log: leave out "
+                "the parallel sizes and event-log, or prefix-cache"
+            )
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
         for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):
             value = getattr(self, name)

@@ -19,6 +19,7 @@ from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
+from headway.kv.prefix_index import block_keys
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
@@ -125,7 +126,7 @@ class EngineCore:
             # For the scheduler, output known before is part of the prompt: its KV is recomputed or staged alike.
             prompt_tokens=known_tokens,
             max_output_tokens=1 if submit.phase == "prefill" else most - len(submit.output),
-            cached_tokens=known_tokens - 1 if submit.phase == "decode" else 0,
+            cached_tokens=known_tokens - 1 if submit.phase == "decode" else self._look_up(submit, prompt),
             slo=submit.slo,
             priority=submit.priority,
         )
@@ -135,6 +136,7 @@ class EngineCore:
             self.scheduler.add(Span.whole(request), now, submit.phase)
         except RequestError:
             self.executor.forget(submit.id)
+            self.scheduler.block_managers[0].forget_prefix(submit.id)
             raise
         self._live[submit.id] = _ScheduledOutput(submit, self.info)
         if submit.timeout_s is not None:
@@ -153,6 +155,14 @@ class EngineCore:
                 priority=request.priority,
                 **({} if submit.phase == "all" else {"phase": submit.phase}),
             )
+
+    def _look_up(self, submit: SubmitRequest, prompt: memoryview) -> int:
+        """Register a prompt with the prefix cache, if it may use one. Return how many of its tokens are cached."""
+        block_manager = self.scheduler.block_managers[0]
+        if block_manager.cache is None or not submit.prefix_cache:
+            return 0
+        keys = block_keys(prompt, block_manager.block_tokens, submit.cache_salt)
+        return block_manager.register_prefix(submit.id, keys, submit.prompt_tokens + len(submit.output))
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""

@@ -31,6 +31,10 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     slo: Slo = Slo()
     priority: int = 0
     timeout_s: float | None = None
+    cache_salt: str = ""
+    """Requests share cached prefixes with requests of the same salt only."""
+    prefix_cache: bool = True
+    """False: the request shares no cached prefix and leaves none, whatever the engine's setting."""
     resubmitted: bool = False
     """Accepted before, by an engine that is gone: no queue limit refuses it."""
     output: tuple[int, ...] = ()

@@ -1,0 +1,99 @@
+"""The engine with a prefix cache on the embedded model: the same tokens in fp32, and less to compute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from tests.helpers.engine_fixtures import ManualClock, frame
+
+from headway.core.errors import ConfigError
+from headway.core.sampling import SamplingParams
+from headway.runtime.build.engine import assemble
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import SubmitRequest
+
+BLOCK = 16
+
+
+def engine(kv_tokens: int, **fields: object) -> EngineCore:
+    """Small chunks: a document takes several iterations."""
+    scheduler = {"max_num_batched_tokens": 96, "reserve_tokens": 16}
+    settings: dict[str, object] = {"block_size": BLOCK, "kv_cache_bytes": kv_tokens * token_bytes(), **fields}
+    config = EngineConfig(
+        model=str(model_path()), dtype="float32", device="cpu", max_queued_requests=1000, scheduler=scheduler,
+        **settings,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return assemble(config, ManualClock())
+
+
+def token_bytes() -> int:
+    import json
+
+    shape = json.loads((model_path() / "config.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return int(shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4)
+
+
+def answers(core: EngineCore, prompts: list[list[int]], **fields: object) -> list[list[int]]:
+    """Greedy tokens of prompts that are served together."""
+    got: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        message = SubmitRequest(id=f"p{i}", prompt_tokens=len(prompt), params=params, received_s=0.0, **fields)  # type: ignore[arg-type]
+        assert core.submit(message, frame(prompt)) is None
+        got[f"p{i}"] = []
+    while not core.idle:
+        for delta in core.step():
+            got[delta.id] += delta.tokens
+    core.scheduler.check()
+    return list(got.values())
+
+
+def questions(seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    documents = [[rng.randrange(200) for _ in range(rng.randrange(100, 400))] for _ in range(3)]
+    return [[*rng.choice(documents), *(rng.randrange(200) for _ in range(rng.randrange(1, 30)))] for _ in range(12)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EngineCore]:
+    core = engine(4096)
+    yield core
+    core.executor.close()
+
+
+@pytest.mark.parametrize("kv_tokens", [640, 4096], ids=["a small pool", "a large pool"])
+def test_greedy_tokens_are_those_of_an_engine_without_a_cache(plain: EngineCore, kv_tokens: int) -> None:
+    core = engine(kv_tokens, prefix_cache=True)
+    for seed in range(3):
+        prompts = questions(seed)
+        expected = answers(plain, prompts)
+        assert answers(core, prompts) == expected
+        assert answers(core, prompts[::-1]) == expected[::-1]
+    cache = core.scheduler.block_managers[0].cache
+    assert cache is not None
+    assert cache.hit_tokens > 1000
+    core.executor.close()
+
+
+def test_salted_and_uncached_requests_never_hit() -> None:
+    core = engine(4096, prefix_cache=True)
+    cache = core.scheduler.block_managers[0].cache
+    assert cache is not None
+    prompts = questions(0)[:1]
+    expected = answers(core, prompts)
+    assert answers(core, prompts, cache_salt="tenant") == expected
+    assert answers(core, prompts, prefix_cache=False) == expected
+    assert cache.hit_tokens == 0
+    assert answers(core, prompts) == expected
+    assert cache.hit_tokens > 0
+    core.executor.close()
+
+
+def test_a_prefix_cache_with_several_processes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefix-cache needs an engine of one process"):
+        EngineConfig(model="m", prefix_cache=True, tensor_parallel_size=2)
