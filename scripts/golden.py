@@ -37,12 +37,17 @@ def figures(name: str, folder: Path) -> list[Path]:
     return [results, requests, trace]
 
 
+def _is_scenario(text: str) -> bool:
+    """Whether an example is of `headway simulate`: others are of `headway cluster` and `headway plan`."""
+    return "\nworkload:" in text and "\ndemands:" not in text
+
+
 def main(verb: str, root: str, *chosen: str) -> int:
     """Write or compare the chosen names (all, when none is given); return the exit code."""
     folder = Path(root) / ("golden" if verb == "write" else "now")
     folder.mkdir(parents=True, exist_ok=True)
     differing = 0
-    scenarios = sorted(path.name for path in EXAMPLES.glob("*.yaml") if "workload:" in path.read_text())
+    scenarios = sorted(path.name for path in EXAMPLES.glob("*.yaml") if _is_scenario(path.read_text()))
     for name in chosen or (*scenarios, *names()):
         for path in figures(name, folder):
             same = verb == "write" or path.read_bytes() == (Path(root) / "golden" / path.name).read_bytes()
