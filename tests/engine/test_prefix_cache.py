@@ -97,3 +97,17 @@ def test_salted_and_uncached_requests_never_hit() -> None:
 def test_a_prefix_cache_with_several_processes_is_refused() -> None:
     with pytest.raises(ConfigError, match="prefix-cache needs an engine of one process"):
         EngineConfig(model="m", prefix_cache=True, tensor_parallel_size=2)
+
+
+def test_prompt_that_is_to_be_scored_is_computed_whole() -> None:
+    core = engine(4096, prefix_cache=True)
+    prompt = questions(0)[0]
+    answers(core, [prompt])
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    message = SubmitRequest(id="scored", prompt_tokens=len(prompt), params=params, received_s=0.0)
+    assert core.submit(message, frame(prompt)) is None
+    scored = []
+    while not core.idle:
+        scored += [delta.prompt_logprobs for delta in core.step() if delta.prompt_logprobs is not None]
+    assert [len(one) for one in scored] == [len(prompt) - 1]
+    core.executor.close()

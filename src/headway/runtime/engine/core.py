@@ -159,7 +159,9 @@ class EngineCore:
     def _look_up(self, submit: SubmitRequest, prompt: memoryview) -> int:
         """Register a prompt with the prefix cache, if it may use one. Return how many of its tokens are cached."""
         block_manager = self.scheduler.block_managers[0]
-        if block_manager.cache is None or not submit.prefix_cache:
+        # Scores of the prompt need its logits, which cached KV has not.
+        scored = submit.params.prompt_logprobs is not None
+        if block_manager.cache is None or not submit.prefix_cache or scored:
             return 0
         keys = block_keys(prompt, block_manager.block_tokens, submit.cache_salt)
         return block_manager.register_prefix(submit.id, keys, submit.prompt_tokens + len(submit.output))
