@@ -19,6 +19,7 @@ from tests.helpers.timed_cluster import scenario_of, spec_of
 
 from headway.core.clock import ClockProtocol
 from headway.kv.block_manager import BlockManager
+from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime.build.engine_process import live
 from headway.runtime.cluster.instance_agent import InstanceAgent
@@ -55,7 +56,7 @@ def timed(
         policy=made.config.policy,
         chunking=made.config.chunking,
         mode=made.config.mode,
-        t_target_s=made.config.t_target_s,
+        t_target_s=reference_aim_s(made.config, made.latency),
         max_num_seqs=made.config.max_num_seqs,
         max_queued_requests=config.max_queued_requests,
         parameters=spec.shape.parameters,
