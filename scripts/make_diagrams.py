@@ -28,7 +28,7 @@ def main() -> int:
     mpl.rcParams.update(
         {"svg.fonttype": "none", "svg.hashsalt": "headway", "font.family": "sans-serif", "font.size": 9}
     )
-    draw("parts", (11.5, 7.6), PARTS, PARTS_ARROWS)
+    draw("parts", (11.5, 9.3), PARTS, PARTS_ARROWS)
     draw("request", (11.5, 5.6), REQUEST, REQUEST_ARROWS)
     return 0
 
@@ -48,6 +48,9 @@ PARTS: dict[str, Box] = {
     "latency": (7.0, 1.3, 2.6, 1.1, "perf.latency\nhow long a batch takes", GREEN),
     "sim": (10.4, 1.3, 2.6, 1.1, "sim\nvirtual time, workload,\nmetrics, reports", ORANGE),
     "api": (10.4, 6.6, 2.6, 0.7, "cli · api · research", ORANGE),
+    "vllm": (0.0, -0.5, 2.4, 1.1, "vllm\nplug-in of\nvLLM's scheduler", BLUE),
+    "hosted": (3.4, -0.5, 2.6, 1.1, "policy.hosted\npolicy.iteration in a\nhost engine's scheduler", GREEN),
+    "planning": (10.4, -0.5, 2.6, 1.1, "planning\ncheapest deployment\nthat meets demands", ORANGE),
 }
 PARTS_ARROWS: list[Arrow] = [
     ("clients", "serving", ""),
@@ -63,6 +66,9 @@ PARTS_ARROWS: list[Arrow] = [
     ("scheduler", "latency", ""),
     ("executor", "transfer", ""),
     ("sim", "latency", ""),
+    ("vllm", "hosted", "steps"),
+    ("hosted", "latency", ""),
+    ("planning", "sim", ""),
 ]
 
 REQUEST: dict[str, Box] = {
