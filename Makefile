@@ -8,7 +8,7 @@ JOBS ?= 2
 # Parallel tests share the cores: one thread each, and no spinning.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # Properties of searches, indexes, heaps and books, where more examples find more: no tensors, no processes.
-SEARCHED := $(addprefix tests/,core kv latency scheduling placement cluster_machine transfer workload metrics accelerator)
+SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures lock sbom package embedded clean

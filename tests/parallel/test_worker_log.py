@@ -15,9 +15,10 @@ from headway.runtime.executor.rank_config import RankConfig
 from headway.runtime.executor.rank_processes import ProcessTransport
 
 if __name__ == "__main__":
+    # a time that no clock can wait for: an error that only the workers meet
     config = RankConfig(
         model=str(model_path()), dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=8,
-        block_tokens=8, eos=(), tp=1, stages=2, kvp=1, host="256.1.1.1", log_format="json", instance=2,
+        block_tokens=8, eos=(), tp=1, stages=2, kvp=1, patience_s=1e300, log_format="json", instance=2,
     )
     try:
         ProcessTransport(config).start()
@@ -29,8 +30,9 @@ if __name__ == "__main__":
 @pytest.mark.long
 def test_worker_log_lines_have_the_numbers_of_rank_and_instance() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
-    assert "worker 0 failed while starting" in done.stdout
-    (line,) = (json.loads(line) for line in done.stderr.splitlines())
-    assert (line["level"], line["message"]) == ("error", "worker 0 cannot go on")
-    assert (line["instance"], line["worker"]) == (2, 0)
+    assert "failed while starting" in done.stdout
+    # both workers fail alike, and the second may be ended before it has logged that
+    line, *_ = (json.loads(line) for line in done.stderr.splitlines())
+    assert (line["level"], line["message"]) == ("error", f"worker {line['worker']} cannot go on")
+    assert (line["instance"], line["worker"] in (0, 1)) == (2, True)
     assert line["exception"].startswith("Traceback")
