@@ -161,7 +161,15 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
             "spans": {"source": "fast-sp", "node_gbit_s": 400},
         },
         "latency": {"source": "fitted"},
-        "policy": {"policy": "fcfs", "chunking": "static:4096", "max_num_batched_tokens": 4096, "max_num_seqs": 256},
+        "policy": {
+            "policy": "fcfs",
+            "chunking": "static:4096",
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 256,
+            # the unit of "takes many iterations": not the machine's, so that figures are those of one setting
+            "t_target_s": 0.055,
+            "newcomer_wait_s": 0.0,
+        },
         "workload": {
             "preset": "pecsched-short",
             "long_share": long_rps / (short_rps + long_rps),
