@@ -23,7 +23,7 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics.definitions import tbt_s, ttft_s

@@ -15,7 +15,7 @@ from headway.perf.latency.groups import GroupShape
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.ring import RingLatency
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.runtime.build.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, idle_pools
 from headway.runtime.engine.protocol import EngineInfo

@@ -13,7 +13,7 @@ from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.shard_exchange import ShardedModel, WithExchange
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 
 
 def learned(model: LatencyModel) -> LatencyModel:

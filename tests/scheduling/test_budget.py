@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.aim import (
     DECODE_EFFICIENCY,
     LEAST_AIM_S,
@@ -20,9 +20,9 @@ from headway.policy.iteration.aim import (
     EfficientChunks,
     reference_aim_s,
 )
-from headway.policy.iteration.budget import LONGEST_WAIT_S, ArrivalGaps
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S, ArrivalGaps
 from headway.sim import InstanceSpec, simulate
 from headway.sim.workload import TraceRequest
 

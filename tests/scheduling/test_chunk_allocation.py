@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack
 from headway.policy.iteration.chunking_strategies import (
     AdaptiveChunks,

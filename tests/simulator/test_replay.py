@@ -22,7 +22,7 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency import store
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore

@@ -24,7 +24,7 @@ def fitted_latency(device: str, model: str, *, tp: int = 1, stages: int = 1) -> 
 def measured_latency(profile: str | Path) -> LatencyModel:
     """Return the latency model of a file that `headway profile` wrote. Raises ConfigError when it is not one."""
     from headway.perf.latency import store
-    from headway.perf.latency.tables import TableLatency
+    from headway.perf.latency.table_latency import TableLatency
 
     return TableLatency(store.load(Path(profile), None))
 

@@ -17,7 +17,7 @@ from headway.runtime.engine.numerics import settle
 from headway.serving.serve_settings import EngineSettings
 
 if TYPE_CHECKING:
-    from headway.perf.latency.tables import TableSource
+    from headway.perf.latency.table_latency import TableSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
 from headway.perf.latency.fitted import EngineAssumptions, fitted
 from headway.perf.latency.layout import ParallelLayout, RankShape, cut
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.research.base import MODES, Mode
 
 # chunks of a static prefill that are computed; the others are interpolated

@@ -26,7 +26,7 @@ import numpy as np
 
 from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance

@@ -21,7 +21,7 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.layout import ParallelLayout, cut
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory

@@ -18,7 +18,7 @@ from headway.core.errors import InvariantError
 from headway.core.request import Request, Slo
 from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.shard_exchange import ShardExchangeCost
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.decode_cohorts import DecodeTrack

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from headway.core.request import Request, Slo
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.sim.metrics import RequestRecord

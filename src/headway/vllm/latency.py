@@ -18,7 +18,7 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.store import load
-from headway.perf.latency.tables import TableLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8

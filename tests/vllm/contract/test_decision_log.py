@@ -16,7 +16,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
 from headway.perf.latency.store import save
-from headway.perf.latency.tables import TableSource
+from headway.perf.latency.table_latency import TableSource
 from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 
 
 def bake(source: TableSource, scales: Iterable[float], provenance: str) -> TableSource:

@@ -20,7 +20,7 @@ from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.compile import EngineAssumptions, compile_stage
 from headway.perf.latency.operators.device_fit import DeviceFit
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 
 # Nearest profiled die of devices without profiles; any other device scales the A100-80GB.
 _STAND_IN = {"h200-141gb": "h100-80gb", "h20-96gb": "h100-80gb"}

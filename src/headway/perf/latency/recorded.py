@@ -10,7 +10,7 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 
 
 def describe(model: LatencyModel) -> dict[str, Any] | None:

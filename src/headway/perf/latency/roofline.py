@@ -11,7 +11,7 @@ import numpy as np
 
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 
 
 class MachineRates(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.perf.latency.layout import ParallelLayout, cut
-from headway.perf.latency.tables import TableSource
+from headway.perf.latency.table_latency import TableSource
 
 
 class ShardExchangeCost(NamedTuple):

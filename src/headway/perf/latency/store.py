@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.tables import SCHEMA, TableSource
+from headway.perf.latency.table_latency import SCHEMA, TableSource
 
 
 def fingerprint(model: str, dtype: str, device: str, threads: int, layout: str = "tp1-pp1-kvp1") -> str:

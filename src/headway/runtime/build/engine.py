@@ -28,7 +28,7 @@ from headway.perf.latency import store
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
-from headway.perf.latency.tables import TableLatency, TableSource
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from headway.perf.latency.tables import TableSource
+from headway.perf.latency.table_latency import TableSource
 
 
 class ProfileGrid(NamedTuple):

@@ -21,7 +21,7 @@ from headway.core.settings import print_config
 from headway.perf.latency import store
 from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.tables import TableSource
+from headway.perf.latency.table_latency import TableSource
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.server_process import ServerError, ServerProcess

@@ -27,7 +27,7 @@ from headway.perf.latency.operators.device_fit import DeviceFit, preferred_sourc
 from headway.perf.latency.operators.linear import base_ms
 from headway.perf.latency.operators.prefill import HEAD_DIM
 from headway.perf.latency.operators.profiles import Column
-from headway.perf.latency.tables import DecodeTable, PastTable, TableSource
+from headway.perf.latency.table_latency import DecodeTable, PastTable, TableSource
 
 
 class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
