@@ -169,7 +169,9 @@ def test_policies_are_parsed_and_wrong_ones_refused() -> None:
             parse_policies(wrong)
 
 
-@pytest.mark.parametrize("words", [(), ("--url", "http://127.0.0.1:9"), ("--model", "x", "--short-interval", "0")])
+@pytest.mark.parametrize(
+    "words", [(), ("--url", "http://127.0.0.1:9"), ("--url", "nonsense"), ("--model", "x", "--short-interval", "0")]
+)
 def test_bad_settings_are_refused_with_an_explanation(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         headway_bench("convoy", *words)

@@ -146,6 +146,7 @@ def test_a_setting_is_read_by_its_type_and_unit() -> None:
 def test_an_id_may_be_a_part_that_only_one_has() -> None:
     _, run = logged(CONVOY)
     assert find(run, "11") == "r11"
+    assert [find(run, f"{prefix}-r11") for prefix in ("chatcmpl", "cmpl", "resp")] == ["r11"] * 3  # an answer's id
     run.records = [replace(one, id=f"chatcmpl-{one.id}") for one in run.records]
     assert find(run, "r7") == "chatcmpl-r7"
     with pytest.raises(ConfigError, match="several requests have it in their id; name one of 4, such as chatcmpl-r1, "):

@@ -22,6 +22,14 @@ _LIMITS = {
 }
 """Pydantic's kinds of faults that are a crossed limit."""
 
+_SHAPES = {
+    "model_type": "a mapping of fields",
+    "dict_type": "a mapping of fields",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+"""Pydantic's kinds of faults that are a value of another shape."""
+
 
 class FileSection(BaseModel):
     """Unknown fields are errors; what was validated stays as it is."""
@@ -72,6 +80,8 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
         return f"{name} is not a field; allowed here: {', '.join(allowed)}{hint}"
     if item["type"] == "missing":
         return f"{name} is missing"
+    if item["type"] in _SHAPES:
+        return f"{name} must be {_SHAPES[item['type']]}, not {item['input']!r}"
     words = limit_words(item["type"], item)
     if words is not None:
         return f"{name} {words}"

@@ -30,7 +30,7 @@ def check_binding(host: str, api_key: str | None, force: bool = False) -> None:
         return
     raise ConfigError(
         f"refusing to listen on {host!r} without an API key: anyone who can reach this machine could use the model. "
-        "Set an API key, listen on 127.0.0.1, or force it if a gateway in front checks access."
+        "Set an API key, listen on 127.0.0.1, or give --allow-public if a gateway in front checks access."
     )
 
 

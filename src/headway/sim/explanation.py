@@ -6,6 +6,7 @@ explained alike. The intervals of a span of time are disjoint and fill it: their
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ Cause = Literal["own chunk", "own token", "under way", "queued", "no KV", "compu
 """own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. under way: the
 iteration that ran when it came. queued: iterations of others. no KV: the same, and it was passed over for lack of free
 blocks. computed again: iterations since its KV was freed. engine: no iteration ran."""
+
+_ANSWER_PREFIX = re.compile("^(chatcmpl|cmpl|resp)[-_]")
 
 RULES = {
     "fcfs": "first come, first served",
@@ -95,18 +98,23 @@ def explain(run: ReplayedRun, request_id: str) -> Explanation:
 
 
 def find(run: ReplayedRun, request_id: str) -> str:
-    """Return the id as the log has it: the same, or the only one that contains it (servers add prefixes and suffixes).
+    """Return the id as the log has it: the same, or the only one that contains it (servers add prefixes and suffixes),
+    with or without the prefix that an answer's id has.
 
     Raises ConfigError that names some of the log's ids."""
     known = {record.id for record in run.records}
     if request_id in known:
         return request_id
-    close = sorted(name for name in known if request_id and request_id in name)
+    close = _containing(known, request_id) or _containing(known, _ANSWER_PREFIX.sub("", request_id))
     if len(close) == 1:
         return close[0]
     some = ", ".join((close or sorted(known))[:5]) or "none"
     what = "several requests have it in their id" if close else "the log has no such request"
     raise ConfigError(f"{request_id!r}: {what}; name one of {len(close or known)}, such as {some}")
+
+
+def _containing(names: Iterable[str], part: str) -> list[str]:
+    return sorted(name for name in names if part and part in name)
 
 
 def shares(intervals: Iterable[LifeInterval]) -> dict[str, float]:

@@ -13,6 +13,8 @@ from headway.core.errors import ConfigError
 def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Return the first entry of /v1/models; its `id` is the name to send. Raises ConfigError when there is none."""
     url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{base_url!r} is not an address of a server: write it like http://127.0.0.1:8000")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
