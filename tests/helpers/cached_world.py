@@ -96,7 +96,7 @@ class CachedWorld:
         name, hit = client.request.id, 0
         client.numbers = self.prefixes.of(client.prompt + client.output, client.salt)
         if client.cached:
-            hit = self.manager.register_prefix(name, client.keys(len(client.prompt)), len(client.prompt))
+            hit = self.cache.register(name, client.keys(len(client.prompt)), len(client.prompt))
         request = Request(
             id=name, arrival_s=self.now, prompt_tokens=len(client.prompt), max_output_tokens=len(client.output),
             cached_tokens=hit,

@@ -24,6 +24,8 @@ from headway.policy.iteration.scheduler import Scheduler
 class CountedPool:
     """`KvPool` that only counts, with other words for its counts than `BlockManager` has."""
 
+    cache = None
+
     def __init__(self, n_blocks: int, block_tokens: int) -> None:
         self.n_blocks, self.block_tokens = n_blocks, block_tokens
         self.blocks: dict[str, int] = {}
@@ -35,15 +37,6 @@ class CountedPool:
     @property
     def free_blocks(self) -> int:
         return self.n_blocks - sum(self.blocks.values())
-
-    def drain_hits(self) -> list[tuple[str, int]]:
-        return []
-
-    def hit_tokens(self, request_id: str) -> int | None:
-        return None
-
-    def computed_by(self, request_id: str) -> str | None:
-        return None
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         return -(-tokens // self.block_tokens) - self.held_blocks(request_id)

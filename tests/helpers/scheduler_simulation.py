@@ -211,7 +211,8 @@ class World:
                 self.preempted += 1
         self.tables.check()
         leases = {
-            lease.request: self.scheduler.block_manager.runs(lease) for lease in self.scheduler.block_manager.leases()
+            lease.request: self.scheduler.block_manager.where(lease.request)
+            for lease in self.scheduler.block_manager.leases()
         }
         assert leases == {name: self.tables.runs(name) for name in self.tables.owners()}
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills)]

@@ -68,7 +68,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule()
     def carry_out(self) -> None:
         apply_ops(self.replica, self.block_manager.drain_ops())
-        held = {lease.request: self.block_manager.runs(lease) for lease in self.block_manager.leases()}
+        held = {lease.request: self.block_manager.where(lease.request) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
 

@@ -130,7 +130,7 @@ class StagedKvMachine(RuleBasedStateMachine):
     @rule()
     def carry_out(self) -> None:
         apply_ops(self.replica, self.block_manager.drain_ops())
-        held = {lease.request: self.block_manager.runs(lease) for lease in self.block_manager.leases()}
+        held = {lease.request: self.block_manager.where(lease.request) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()
 
@@ -199,10 +199,10 @@ def test_kv_of_spans_becomes_the_requests_without_moving() -> None:
     staged_kv.admit()
     lease = staged_kv.lease(span_kv_name("a"))
     assert lease is not None
-    runs = block_manager.runs(lease)
+    runs = block_manager.where(lease.request)
     assert staged_kv.to_request("a")
     assert staged_kv.lease("a") is lease
-    assert block_manager.runs(lease) == runs
+    assert block_manager.where(lease.request) == runs
     assert block_manager.drain_ops() == (KvOp("reserve", "a/spans", 3), KvOp("reassign", "a", 0, before="a/spans"))
 
 

@@ -43,7 +43,7 @@ def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> No
     assert scheduler.idle
     lease = scheduler.staged_kv.lease("a")
     assert lease is not None
-    runs = scheduler.block_manager.runs(lease)
+    runs = scheduler.block_manager.where(lease.request)
     add_phase(scheduler, "a", 41, "decode", cached=40)
     scheduler.check()
     assert scheduler.staged_kv.lease("a") is None
@@ -51,7 +51,7 @@ def test_prefill_phase_stages_its_kv_and_decode_phase_claims_it_in_place() -> No
     assert batch.parts[0].decodes.members == ("a",)
     assert batch.parts[0].decodes.kv_sum == 41
     assert batch.tokens == 1
-    assert scheduler.block_manager.runs(lease)[0][0] == runs[0][0]
+    assert scheduler.block_manager.where(lease.request)[0][0] == runs[0][0]
     step(scheduler, 0.0, "a")
     assert scheduler.block_manager.free_blocks == scheduler.block_manager.n_blocks
 
@@ -306,7 +306,7 @@ class PhasesWorld:
         part = batch.parts[0]
         self._replay(part.kv_ops)
         block_manager = self.scheduler.block_manager
-        assert {lease.request: block_manager.runs(lease) for lease in block_manager.leases()} == {
+        assert {lease.request: block_manager.where(lease.request) for lease in block_manager.leases()} == {
             name: self.tables.runs(name) for name in self.tables.owners()
         }
         for name, start, tokens in (

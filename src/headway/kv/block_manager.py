@@ -6,7 +6,7 @@ requests that ended stay in the pool until room is needed, and requests with the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
@@ -177,17 +177,10 @@ class BlockManager:
         self._ops.clear()
         return ops
 
-    def runs(self, lease: KvLease) -> tuple[Run, ...]:
-        return self._tables.runs(lease.request)
-
     def leases(self) -> Iterator[KvLease]:
         return iter(self._leases.values())
 
     # -- prefix cache -------------------------------------------------------------------------------------------
-
-    def register_prefix(self, request: str, keys: Sequence[Hashable], prompt_tokens: int) -> int:
-        """Let a new request share cached blocks, and leave its own. Return how many of its tokens are cached now."""
-        return self.cache.register(request, keys, prompt_tokens) if self.cache is not None else 0
 
     def note_computed(self, request: str, tokens: int) -> None:
         """Cache the blocks of a request's first `tokens` tokens, which are in place: other requests may share them."""
@@ -196,28 +189,6 @@ class BlockManager:
             return
         if tokens // self.block_tokens > lease.tip.depth:
             lease.tip = self.cache.computed(request, lease.tip, tokens, self._blocks(lease))
-
-    def forget_prefix(self, request: str) -> None:
-        """Drop the keys of a request that has ended. Its blocks stay cached."""
-        if self.cache is not None:
-            self.cache.forget(request)
-
-    def requeue_prefix(self, request: str) -> None:
-        """Let a request that lost its KV look up its prefix again."""
-        if self.cache is not None:
-            self.cache.requeue(request)
-
-    def drain_hits(self) -> list[tuple[str, int]]:
-        """Return waiting requests whose number of cached tokens has changed since the last call, with that number."""
-        return self.cache.drain_changes() if self.cache is not None else []
-
-    def hit_tokens(self, request: str) -> int | None:
-        """Return the tokens that a waiting request would share now. None: it is not registered, or holds KV."""
-        return self.cache.cached_tokens(request) if self.cache is not None else None
-
-    def computed_by(self, request: str) -> str | None:
-        """Return the request that computes the next block of a waiting request's prompt, if any does."""
-        return self.cache.computed_by(request) if self.cache is not None else None
 
     def clear_cache(self) -> None:
         """Evict all cached blocks that no request uses, for instance because their contents are lost."""
@@ -232,29 +203,14 @@ class BlockManager:
         if self.cache is None:
             self._tables.check()
         else:
-            self._check_cached(self.cache)
+            blocks = {lease: self._blocks(lease) for lease in self._leases.values()}
+            _check_shared(self.n_blocks, self._tables, self.cache, blocks)
         if set(self._tables.owners()) != set(self._leases):
             raise InvariantError("block owners and leases differ")
         for lease in self._leases.values():
             held = sum(count for _, count in self._tables.runs(lease.request))
             if held != lease.blocks or lease.tokens != held * self.block_tokens:
                 raise InvariantError(f"the lease of {lease.request} says {lease.blocks} blocks and holds {held}")
-
-    def _check_cached(self, cache: PrefixCache) -> None:
-        """Raise InvariantError unless blocks are free, or held by leases and cache; only cached ones by several."""
-        cache.check()
-        self._tables.allocator.check()
-        cached = {node.block for node in cache.index.nodes()}
-        if len(cached) != len(cache.index):
-            raise InvariantError("a block is cached under two prefixes")
-        private: list[int] = []
-        for lease in self._leases.values():
-            path = set(cache.index.path(lease.tip)) if lease.tip is not None else set()
-            # Blocks of its own, cached prefixes of others excepted.
-            private += [block for block in self._blocks(lease) if block not in path]
-        free = [first + i for first, count in self._tables.allocator.free_runs() for i in range(count)]
-        if len(private) + len(cached) + len(free) != self.n_blocks or len({*private, *cached, *free}) != self.n_blocks:
-            raise InvariantError("a block has two owners, or is owned and free, or is neither")
 
     def _blocks(self, lease: KvLease) -> list[int]:
         """Return all blocks of a lease, in order of its tokens."""
@@ -281,3 +237,22 @@ class BlockManager:
         self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks
         lease.tokens = lease.blocks * self.block_tokens
+
+
+def _check_shared(n_blocks: int, tables: BlockTables, cache: PrefixCache, held: Mapping[KvLease, list[int]]) -> None:
+    """Raise InvariantError unless blocks are free, or held by leases and cache; only cached ones by several.
+
+    `held`: the blocks of each lease."""
+    cache.check()
+    tables.allocator.check()
+    cached = {node.block for node in cache.index.nodes()}
+    if len(cached) != len(cache.index):
+        raise InvariantError("a block is cached under two prefixes")
+    private: list[int] = []
+    for lease, blocks in held.items():
+        path = set(cache.index.path(lease.tip)) if lease.tip is not None else set()
+        # Blocks of its own, cached prefixes of others excepted.
+        private += [block for block in blocks if block not in path]
+    free = [first + i for first, count in tables.allocator.free_runs() for i in range(count)]
+    if len(private) + len(cached) + len(free) != n_blocks or len({*private, *cached, *free}) != n_blocks:
+        raise InvariantError("a block has two owners, or is owned and free, or is neither")

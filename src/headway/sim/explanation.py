@@ -27,7 +27,7 @@ _ANSWER_PREFIX = re.compile("^(chatcmpl|cmpl|resp)[-_]")
 RULES = {
     "fcfs": "first come, first served",
     "edf": "earliest deadline first",
-    "lrs": "least relative slack first",
+    "lrs": "least slack first",
     "srpt": "least work left first",
     "lars": "least slack relative to length first",
 }

@@ -13,6 +13,9 @@ class PledgedKvPool:
     allocates (`settle`) and is dropped once the prompt is computed: decodes grow by vLLM's own rules.
     """
 
+    cache: None = None
+    """vLLM looks prompts up itself: it reports a hit when it first schedules the request."""
+
     def __init__(
         self,
         n_blocks: int,
@@ -41,18 +44,6 @@ class PledgedKvPool:
     def pledged_blocks(self) -> int:
         """Blocks that half-done prefills will still take."""
         return self._open_sum
-
-    def drain_hits(self) -> list[tuple[str, int]]:
-        """Return nothing: vLLM reports a hit when it schedules the request first."""
-        return []
-
-    def hit_tokens(self, request_id: str) -> int | None:
-        """Return None: the pool looks up no prompts."""
-        return None
-
-    def computed_by(self, request_id: str) -> str | None:
-        """Return None: vLLM shares full blocks only once they are computed."""
-        return None
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """See `KvPool`."""

@@ -53,9 +53,11 @@ class KvBlockAdmission:
 
         One of `ahead`, the more urgent requests, computes the prefix that it lacks; or KV that was pledged in this
         decision has evicted part of its hit, by which its work was sized."""
-        name = state.request.id
-        hit = self._pool.hit_tokens(name)
-        return hit is not None and (hit != state.scheduled or self._pool.computed_by(name) in ahead)
+        cache, name = self._pool.cache, state.request.id
+        if cache is None:
+            return False
+        hit = cache.cached_tokens(name)
+        return hit is not None and (hit != state.scheduled or cache.computed_by(name) in ahead)
 
     def enter(self, state: PrefillState) -> bool:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""

@@ -173,13 +173,14 @@ class IterationPolicy:
         """Choose the prefill tokens of the next iteration, whose decodes are `load` (`latency.base.decode_load`).
 
         KV of requests that get their first tokens has been pledged by the pool on return. `budget_s`: longest
-        iteration, seconds; None: `budget_s(now)`. `skip`: requests that can
-        take no tokens in this iteration. `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short
-        prefills wait in other groups of the same lockstep batch, so a long one here yields time."""
+        iteration, seconds; None: `budget_s(now)`. `skip`: requests that can take no tokens in this iteration.
+        `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short prefills wait in other groups of
+        the same lockstep batch, so a long one here yields time."""
         if not len(self.queue):
             return IterationDecision([], load)
-        for request_id, cached in self._pool.drain_hits():
-            self._set_cached(self._states[request_id], cached)
+        if self._pool.cache is not None:
+            for request_id, cached in self._pool.cache.drain_changes():
+                self._set_cached(self._states[request_id], cached)
         config = self.config
         t_target_s = self.budget_s(now) if budget_s is None else budget_s
         if t_target_s != self._rules.t_target_s:

@@ -147,7 +147,8 @@ class GroupState:
         self.waiting_for_kv.pop(name, None)
         computed, sequence.computed = sequence.computed, 0
         self._free(sequence)
-        self.block_manager.requeue_prefix(name)
+        if self.block_manager.cache is not None:
+            self.block_manager.cache.requeue(name)
         # `known` is read after `ready.remove` has settled the member: its generated tokens count.
         self.policy.lost(name, sequence.known)
         return RequestEvent("preempted", name, now, computed)
@@ -160,15 +161,19 @@ class GroupState:
         # Blocks of its output are cached with those of its prompt: the next turn of a conversation begins with both.
         self.block_manager.note_computed(sequence.request.id, sequence.computed)
         self._free(sequence)
-        self.block_manager.forget_prefix(sequence.request.id)
+        self._forget_prefix(sequence)
         return RequestEvent("aborted" if sequence.aborted else "finished", sequence.request.id, now)
+
+    def _forget_prefix(self, sequence: SequenceState) -> None:
+        if self.block_manager.cache is not None:
+            self.block_manager.cache.forget(sequence.request.id)
 
     def leave_staged(self, sequence: SequenceState, now: float) -> RequestEvent:
         """Remove a request and keep its KV staged, for a transfer or for its next phase."""
         lease = sequence.lease
         assert lease is not None
         self._remove(sequence)
-        self.block_manager.forget_prefix(sequence.request.id)
+        self._forget_prefix(sequence)
         sequence.lease = None
         self.staged_kv.store(lease)
         return RequestEvent("staged", sequence.request.id, now, sequence.computed)

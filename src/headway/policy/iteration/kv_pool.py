@@ -5,6 +5,19 @@ from __future__ import annotations
 from typing import Protocol
 
 
+class PrefixLookup(Protocol):
+    """Implemented by `kv.prefix_cache.PrefixCache`: what of the prompts of waiting requests is cached."""
+
+    def drain_changes(self) -> list[tuple[str, int]]:
+        """Return requests that hold no KV and whose number of cached tokens has changed, with that number."""
+
+    def cached_tokens(self, request: str) -> int | None:
+        """Return the cached tokens of a request that holds no KV; None for any other."""
+
+    def computed_by(self, request: str) -> str | None:
+        """Return the request that computes the next block of a waiting request's prompt, if any does."""
+
+
 class KvPool(Protocol):
     """Implemented by `kv.block_manager.BlockManager`; a plug-in implements it over its engine's block pool.
 
@@ -24,14 +37,9 @@ class KvPool(Protocol):
     def free_blocks(self) -> int:
         """Blocks that are neither held by a request nor pledged to one."""
 
-    def drain_hits(self) -> list[tuple[str, int]]:
-        """Return requests that hold no KV and whose number of cached tokens has changed, with that number."""
-
-    def hit_tokens(self, request_id: str) -> int | None:
-        """Return the cached tokens of a request that holds no KV; None where the pool does not look prompts up."""
-
-    def computed_by(self, request_id: str) -> str | None:
-        """Return the request that computes the next block of a waiting request's prompt, if any does."""
+    @property
+    def cache(self) -> PrefixLookup | None:
+        """Cached prefixes that waiting requests would share; None: the pool looks no prompts up."""
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """Return how many more blocks a request needs for `tokens` tokens in all."""

@@ -391,7 +391,7 @@ class InstanceAgent:
         lease = staged_kv.lease(place)
         assert lease is not None
         block = self._block_manager.block_tokens
-        return [(first * block, count * block) for first, count in self._block_manager.runs(lease)]
+        return [(first * block, count * block) for first, count in self._block_manager.where(lease.request)]
 
     def _done(self, job: _SpanJob) -> SpanTaskDone:
         compute, name = job.compute, job.compute.id

@@ -136,7 +136,8 @@ class EngineCore:
             self.scheduler.add(Span.whole(request), now, submit.phase)
         except RequestError:
             self.executor.forget(submit.id)
-            self.scheduler.block_managers[0].forget_prefix(submit.id)
+            if (cache := self.scheduler.block_managers[0].cache) is not None:
+                cache.forget(submit.id)
             raise
         self._live[submit.id] = _ScheduledOutput(submit, self.info)
         if submit.timeout_s is not None:
@@ -164,7 +165,7 @@ class EngineCore:
         if block_manager.cache is None or not submit.prefix_cache or scored:
             return 0
         keys = block_keys(prompt, block_manager.block_tokens, submit.cache_salt)
-        return block_manager.register_prefix(submit.id, keys, submit.prompt_tokens + len(submit.output))
+        return block_manager.cache.register(submit.id, keys, submit.prompt_tokens + len(submit.output))
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
