@@ -113,10 +113,10 @@ def test_a_million_ids_are_sent_as_they_are(serve_fake: Start) -> None:
 
 
 def test_bodies_hold_the_prompt_and_only_openai_fields_when_asked() -> None:
-    body = json.loads(request_body(TargetEndpoint(base_url="", model="m"), job()))
+    body = json.loads(request_body(TargetEndpoint(base_url="http://127.0.0.1:9", model="m"), job()))
     assert body["prompt"] == [5, 6, 7]
     assert (body["ignore_eos"], body["min_tokens"], body["max_tokens"]) == (True, 4, 4)
-    plain = json.loads(request_body(TargetEndpoint(base_url="", model="m", extensions=False), job()))
+    plain = json.loads(request_body(TargetEndpoint(base_url="http://127.0.0.1:9", model="m", extensions=False), job()))
     assert plain.keys() == {"model", "max_tokens", "temperature", "stream", "stream_options", "prompt"}
     assert TargetEndpoint(base_url="http://h:1/v1/", model="m").path("models") == "http://h:1/v1/models"
 

@@ -170,7 +170,14 @@ def test_policies_are_parsed_and_wrong_ones_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--url", "http://127.0.0.1:9"), ("--url", "nonsense"), ("--model", "x", "--short-interval", "0")]
+    "words",
+    [
+        (),
+        ("--url", "http://127.0.0.1:9"),
+        ("--url", "nonsense"),
+        ("--url", "nonsense", "--model", "x"),
+        ("--model", "x", "--short-interval", "0"),
+    ],
 )
 def test_bad_settings_are_refused_with_an_explanation(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):

@@ -71,6 +71,8 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
         (["--scheduling-policy", "lottery"], "unknown scheduling policy 'lottery': choose one of fcfs, edf, lrs"),
         (["--chunking", "static:none"], "unknown chunking 'static:none'"),
         (["--mode", "sloppy"], "mode must be 'default' or 'paper', not 'sloppy'"),
+        (["--t-target-ms", "-1"], "--t-target-ms: must be above 0, not -1"),
+        (["--newcomer-wait-ms", "-1"], "--newcomer-wait-ms: must be at least 0, not -1"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["--max-model-len", "a lot"], "--max-model-len: 'a lot' is not a number of tokens"),
         (["/no/such/model"], "/no/such/model is not a folder"),
@@ -87,10 +89,10 @@ def test_a_wrong_setting_is_one_line_and_status_2(words: list[str], message: str
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_command_gets_a_list_of_commands() -> None:
+def test_an_unknown_command_gets_the_one_that_is_spelt_alike() -> None:
     done = headway("sevre")
     assert done.returncode == 2
-    assert "serve" in done.stderr
+    assert "did you mean serve?" in done.stderr
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["serve", "--print-config"]])

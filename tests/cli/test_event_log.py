@@ -65,5 +65,5 @@ def test_links_are_kept_and_pipes_are_written_to_directly(tmp_path: Path) -> Non
 
 
 def test_a_path_that_cannot_be_opened_is_a_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"event-log: .*: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"event-log: .*: its folder does not exist; make it first"):
         open_event_log(str(tmp_path / "no" / "log"))

@@ -131,6 +131,13 @@ def test_sampling_parameters_are_per_prompt_and_a_seed_repeats_itself(llm: LLM):
         llm.generate(["one", "two"], params[:1])
 
 
+def test_a_prompt_is_scored_token_by_token(llm: LLM):
+    (answer,) = llm.generate(["The passkey is 417."], [SamplingParams(max_tokens=1, prompt_logprobs=0)])
+    # the first token has nothing before it
+    assert len(answer.prompt_logprobs) == answer.prompt_tokens - 1
+    assert llm.generate("The passkey is 417.", SamplingParams(max_tokens=1))[0].prompt_logprobs == []
+
+
 def test_a_refused_prompt_leaves_an_empty_engine(llm: LLM):
     with pytest.raises(RequestError, match="at most"):
         llm.generate(["short", "x " * 3000], GREEDY)

@@ -88,6 +88,7 @@ def test_results_of_another_question_are_refused(tmp_path: Path, capsys: pytest.
         ({"demands": {}}, "`demands` is empty"),
         ({"demands": {"chat": {"ttft_s": 1}}}, "write METRIC_pNN_s"),
         ({"accelerators": [{"name": "h1000"}]}, "unknown accelerator 'h1000'"),
+        ({"accelerators": []}, "accelerators must have at least 1 entry"),
         ({"latency": {"source": "table", "file": "t.json"}}, "a measured table holds for one layout"),
         ({"search": {"tp": [64]}}, "no layout of `search` fits"),
         ({"replicas": 3}, "replicas is not a field"),

@@ -13,7 +13,15 @@ from headway.planning.bounds import least_late
 from headway.planning.candidates import candidates_of, cost_of, memory_faults, shape_of
 from headway.planning.question import PlanQuestion, parse_question
 from headway.planning.search import PlanSearch, pareto
-from headway.planning.simulate import BACKLOG, Job, Measure, measure, of_class, tolerated, workload_of
+from headway.planning.simulate import (
+    BACKLOG,
+    CandidateMeasure,
+    SimulationJob,
+    measure,
+    of_class,
+    tolerated,
+    workload_of,
+)
 from headway.sim.metrics.quantiles import quantile
 
 
@@ -49,13 +57,13 @@ def random_question(seed: int, **search: Any) -> PlanQuestion:
     )
 
 
-def brute_force(question: PlanQuestion) -> Measure | None:
+def brute_force(question: PlanQuestion) -> CandidateMeasure | None:
     """Simulate everything to its end; the cheapest plan, then the widest margin, then the first."""
     demands = question.demand_list()
     met = [
         one
         for candidate in candidates_of(question)
-        if (one := measure(Job(question, candidate, to_the_end=True))).meets(demands)
+        if (one := measure(SimulationJob(question, candidate, to_the_end=True))).meets(demands)
     ]
     return min(met, key=lambda one: (cost_of(one.candidate, question), one.ratio(demands)), default=None)
 
@@ -86,7 +94,7 @@ def test_bound_never_exceeds_the_late_requests_of_a_simulation() -> None:
         question = random_question(seed)
         workload = workload_of(question, seed)
         for candidate in list(candidates_of(question))[::5]:
-            job = Job(question, candidate, to_the_end=True)
+            job = SimulationJob(question, candidate, to_the_end=True)
             for limit_s in (0.01, 0.3):
                 device = accelerator(candidate.accelerator)
                 least = least_late(candidate, device, shape_of(question), workload, limit_s)
@@ -108,10 +116,10 @@ def test_early_stop_changes_no_verdict() -> None:
         question = question.model_copy(update={"workload": workload, "demands": {"all": {"ttft_p99_s": 0.2}}})
         demands = question.demand_list()
         for candidate in list(candidates_of(question))[::6]:
-            early = measure(Job(question, candidate))
+            early = measure(SimulationJob(question, candidate))
             if not early.complete():
                 stopped += 1
-                assert not measure(Job(question, candidate, to_the_end=True)).meets(demands)
+                assert not measure(SimulationJob(question, candidate, to_the_end=True)).meets(demands)
     assert stopped > 0
 
 
@@ -186,7 +194,7 @@ def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> N
         }
     )
     candidate = next(c for c in candidates_of(question) if (c.replicas, c.decoders) == (2, 1))
-    whole = measure(Job(question, candidate, to_the_end=True))
+    whole = measure(SimulationJob(question, candidate, to_the_end=True))
     assert whole.ratio(question.demand_list()) <= 1
     assert whole.seeds[0].missed == BACKLOG
     assert not whole.meets(question.demand_list())

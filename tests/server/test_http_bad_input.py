@@ -94,6 +94,7 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"priority": HUGE}, "priority"),
     ({"slo": 5}, "slo"),
     ({"slo": {"ttft_ms": 0}}, "slo.ttft_ms"),
+    ({"slo": {"ttft": 200}}, "slo.ttft"),
     ({"slo": {"ttft_ms": -5}}, "slo.ttft_ms"),
     ({"slo": {"tpot_ms": "fast"}}, "slo.tpot_ms"),
     ({"timeout_s": 0}, "timeout_s"),

@@ -17,7 +17,7 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.counterfactual import outcomes, with_setting
-from headway.sim.explanation import Explanation, LifeInterval, explain, find, merged, shares
+from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
 from headway.sim.faults import small_machine
 from headway.sim.replay import replay
 from headway.sim.replayed_run import ReplayedRun
@@ -82,7 +82,7 @@ def test_causes_sum_to_the_time_to_first_token_and_to_the_worst_gap(
         assert sum(one.seconds for one in merged(told.to_first_token)) == pytest.approx(told.ttft_s, abs=1e-6)
 
 
-def chat_under(policy: str) -> Explanation:
+def chat_under(policy: str) -> RequestExplanation:
     _, run = logged(CONVOY, policy=policy)
     return explain(run, "r3")
 

@@ -33,6 +33,8 @@ class Completion:
     """"stop" (an end token) or "length"."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry per token where `SamplingParams.logprobs` asked for them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One entry per prompt token but the first, where `SamplingParams.prompt_logprobs` asked for them."""
     ttft_s: float | None = None
     """Seconds from the call to the first token."""
     e2e_s: float | None = None
@@ -183,6 +185,7 @@ class LLM:
             answer.ttft_s = delta.emitted_s - start_s
         answer.token_ids.extend(delta.tokens)
         answer.logprobs.extend(delta.logprobs or ())
+        answer.prompt_logprobs.extend(delta.prompt_logprobs or ())
         answer.e2e_s, answer.finish_reason = delta.emitted_s - start_s, delta.finish
 
     def _abort(self, names: Mapping[str, Completion]) -> None:

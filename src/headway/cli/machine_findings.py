@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """One line of the report."""
 
     subject: str
@@ -47,11 +47,11 @@ class Finding:
     """What to do about it; empty where there is nothing to do."""
 
 
-def findings(port: int = 8000) -> Iterator[Finding]:
+def findings(port: int = 8000) -> Iterator[MachineFinding]:
     """Examine this machine. `port`: where a server would listen."""
-    yield Finding("headway", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield MachineFinding("headway", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield processor_finding(_flags())
-    yield Finding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    yield MachineFinding("cores", "ok", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
     yield memory_finding(available_bytes())
     yield _shared_memory()
     yield from _torch()
@@ -71,55 +71,57 @@ def _flags() -> frozenset[str]:
     return frozenset()
 
 
-def processor_finding(flags: frozenset[str]) -> Finding:
+def processor_finding(flags: frozenset[str]) -> MachineFinding:
     have = [name for flag, name in INSTRUCTION_SETS.items() if flag in flags]
     what = f"{processor_name()} ({', '.join(have) or 'no vector extensions that Headway knows'})"
     if "avx512_bf16" not in flags:
-        return Finding("processor", "limited", what, "bf16 is slow here: serve with --dtype float32")
-    return Finding("processor", "ok", what)
+        return MachineFinding("processor", "limited", what, "bf16 is slow here: serve with --dtype float32")
+    return MachineFinding("processor", "ok", what)
 
 
-def memory_finding(free: int) -> Finding:
+def memory_finding(free: int) -> MachineFinding:
     if free < 2 << 30:
-        return Finding(
+        return MachineFinding(
             "memory", "limited", f"{gib(free)} available", "little room for KV: see `headway serve --dry-run`"
         )
-    return Finding("memory", "ok", f"{gib(free)} available")
+    return MachineFinding("memory", "ok", f"{gib(free)} available")
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> MachineFinding:
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Finding("shared memory", "limited", "no /dev/shm", "instances of a cluster send KV by socket: slower")
+        return MachineFinding(
+            "shared memory", "limited", "no /dev/shm", "instances of a cluster send KV by socket: slower"
+        )
     if free < 256 << 20:
         advice = "give a container more (docker run --shm-size 2g): KV between instances goes through it"
-        return Finding("shared memory", "limited", f"{gib(free)} free in /dev/shm", advice)
-    return Finding("shared memory", "ok", f"{gib(free)} free in /dev/shm")
+        return MachineFinding("shared memory", "limited", f"{gib(free)} free in /dev/shm", advice)
+    return MachineFinding("shared memory", "ok", f"{gib(free)} free in /dev/shm")
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> Iterator[MachineFinding]:
     """Yield what torch, the compiled kernels and CUDA can do; torch is imported, which takes seconds."""
     if importlib.util.find_spec("torch") is None:
-        yield Finding("torch", "absent", "not installed: simulations only", "pip install 'headway[serve]'")
+        yield MachineFinding("torch", "absent", "not installed: simulations only", "pip install 'headway[serve]'")
         return
     from headway.perf.hardware.device import choose
     from headway.runtime.executor.cuda_probe import look
 
-    yield Finding("torch", "ok", importlib.metadata.version("torch"))
+    yield MachineFinding("torch", "ok", importlib.metadata.version("torch"))
     yield _kernels()
     try:
         chosen = choose("auto", 1, look)
     except ConfigError as error:
-        yield Finding("GPU", "absent", str(error))
+        yield MachineFinding("GPU", "absent", str(error))
         return
     if chosen is None:
-        yield Finding("GPU", "absent", "none that this torch can use: the CPU serves")
+        yield MachineFinding("GPU", "absent", "none that this torch can use: the CPU serves")
     else:
-        yield Finding("GPU", "ok", f"{chosen.name}, {gib(chosen.free_bytes)} free")
+        yield MachineFinding("GPU", "ok", f"{chosen.name}, {gib(chosen.free_bytes)} free")
 
 
-def _kernels() -> Finding:
+def _kernels() -> MachineFinding:
     """Build the compiled kernels if they are not in the cache, and say why they are off where they are."""
     from headway.runtime.attention.native import kernels
 
@@ -136,22 +138,22 @@ def _kernels() -> Finding:
         log.removeHandler(handler)
         log.setLevel(level)
     if made is not None:
-        return Finding("compiled kernels", "ok", "on, for bf16")
+        return MachineFinding("compiled kernels", "ok", "on, for bf16")
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
-        return Finding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
+        return MachineFinding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
     if "avx512_bf16" not in _flags():
-        return Finding("compiled kernels", "limited", "off: they need a processor with AVX-512 BF16")
+        return MachineFinding("compiled kernels", "limited", "off: they need a processor with AVX-512 BF16")
     why = messages[-1] if messages else "off: the compiler does not know AVX-512 BF16"
-    return Finding("compiled kernels", "limited", why.splitlines()[0], "install g++ 12 or later, then try again")
+    return MachineFinding("compiled kernels", "limited", why.splitlines()[0], "install g++ 12 or later, then try again")
 
 
-def _extra(extra: str, package: str, purpose: str) -> Finding:
+def _extra(extra: str, package: str, purpose: str) -> MachineFinding:
     if importlib.util.find_spec(package) is not None:
-        return Finding(f"extra {extra}", "ok", f"to {purpose}")
-    return Finding(f"extra {extra}", "absent", f"to {purpose}", f"pip install 'headway[{extra}]'")
+        return MachineFinding(f"extra {extra}", "ok", f"to {purpose}")
+    return MachineFinding(f"extra {extra}", "absent", f"to {purpose}", f"pip install 'headway[{extra}]'")
 
 
-def _vllm() -> Finding:
+def _vllm() -> MachineFinding:
     from headway.vllm.seams import KNOWN
 
     known = ", ".join(KNOWN)
@@ -162,21 +164,23 @@ def _vllm() -> Finding:
             continue
         # a local part such as "+cpu" says how it was built
         if version.split("+")[0] in KNOWN:
-            return Finding("vLLM", "ok", f"{version}, which headway.vllm.Scheduler knows")
-        return Finding("vLLM", "limited", f"{version}; headway.vllm.Scheduler knows {known}", "docs/how-to/vllm.md")
+            return MachineFinding("vLLM", "ok", f"{version}, which headway.vllm.Scheduler knows")
+        return MachineFinding(
+            "vLLM", "limited", f"{version}; headway.vllm.Scheduler knows {known}", "docs/how-to/vllm.md"
+        )
     if shutil.which("vllm") is not None:
-        return Finding("vLLM", "ok", f"{shutil.which('vllm')}, in an environment of its own")
-    return Finding("vLLM", "absent", "not in this environment, and no `vllm` command", "docs/how-to/vllm.md")
+        return MachineFinding("vLLM", "ok", f"{shutil.which('vllm')}, in an environment of its own")
+    return MachineFinding("vLLM", "absent", "not in this environment, and no `vllm` command", "docs/how-to/vllm.md")
 
 
-def port_finding(port: int) -> Finding:
+def port_finding(port: int) -> MachineFinding:
     if importlib.util.find_spec("uvicorn") is None:
-        return Finding("port", "absent", "not looked at without the extra serve")
+        return MachineFinding("port", "absent", "not looked at without the extra serve")
     from headway.serving.binding import bind
 
     try:
         for made in bind("127.0.0.1", port):
             made.close()
     except ConfigError as error:
-        return Finding("port", "limited", str(error), "headway serve --port N")
-    return Finding("port", "ok", f"{port} is free")
+        return MachineFinding("port", "limited", str(error), "headway serve --port N")
+    return MachineFinding("port", "ok", f"{port} is free")

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 
 from headway import __version__
@@ -74,6 +75,9 @@ def _run(words: list[str]) -> int:
     parser = CommandParser(prog="headway", description="Long-context LLM serving.")
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    if chosen is not None and chosen not in COMMANDS:
+        close = get_close_matches(chosen, COMMANDS, 1)
+        parser.error(f"there is no command {chosen!r}" + "".join(f"; did you mean {name}?" for name in close))
     run: Callable[[argparse.Namespace], int] | None = None
     asked = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.

@@ -78,11 +78,11 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
 def _search(question: PlanQuestion, arguments: argparse.Namespace) -> PlanResult:
     from headway.planning.answer import measure_line, question_line, read_measures
     from headway.planning.search import PlanSearch
-    from headway.planning.simulate import Job, Measure
-    from headway.sim.report.progress import PlanProgress
+    from headway.planning.simulate import CandidateMeasure, SimulationJob
+    from headway.sim.report.progress import RunProgress
 
     known = read_measures(arguments.resume, question) if arguments.resume is not None else {}
-    with PlanProgress() as progress:
+    with RunProgress(None) as progress:
         if arguments.resume is None:
             return PlanSearch(question, _jobs(arguments), lambda job, one: progress.done(one.candidate.name)).run()
         import json
@@ -95,7 +95,7 @@ def _search(question: PlanQuestion, arguments: argparse.Namespace) -> PlanResult
             if not known:
                 file.write(json.dumps(question_line(question)) + "\n")
 
-            def keep(job: Job, one: Measure) -> None:
+            def keep(job: SimulationJob, one: CandidateMeasure) -> None:
                 file.write(measure_line(job, one) + "\n")
                 file.flush()
                 progress.done(one.candidate.name)

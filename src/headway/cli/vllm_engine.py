@@ -56,7 +56,7 @@ _BOTH = {
 """Flags of the native engine by their name in vLLM, where the value reads the same in both."""
 
 
-class _Collect(argparse.Action):
+class _PassedFlag(argparse.Action):
     """Keep a flag of vLLM's and its values as they were given, in their order."""
 
     def __call__(
@@ -159,7 +159,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--allow-public", action="store_true")
     flags = vllm_flags()[1]
     for flag, arity in flags.items():
-        parser.add_argument(flag, nargs=values_of(arity), action=_Collect, dest="passed")
+        parser.add_argument(flag, nargs=values_of(arity), action=_PassedFlag, dest="passed")
     for name in StartSettings.model_fields:
         flag = flag_of(name)
         if flag not in flags and name not in _OWN:

@@ -69,6 +69,8 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> 
             file.close()
     except BlockingIOError:
         raise ConfigError(f"event-log: another process writes to {path}: give each its own file") from None
+    except FileNotFoundError:
+        raise ConfigError(f"event-log: {path}: its folder does not exist; make it first") from None
     except OSError as error:
         raise ConfigError(f"event-log: {path}: {error.strerror}") from error
 

@@ -82,6 +82,8 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
         return f"{name} is missing"
     if item["type"] in _SHAPES:
         return f"{name} must be {_SHAPES[item['type']]}, not {item['input']!r}"
+    if item["type"] == "too_short":
+        return f"{name} must have at least {item['ctx']['min_length']} entry"
     words = limit_words(item["type"], item)
     if words is not None:
         return f"{name} {words}"

@@ -11,10 +11,10 @@ from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
-from headway.planning.candidates import Candidate, cost_of
+from headway.planning.candidates import DeploymentCandidate, cost_of
 from headway.planning.question import PlanQuestion
 from headway.planning.search import PlanResult, pareto
-from headway.planning.simulate import Job, Measure, SeedMeasure
+from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure, SimulationJob
 
 SCHEMA = "headway.plan/1"
 
@@ -40,7 +40,7 @@ def result_json(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def measure_json(one: Measure | None, question: PlanQuestion) -> dict[str, Any] | None:
+def measure_json(one: CandidateMeasure | None, question: PlanQuestion) -> dict[str, Any] | None:
     """Return one candidate with its demanded latencies, the worst seed's and each seed's."""
     if one is None:
         return None
@@ -66,7 +66,7 @@ def measure_json(one: Measure | None, question: PlanQuestion) -> dict[str, Any] 
     }
 
 
-def binds(one: Measure, question: PlanQuestion) -> str:
+def binds(one: CandidateMeasure, question: PlanQuestion) -> str:
     """Return what the tightest demand is made of, in words; the use that supports it is in the JSON beside it."""
     if not one.keeps_up():
         return f"{next(seed.missed for seed in one.seeds if seed.missed)}" if one.seeds else one.why
@@ -82,7 +82,7 @@ def binds(one: Measure, question: PlanQuestion) -> str:
     return f"prefill compute (queueing is {seed.queueing_share:.0%} of TTFT; instances idle {seed.idle_share:.0%})"
 
 
-def latency_note(question: PlanQuestion, one: Measure | None) -> str:
+def latency_note(question: PlanQuestion, one: CandidateMeasure | None) -> str:
     """Return where iteration times come from, and how far to trust them."""
     if question.latency.source == "table":
         return f"measured on its machine: {question.latency.file}"
@@ -97,7 +97,7 @@ def latency_note(question: PlanQuestion, one: Measure | None) -> str:
     return f"derived: {device.name} has no profile, so the nearest profiled die is scaled by data sheets"
 
 
-def serve_commands(candidate: Candidate, question: PlanQuestion) -> str:
+def serve_commands(candidate: DeploymentCandidate, question: PlanQuestion) -> str:
     """Return a shell script that starts the plan's instances in vLLM with Headway's scheduler, or says why it cannot.
 
     The checkpoint is left as a variable: the question names a shape, not a folder."""
@@ -151,7 +151,7 @@ def write_files(result: PlanResult, folder: Path) -> list[Path]:
 # -- results of simulations, kept to go on with a search that was broken off -------------------------------------------
 
 
-def measure_line(job: Job, one: Measure) -> str:
+def measure_line(job: SimulationJob, one: CandidateMeasure) -> str:
     """Return one line of a file of results."""
     seeds = [seed._asdict() for seed in one.seeds]
     return json.dumps(
@@ -160,7 +160,7 @@ def measure_line(job: Job, one: Measure) -> str:
     )  # fmt: skip
 
 
-def read_measures(path: Path, question: PlanQuestion) -> dict[tuple[Candidate, int | None, bool], Measure]:
+def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, CandidateMeasure]:
     """Return the results in a file that `--resume` wrote: its first line is the question. A line that was cut off is
     left out. Raises ConfigError for results of another question."""
     try:
@@ -169,7 +169,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[tuple[Candidate, i
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    known: dict[tuple[Candidate, int | None, bool], Measure] = {}
+    known: dict[MeasureKey, CandidateMeasure] = {}
     for number, line in enumerate(lines):
         try:
             data: Mapping[str, Any] = json.loads(line)
@@ -181,7 +181,9 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[tuple[Candidate, i
             if data != question_line(question):
                 raise ConfigError(f"{path} holds results of another question: name another file, or delete it")
             continue
-        one = Measure(Candidate(**data["candidate"]), tuple(_seed(seed) for seed in data["seeds"]), data["why"])
+        one = CandidateMeasure(
+            DeploymentCandidate(**data["candidate"]), tuple(_seed(seed) for seed in data["seeds"]), data["why"]
+        )
         known[one.candidate, data["requests"], data["to_the_end"]] = one
     return known
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.shapes import ModelShape
-from headway.planning.candidates import Candidate
+from headway.planning.candidates import DeploymentCandidate
 from headway.sim.workload import TraceRequest
 
 
@@ -22,7 +22,7 @@ def prefill_flops(shape: ModelShape, request: TraceRequest) -> float:
 
 
 def least_late(
-    candidate: Candidate,
+    candidate: DeploymentCandidate,
     device: AcceleratorSpec,
     shape: ModelShape,
     requests: Sequence[TraceRequest],

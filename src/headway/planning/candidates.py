@@ -20,7 +20,7 @@ from headway.sim.workload import TraceRequest
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DeploymentCandidate:
     """One deployment: equal instances of one layout."""
 
     accelerator: str
@@ -102,7 +102,7 @@ def shape_of(question: PlanQuestion) -> ModelShape:
     return model(question.model)
 
 
-def candidates_of(question: PlanQuestion) -> Iterator[Candidate]:
+def candidates_of(question: PlanQuestion) -> Iterator[DeploymentCandidate]:
     """Yield every candidate that the numbers of accelerators, heads and layers allow; memory is not looked at."""
     search, shape = question.search, shape_of(question)
     for kind in question.accelerators:
@@ -115,23 +115,23 @@ def candidates_of(question: PlanQuestion) -> Iterator[Candidate]:
             for replicas, policy, t_target_s in itertools.product(
                 range(1, most + 1), dict.fromkeys(search.policies), _distinct(search.t_target_s)
             ):
-                yield Candidate(kind.name, tp, stages, kvp, replicas, 0, policy, t_target_s)
+                yield DeploymentCandidate(kind.name, tp, stages, kvp, replicas, 0, policy, t_target_s)
             # a prefill instance computes one prompt at a time: neither policy nor t_target_s matters
             if search.split and kvp == 1:
                 for prefill, decode in itertools.product(range(1, most), repeat=2):
                     if prefill + decode <= most:
                         policy, t_target_s = search.policies[0], search.t_target_s[0]
-                        yield Candidate(kind.name, tp, stages, kvp, prefill, decode, policy, t_target_s)
+                        yield DeploymentCandidate(kind.name, tp, stages, kvp, prefill, decode, policy, t_target_s)
 
 
-def cost_of(candidate: Candidate, question: PlanQuestion) -> float:
+def cost_of(candidate: DeploymentCandidate, question: PlanQuestion) -> float:
     """Return accelerators × the cost of one."""
     each = next(kind.cost for kind in question.accelerators if kind.name == candidate.accelerator)
     return candidate.accelerators * each
 
 
 def memory_faults(
-    question: PlanQuestion, candidates: Sequence[Candidate], requests: Sequence[TraceRequest]
+    question: PlanQuestion, candidates: Sequence[DeploymentCandidate], requests: Sequence[TraceRequest]
 ) -> dict[tuple[str, str], str]:
     """Return the layouts that do not fit, by (accelerator, layout's name), each with the numbers."""
     shape, faults = shape_of(question), {}

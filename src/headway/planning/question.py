@@ -18,7 +18,7 @@ _DEMAND = re.compile(r"(ttft|tbt|max_tbt|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)_s")
 
 
 @dataclass(frozen=True)
-class Demand:
+class LatencyDemand:
     """One limit on a percentile of one class's latencies."""
 
     klass: str
@@ -97,10 +97,10 @@ class PlanQuestion(FileSection):
                     )
         return self
 
-    def demand_list(self) -> tuple[Demand, ...]:
+    def demand_list(self) -> tuple[LatencyDemand, ...]:
         """Return the demands, in the file's order."""
         return tuple(
-            Demand(klass, found[1], float(found[2]), limit_s)  # type: ignore[arg-type]
+            LatencyDemand(klass, found[1], float(found[2]), limit_s)  # type: ignore[arg-type]
             for klass, limits in self.demands.items()
             for name, limit_s in limits.items()
             if (found := _DEMAND.fullmatch(name)) is not None

@@ -16,9 +16,17 @@ from itertools import groupby
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
 from headway.planning.bounds import least_late
-from headway.planning.candidates import Candidate, candidates_of, cost_of, memory_faults, shape_of
+from headway.planning.candidates import DeploymentCandidate, candidates_of, cost_of, memory_faults, shape_of
 from headway.planning.question import PlanQuestion
-from headway.planning.simulate import Job, Measure, measure, of_class, tolerated, workload_of
+from headway.planning.simulate import (
+    CandidateMeasure,
+    MeasureKey,
+    SimulationJob,
+    measure,
+    of_class,
+    tolerated,
+    workload_of,
+)
 from headway.sim.runner import run_in_processes
 from headway.sim.workload import TraceRequest
 
@@ -35,11 +43,11 @@ class PlanResult:
     """All that was tried."""
 
     question: PlanQuestion
-    best: Measure | None
+    best: CandidateMeasure | None
     """The cheapest plan that meets every demand, of several the one with the widest margin; None: there is none."""
-    measures: tuple[Measure, ...]
+    measures: tuple[CandidateMeasure, ...]
     """Every simulated candidate, in order; those that were stopped early too."""
-    nearest: Measure | None = None
+    nearest: CandidateMeasure | None = None
     """Where no plan meets the demands: the one whose worst miss is the smallest."""
     candidates: int = 0
     """Size of the search space."""
@@ -61,8 +69,8 @@ class PlanSearch:
         self,
         question: PlanQuestion,
         jobs: int = 1,
-        on_measure: Callable[[Job, Measure], None] = lambda job, one: None,
-        known: Mapping[tuple[Candidate, int | None, bool], Measure] | None = None,
+        on_measure: Callable[[SimulationJob, CandidateMeasure], None] = lambda job, one: None,
+        known: Mapping[MeasureKey, CandidateMeasure] | None = None,
     ) -> None:
         self.question = question
         self.demands = question.demand_list()
@@ -70,7 +78,7 @@ class PlanSearch:
         self._on_measure = on_measure
         self._known = dict(known or {})
         self._workloads = [workload_of(question, seed) for seed in question.seeds]
-        self._measures: dict[Candidate, Measure] = {}
+        self._measures: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._bounded = self._screened = 0
         classes = {request.klass for request in self._workloads[0]}
         for demand in self.demands:
@@ -88,7 +96,7 @@ class PlanSearch:
             raise ConfigError("no layout of `search` fits the accelerators: allow smaller tp, stages or kvp, or more")
         faults = memory_faults(question, space, self._workloads[0])
         fitting = [c for c in space if (c.accelerator, c.layout.name) not in faults]
-        best: Measure | None = None
+        best: CandidateMeasure | None = None
         # sorted is stable: within a level the order of the search space stays
         for _, level in groupby(sorted(fitting, key=self._cost), key=self._cost):
             for one in self._level(list(level)):
@@ -102,26 +110,26 @@ class PlanSearch:
             len(self._workloads[0]),
         )  # fmt: skip
 
-    def _cost(self, candidate: Candidate) -> float:
+    def _cost(self, candidate: DeploymentCandidate) -> float:
         return cost_of(candidate, self.question)
 
-    def _better(self, best: Measure | None, one: Measure) -> Measure:
+    def _better(self, best: CandidateMeasure | None, one: CandidateMeasure) -> CandidateMeasure:
         """Return the cheaper one; of two at one cost, the one with the wider margin, then the first."""
         if best is None:
             return one
         mine, other = (self._cost(m.candidate) for m in (one, best))
         return one if mine == other and one.ratio(self.demands) < best.ratio(self.demands) else best
 
-    def _level(self, level: list[Candidate]) -> list[Measure]:
+    def _level(self, level: list[DeploymentCandidate]) -> list[CandidateMeasure]:
         """Measure the candidates of one cost."""
         possible = [candidate for candidate in level if self._possible(candidate)]
         self._bounded += len(level) - len(possible)
         each = sum(map(len, self._workloads))
         if len(possible) * each > self.question.search.effort:
             possible = self._screen(possible)
-        return self._measure([Job(self.question, candidate) for candidate in possible])
+        return self._measure([SimulationJob(self.question, candidate) for candidate in possible])
 
-    def _possible(self, candidate: Candidate) -> bool:
+    def _possible(self, candidate: DeploymentCandidate) -> bool:
         """Whether the closed-form bound leaves a chance to every demand on TTFT."""
         device, shape = accelerator(candidate.accelerator), shape_of(self.question)
         for demand in self.demands:
@@ -134,12 +142,12 @@ class PlanSearch:
                     return False
         return True
 
-    def _screen(self, level: list[Candidate]) -> list[Candidate]:
+    def _screen(self, level: list[DeploymentCandidate]) -> list[DeploymentCandidate]:
         """Successive halving: keep the better half on ever larger parts of the workload."""
         part = _FIRST_PART
         while part > 1 and len(level) > _FEWEST:
             requests = max(1, len(self._workloads[0]) // part)
-            measured = self._measure([Job(self.question, c, requests) for c in level], keep=False)
+            measured = self._measure([SimulationJob(self.question, c, requests) for c in level], keep=False)
             ranked = sorted(measured, key=lambda one: one.rank(self.demands))
             kept = {one.candidate for one in ranked[: max(_FEWEST, (len(level) + 1) // 2)]}
             self._screened += len(level) - len(kept)
@@ -147,7 +155,7 @@ class PlanSearch:
             part //= 2
         return level
 
-    def _measure(self, jobs: list[Job], keep: bool = True) -> list[Measure]:
+    def _measure(self, jobs: list[SimulationJob], keep: bool = True) -> list[CandidateMeasure]:
         """Simulate, in parallel, what is not known yet."""
         missing = [job for job in jobs if (job.candidate, job.requests, job.to_the_end) not in self._known]
         for job, one in zip(missing, run_in_processes(measure, missing, self._jobs), strict=True):
@@ -158,7 +166,7 @@ class PlanSearch:
             self._measures |= {one.candidate: one for one in measured}
         return measured
 
-    def _nearest(self, fitting: Sequence[Candidate]) -> Measure | None:
+    def _nearest(self, fitting: Sequence[DeploymentCandidate]) -> CandidateMeasure | None:
         """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
         stopped; where the bound removed all, of those with most accelerators that prefill."""
         far = sorted(self._measures.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
@@ -167,12 +175,12 @@ class PlanSearch:
             chosen = sorted(fitting, key=lambda c: -(c.accelerators - c.decoders * c.tp * c.stages))[:_NEAREST]
         done = [one for one in self._measures.values() if one.complete()]
         done += self._measure(
-            [Job(self.question, candidate, None, to_the_end=True) for candidate in chosen], keep=False
+            [SimulationJob(self.question, candidate, None, to_the_end=True) for candidate in chosen], keep=False
         )
         return min(done, key=lambda one: one.rank(self.demands), default=None)
 
 
-def pareto(measures: Sequence[Measure], question: PlanQuestion) -> list[Measure]:
+def pareto(measures: Sequence[CandidateMeasure], question: PlanQuestion) -> list[CandidateMeasure]:
     """Return the measures that keep up and that no other beats in cost and every demanded latency, cheapest first."""
     demands = question.demand_list()
     done = [one for one in measures if one.keeps_up()]

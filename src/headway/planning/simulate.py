@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.planning.candidates import Candidate
-from headway.planning.question import Demand, PlanQuestion
+from headway.planning.candidates import DeploymentCandidate
+from headway.planning.question import LatencyDemand, PlanQuestion
 from headway.sim.build import instance_of, run_of
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import ClusterSimulation
@@ -55,10 +55,10 @@ class SeedMeasure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measure:
+class CandidateMeasure:
     """All seeds of one candidate."""
 
-    candidate: Candidate
+    candidate: DeploymentCandidate
     seeds: tuple[SeedMeasure, ...]
     why: str = ""
     """Reason why it was not simulated; empty if it was."""
@@ -71,7 +71,7 @@ class Measure:
         """Return a demand's value in the worst seed."""
         return max(seed.values_s[index] for seed in self.seeds)
 
-    def ratio(self, demands: Sequence[Demand]) -> float:
+    def ratio(self, demands: Sequence[LatencyDemand]) -> float:
         """Return the largest value as a share of its limit; infinite if a seed was stopped."""
         if not self.complete():
             return math.inf
@@ -81,37 +81,41 @@ class Measure:
         """Return whether every seed ran to its end without a backlog."""
         return self.complete() and not any(seed.missed for seed in self.seeds)
 
-    def meets(self, demands: Sequence[Demand]) -> bool:
+    def meets(self, demands: Sequence[LatencyDemand]) -> bool:
         """Return whether this is a plan: it keeps up, and meets every demand."""
         return self.keeps_up() and self.ratio(demands) <= 1.0
 
-    def rank(self, demands: Sequence[Demand]) -> tuple[bool, float, float]:
+    def rank(self, demands: Sequence[LatencyDemand]) -> tuple[bool, float, float]:
         """Return a key that sorts what comes closest to the demands first; of stopped ones, what got furthest."""
         return not self.keeps_up(), self.ratio(demands), -sum(seed.stopped_s for seed in self.seeds)
 
 
-class Job(NamedTuple):
+class SimulationJob(NamedTuple):
     """One candidate to be simulated, as sent to another process."""
 
     question: PlanQuestion
-    candidate: Candidate
+    candidate: DeploymentCandidate
     requests: int | None = None
     """Only the first so many requests; None: all of them."""
     to_the_end: bool = False
     """Do not stop when a demand cannot be met any more."""
 
 
-def measure(job: Job) -> Measure:
+MeasureKey = tuple[DeploymentCandidate, int | None, bool]
+"""What determines a measure of a question: the candidate, and the job's `requests` and `to_the_end`."""
+
+
+def measure(job: SimulationJob) -> CandidateMeasure:
     """Simulate every seed, up to the first that fails."""
     seeds: list[SeedMeasure] = []
     for seed in job.question.seeds:
         try:
             seeds.append(_simulate(job, seed))
         except InfeasibleError as error:
-            return Measure(job.candidate, (), str(error))
+            return CandidateMeasure(job.candidate, (), str(error))
         if seeds[-1].missed and not job.to_the_end:
             break
-    return Measure(job.candidate, tuple(seeds))
+    return CandidateMeasure(job.candidate, tuple(seeds))
 
 
 def workload_of(question: PlanQuestion, seed: int) -> list[TraceRequest]:
@@ -131,7 +135,7 @@ class _HopelessError(Exception):
         self.missed, self.at_s = missed, at_s
 
 
-def _simulate(job: Job, seed: int) -> SeedMeasure:
+def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
     question, scenario = job.question, job.candidate.scenario(job.question)
     requests = workload_of(question, seed)[: job.requests]
     # the window cuts arrivals, not answers: a plan is judged by whole requests
@@ -150,7 +154,7 @@ def _simulate(job: Job, seed: int) -> SeedMeasure:
         single = simulation = InstanceSimulation(instance, requests, run, None)
         capacity = instance.kv_tokens * instance.config.kv_parallel
         live = lambda: single.tracks  # noqa: E731
-    watch = _Watch(demands, requests, live)
+    watch = _DemandWatch(demands, requests, live)
     try:
         simulation.run_events(None if job.to_the_end else watch.look)
     except _HopelessError as stop:
@@ -161,7 +165,7 @@ def _simulate(job: Job, seed: int) -> SeedMeasure:
     return _measured(sim, demands, capacity, BACKLOG if late else "")
 
 
-def drained_by_s(demands: Sequence[Demand], requests: Sequence[TraceRequest]) -> float:
+def drained_by_s(demands: Sequence[LatencyDemand], requests: Sequence[TraceRequest]) -> float:
     """Return the virtual second at which a deployment that keeps up has answered everything: a tenth of the time of
     arrivals after the last one, and what the longest answer may take by the demands."""
     last_s = max(request.arrival_s for request in requests)
@@ -171,7 +175,7 @@ def drained_by_s(demands: Sequence[Demand], requests: Sequence[TraceRequest]) ->
     return last_s + 0.1 * (last_s - min(request.arrival_s for request in requests)) + longest * gap_s + first_s
 
 
-def _measured(result: SimResult, demands: Sequence[Demand], capacity: int, missed: str) -> SeedMeasure:
+def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int, missed: str) -> SeedMeasure:
     waits = [
         d.queueing_s(r) / first  # type: ignore[operator]
         for r in result.records
@@ -191,7 +195,7 @@ def _measured(result: SimResult, demands: Sequence[Demand], capacity: int, misse
     )
 
 
-def values_of(demand: Demand, record: RequestRecord) -> list[float]:
+def values_of(demand: LatencyDemand, record: RequestRecord) -> list[float]:
     """Return what a demand counts of one request: its gaps, or one latency. A failed request counts as for ever."""
     if not record.ok:
         return [_FAILED_S]
@@ -203,7 +207,7 @@ def values_of(demand: Demand, record: RequestRecord) -> list[float]:
     return [] if known is None else [known]
 
 
-def _value_s(demand: Demand, records: Iterable[RequestRecord]) -> float:
+def _value_s(demand: LatencyDemand, records: Iterable[RequestRecord]) -> float:
     sample = [v for r in records if demand.klass in ("all", r.klass) for v in values_of(demand, r)]
     value = quantile(sample, demand.percent)
     # no value: every request of the class has a single token, so that there are no gaps to be late
@@ -229,12 +233,12 @@ def _first_token_s(one: SimulatedRequest) -> float | None:
 class _TtftLimit:
     """A demand on TTFT, and the requests that have missed it."""
 
-    demand: Demand
+    demand: LatencyDemand
     tolerated: int
     missed: set[str] = field(default_factory=set)
 
 
-class _Watch:
+class _DemandWatch:
     """Counts requests that have missed a limit on TTFT for certain, as a simulation goes on, and sees backlogs.
 
     A request without a first token at arrival + limit has missed it whatever follows, so stopping then changes no
@@ -242,7 +246,7 @@ class _Watch:
 
     def __init__(
         self,
-        demands: Sequence[Demand],
+        demands: Sequence[LatencyDemand],
         requests: Sequence[TraceRequest],
         live: Callable[[], Sequence[SimulatedRequest]],
     ) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from headway.planning.answer import binds, latency_note
 from headway.planning.candidates import cost_of
 from headway.planning.search import PlanResult, pareto
-from headway.planning.simulate import Measure
+from headway.planning.simulate import CandidateMeasure
 from headway.sim.report.units import duration
 
 _ROWS = 12
@@ -58,7 +58,7 @@ def _tables(result: PlanResult) -> list[Table]:
     return [margins, front] if len(rows) > 1 else [margins]
 
 
-def _spread(one: Measure, index: int) -> str:
+def _spread(one: CandidateMeasure, index: int) -> str:
     """Return the worst seed's value, and the best one's where there are several."""
     values = [seed.values_s[index] for seed in one.seeds]
     return duration(max(values)) if len(values) == 1 else f"{duration(min(values))} … {duration(max(values))}"

@@ -88,7 +88,7 @@ class JournalEntry:
 
 
 @dataclass(slots=True)
-class _Place:
+class _JournalPosition:
     """Where a live request is in the file."""
 
     frame: int
@@ -100,7 +100,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _JournalFrame:
     begin: int
     end: int
     ended: bool
@@ -121,7 +121,7 @@ class RequestJournal:
         self._opened = JournalOpened(_SCHEMA)
         # Requests that an earlier process accepted and did not end, by number.
         self.unfinished: dict[int, JournalEntry] = {}
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _JournalPosition] = {}
         self._size = 0
         self._next = 1
         self._file = -1
@@ -155,7 +155,7 @@ class RequestJournal:
         record = RequestAccepted(number, request_id, owner, time.time(), job, tuple(map(bytes, prompts)))
         begin = self._size
         size = self._append(record)
-        self._places[number] = _Place(begin, size, [0] * len(prompts))
+        self._places[number] = _JournalPosition(begin, size, [0] * len(prompts))
         return number
 
     def write_output(self, number: int, index: int, delta: OutputDelta) -> None:
@@ -246,11 +246,12 @@ class RequestJournal:
             self._keep_damaged(places, len(data) - whole)
         # Sizes and places are counted by the rewrite.
         self._places = {
-            number: _Place(0, 0, [len(said) for said in entry.outputs]) for number, entry in self.unfinished.items()
+            number: _JournalPosition(0, 0, [len(said) for said in entry.outputs])
+            for number, entry in self.unfinished.items()
         }
         self._rewrite(self._unfinished_frames())
 
-    def _take(self, frame: _Frame) -> None:
+    def _take(self, frame: _JournalFrame) -> None:
         """Take one record of the file into `unfinished`."""
         record = frame.record
         if isinstance(record, JournalOpened):
@@ -306,7 +307,7 @@ class RequestJournal:
         """Write frames of live requests to a new file, then replace the old one. On OSError the old stays in use."""
         self._folder.remove(_FRESH)
         file = self._folder.open(_FRESH, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-        places: dict[int, _Place] = {}
+        places: dict[int, _JournalPosition] = {}
         try:
             header = 2 * self._framed(self._opened)
             _write(file, header, 0)
@@ -314,7 +315,7 @@ class RequestJournal:
             for number, frame in frames:
                 _write(file, frame, size)
                 # The first frame of a request is the one that says it was accepted.
-                place = places.setdefault(number, _Place(size, 0, self._places[number].written))
+                place = places.setdefault(number, _JournalPosition(size, 0, self._places[number].written))
                 place.size += len(frame)
                 size += len(frame)
             os.fsync(file)
@@ -336,7 +337,7 @@ def _checksum(payload: bytes | memoryview) -> int:
     return zlib.crc32(payload, zlib.crc32(_LENGTH.pack(len(payload))))
 
 
-def _frames(data: bytes, marker: bytes) -> Iterator[_Frame]:
+def _frames(data: bytes, marker: bytes) -> Iterator[_JournalFrame]:
     """Yield the whole frames of a file, in order, whatever is between them."""
     view, at = memoryview(data), data.find(marker)
     while at >= 0:
@@ -349,7 +350,7 @@ def _frames(data: bytes, marker: bytes) -> Iterator[_Frame]:
         if len(payload) < length or _checksum(payload) != checksum:
             continue
         with suppress(msgspec.DecodeError):
-            yield _Frame(found, begin + length, state == _ENDED, _decoder.decode(payload))
+            yield _JournalFrame(found, begin + length, state == _ENDED, _decoder.decode(payload))
             at = data.find(marker, begin + length)
 
 

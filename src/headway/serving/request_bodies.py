@@ -49,7 +49,11 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class SloBody(RequestBody):
-    """Latency that a client asks for; headers win over it (`serving.slo`)."""
+    """Latency that a client asks for; headers win over it (`serving.slo`).
+
+    An unknown key is refused, unlike elsewhere in a body: a misspelt promise would be kept by nothing."""
+
+    model_config = ConfigDict(extra="forbid")
 
     ttft_ms: float | None = Field(None, gt=0, le=_LONGEST_MS, description="time to first token")
     tpot_ms: float | None = Field(None, gt=0, le=_LONGEST_MS, description="time per output token")
@@ -251,6 +255,8 @@ def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
         param = label = f"{place[0]}.{place[1]}"
     elif len(place) > 1:
         label = f"{place[0]}[{place[1]!r:.40}]"
+    if item["type"] == "extra_forbidden":
+        return RequestError(f"'{label}' is not known; 'slo' holds {', '.join(SloBody.model_fields)}", param)
     if item["type"] == "missing":
         return RequestError(f"'{param}' is required: {field.description}", param)
     if item["type"] in _EXPECTED:

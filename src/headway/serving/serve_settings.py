@@ -125,6 +125,7 @@ class EngineSettings(SettingsModel):
 
 _MILLISECONDS = {"t_target_s": "t_target_ms", "newcomer_wait_s": "newcomer_wait_ms"}
 """`SchedulerConfig` fields in seconds that users write in milliseconds."""
+_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
 _SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))
@@ -147,7 +148,9 @@ def _scheduler_fields() -> dict[str, Any]:
             kind = Flag
         elif isinstance(default, int):
             kind = WholeNumber
-        made[_SCHEDULER_NAMES.get(field.name, field.name)] = (kind, Field(default, description=text))
+        # Checked here too, so that an error has the setting's name and unit.
+        limits: dict[str, Any] = _MILLISECOND_LIMITS.get(field.name, {})
+        made[_SCHEDULER_NAMES.get(field.name, field.name)] = (kind, Field(default, description=text, **limits))
     return made
 
 

@@ -18,7 +18,7 @@ _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CounterfactualOutcome:
     """What a request sees in one simulation."""
 
     setting: str
@@ -27,7 +27,7 @@ class Outcome:
     worst_gap_s: float | None
 
 
-def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list[Outcome]:
+def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list[CounterfactualOutcome]:
     """Simulate the run's requests as it ran, then under each setting. Raises ConfigError for one that is impossible.
 
     Iteration times are the run's profile as it was corrected at the end. Requests that ended before their output did
@@ -78,5 +78,5 @@ def _value(text: str, value: str, kind: type, scale: float) -> Any:
         ) from None
 
 
-def _outcome(text: str, record: RequestRecord) -> Outcome:
-    return Outcome(text, ttft_s(record), max(tbt_s(record), default=None))
+def _outcome(text: str, record: RequestRecord) -> CounterfactualOutcome:
+    return CounterfactualOutcome(text, ttft_s(record), max(tbt_s(record), default=None))

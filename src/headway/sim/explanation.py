@@ -57,7 +57,7 @@ class LifeInterval:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class RequestExplanation:
     """Why a request's first token and its worst gap came when they did."""
 
     record: RequestRecord
@@ -77,16 +77,16 @@ class Explanation:
         return self.record.token_s[0] - self.record.arrival_s if self.record.token_s else None
 
 
-def explain(run: ReplayedRun, request_id: str) -> Explanation:
+def explain(run: ReplayedRun, request_id: str) -> RequestExplanation:
     """Explain one request. Raises ConfigError for an id that the log does not have."""
     name = find(run, request_id)
     record = next(one for one in reversed(run.records) if one.id == name)
-    life = _Life(run, record)
+    life = _RequestLife(run, record)
     last_s = max([step.end_s for step in run.steps], default=record.arrival_s)
     first_s = record.token_s[0] if record.token_s else max(last_s, record.arrival_s)
     gaps = list(pairwise(record.token_s))
     worst = max(gaps, key=lambda gap: gap[1] - gap[0]) if gaps else None
-    return Explanation(
+    return RequestExplanation(
         record=record,
         cached_tokens=run.requests[name].cached_tokens,
         policy=run.config.policy,
@@ -179,7 +179,7 @@ _WORDS: dict[Cause, str] = {
 }
 
 
-class _Life:
+class _RequestLife:
     """One request among the steps of a run."""
 
     def __init__(self, run: ReplayedRun, record: RequestRecord) -> None:

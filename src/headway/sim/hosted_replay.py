@@ -39,7 +39,7 @@ class _HostRequest:
         self.is_prefill_chunk = True
 
 
-class _Decision:
+class _RecordedStep:
     """One step from its decision to its results."""
 
     def __init__(self, event: Event, plan: StepPlan, view: DecisionView | None) -> None:
@@ -63,7 +63,7 @@ class HostedReplay:
         self._needs: dict[tuple[str, int], int] = {}
         self._driver = self._make_driver()
         self._requests: dict[str, _HostRequest] = {}
-        self._decisions: dict[int, _Decision] = {}
+        self._decisions: dict[int, _RecordedStep] = {}
 
     def _make_driver(self) -> PolicyDriver:
         run = self.replayed
@@ -114,7 +114,7 @@ class HostedReplay:
             self.replayed.differences.append(
                 f"step {step} was to take {event['predicted_s']} s, and here {plan.predicted_s} s"
             )
-        decision = self._decisions[step] = _Decision(event, plan, view)
+        decision = self._decisions[step] = _RecordedStep(event, plan, view)
         if self.detail:
             decision.short_of_kv = short_of_kv([policy])
         # Steps that were never carried out have no further events.
@@ -162,7 +162,7 @@ class HostedReplay:
             )
         self._driver.observed(decision.load, elapsed_s)
 
-    def _chunk(self, decision: _Decision, chunk: tuple[str, int, int, bool], event: Event) -> ReplayedChunk:
+    def _chunk(self, decision: _RecordedStep, chunk: tuple[str, int, int, bool], event: Event) -> ReplayedChunk:
         name, start, tokens, last = chunk
         remaining = tokens if last else self._requests[name].num_tokens - start
         state = self._driver.policy.holders.get(name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from headway.serving.load.endpoint import server_root
 from headway.serving.load.sse import SseParser
 from headway.serving.load.stream import StreamedAnswer
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
@@ -44,10 +45,13 @@ class TargetEndpoint:
     """Whether to send a request's objectives as headers."""
     headers: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raise ConfigError for an address that is none: once, not per request."""
+        server_root(self.base_url)
+
     def path(self, name: str) -> str:
         """Return the URL of `name` under /v1."""
-        root = self.base_url.rstrip("/").removesuffix("/v1")
-        return f"{root}/v1/{name}"
+        return f"{server_root(self.base_url)}/v1/{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

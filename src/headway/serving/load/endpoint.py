@@ -10,11 +10,16 @@ from typing import Any
 from headway.core.errors import ConfigError
 
 
+def server_root(base_url: str) -> str:
+    """Return a server's address without a final /v1. Raises ConfigError for anything but http:// and https://."""
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"{base_url!r} is not an address of a server: write it like http://127.0.0.1:8000")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
 def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Return the first entry of /v1/models; its `id` is the name to send. Raises ConfigError when there is none."""
-    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{base_url!r} is not an address of a server: write it like http://127.0.0.1:8000")
+    url = f"{server_root(base_url)}/v1/models"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:

@@ -56,8 +56,9 @@ class LoadProgress:
 class RunProgress:
     """Number of simulations done, on stderr if that is a terminal. A context manager."""
 
-    def __init__(self, total: int) -> None:
-        self._bar = terminal_bar("simulating")
+    def __init__(self, total: int | None) -> None:
+        """total: None: how many there will be is known only at the end."""
+        self._bar = terminal_bar("simulating {task.description}")
         self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> Self:
@@ -67,26 +68,6 @@ class RunProgress:
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
-    def done(self) -> None:
-        """Count a simulation that has ended."""
-        self._bar.update(self._task, advance=1)
-
-
-class PlanProgress:
-    """Candidates simulated by a plan's search, on stderr if that is a terminal. A context manager."""
-
-    def __init__(self) -> None:
-        # how many there will be is not known before the end
-        self._bar = terminal_bar("simulated: {task.completed} {task.description}")
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def done(self, name: str) -> None:
-        """Count a simulation that has ended."""
+    def done(self, name: str = "") -> None:
+        """Count a simulation that has ended. name: what it simulated."""
         self._bar.update(self._task, advance=1, description=name)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from headway.sim.counterfactual import Outcome
-from headway.sim.explanation import Explanation, LifeInterval, merged, shares
+from headway.sim.counterfactual import CounterfactualOutcome
+from headway.sim.explanation import LifeInterval, RequestExplanation, merged, shares
 
 SCHEMA = "headway.why/1"
 _MOST_NAMES = 4
@@ -17,7 +17,7 @@ _MOST_LINES = 40
 """Intervals shown of a span; the rest are summed up."""
 
 
-def why_json(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> dict[str, Any]:
+def why_json(told: RequestExplanation, counterfactuals: Sequence[CounterfactualOutcome] = ()) -> dict[str, Any]:
     """Return an explanation as plain data, times in seconds."""
     record = told.record
     return {
@@ -40,7 +40,7 @@ def why_json(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> dict
     }
 
 
-def why_text(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> str:
+def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualOutcome] = ()) -> str:
     """Return an explanation as lines for a terminal."""
     record = told.record
     cached = f", {told.cached_tokens} of them cached" if told.cached_tokens else ""
@@ -63,7 +63,7 @@ def why_text(told: Explanation, counterfactuals: Sequence[Outcome] = ()) -> str:
     return "\n".join(lines)
 
 
-def _outcome(one: Outcome) -> str:
+def _outcome(one: CounterfactualOutcome) -> str:
     first = "no first token" if one.ttft_s is None else f"first token after {_ms(one.ttft_s)}"
     return first if one.worst_gap_s is None else f"{first}, worst gap {_ms(one.worst_gap_s)}"
 
