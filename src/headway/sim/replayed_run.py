@@ -180,10 +180,8 @@ class DecisionView(NamedTuple):
 
     @classmethod
     def of(cls, policy: IterationPolicy, now: float) -> DecisionView:
-        """Return it before `pick` at `now`, in the way that `IterationPolicy.pick` computes it."""
-        config, queue = policy.config, policy.queue
-        waits = queue.longs > 0 and (not config.yield_only_to_shorts or policy.shorts_wait)
-        return cls(policy.budget_s(now), waits and config.shares_space)
+        """Return it before `pick` at `now`."""
+        return cls(policy.budget_s(now), policy.config.shares_space and policy.leaves_time())
 
 
 def limit_of_chunk(

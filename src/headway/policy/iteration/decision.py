@@ -181,11 +181,10 @@ class IterationPolicy:
         if self._pool.cache is not None:
             for request_id, cached in self._pool.cache.drain_changes():
                 self._set_cached(self._states[request_id], cached)
-        config = self.config
         t_target_s = self.budget_s(now) if budget_s is None else budget_s
         if t_target_s != self._rules.t_target_s:
             self._rules = replace(self._rules, t_target_s=t_target_s)
-        shorts_wait = self.queue.longs > 0 and (shorts_elsewhere or not config.yield_only_to_shorts or self.shorts_wait)
+        shorts_wait = self.leaves_time(shorts_elsewhere)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)
@@ -217,6 +216,13 @@ class IterationPolicy:
         """Cached tokens of the long prompt that got tokens last and is not complete; 0: there is none."""
         active = self.urgency.active_long
         return active.scheduled if active is not None and active.slot >= 0 else 0
+
+    def leaves_time(self, shorts_elsewhere: bool = False) -> bool:
+        """Whether a long prompt in the next iteration leaves part of its time to shorts, if time is shared at all.
+
+        `shorts_elsewhere`: see `pick`."""
+        always = shorts_elsewhere or not self.config.yield_only_to_shorts
+        return self.queue.longs > 0 and (always or self.shorts_wait)
 
     @property
     def shorts_wait(self) -> bool:
