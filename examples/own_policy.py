@@ -1,7 +1,7 @@
 """Policies of one's own: an order of waiting prefills, and a placement on the instances of a cluster.
 
-    headway simulate examples/chat-and-documents.yaml --set policy.policy=examples.own_policy.SmallestFirst
-    headway serve --scheduling-policy examples.own_policy.SmallestFirst
+headway simulate examples/chat-and-documents.yaml --set policy.policy=examples.own_policy.SmallestFirst
+headway serve --scheduling-policy examples.own_policy.SmallestFirst
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SmallestFirst:
         return UrgencyLine(facts.total_s, 0.0)
 
 
-class RoundRobinOptions(PolicyOptions, frozen=True, kw_only=True):
+class RoundRobinOptions(PolicyOptions):
     """Options of `RoundRobin`."""
 
     stride: int = 1

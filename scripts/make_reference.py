@@ -7,18 +7,13 @@ cluster files from the classes that validate them, metrics from a scrape. A page
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import msgspec
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 INTRODUCTION = {
@@ -225,17 +220,24 @@ def model_sections(model: Any, title: str, seen: set[Any]) -> Iterator[str]:
     if model in seen:
         return
     seen.add(model)
-    rows, inner = [], []
+    inner = []
     for name, field in model.model_fields.items():
         key = field.alias or name
-        default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
-        rows.append((f"`{key}`", default, one_line(field.description)))
         inner += [(found, key if title == "top level" else f"{title}.{key}") for found in models_in(field.annotation)]
     about = one_line((model.__doc__ or "").split("\n\n")[0])
     yield f"## {'The file' if title == 'top level' else f'`{title}`'}\n\n" + (f"{about}\n\n" if about else "")
-    yield table(("field", "default", "meaning"), rows)
+    yield field_table(model)
     for found, where in inner:
         yield from model_sections(found, where, seen)
+
+
+def field_table(model: Any) -> str:
+    """A pydantic model's fields, with their defaults and descriptions."""
+    rows = []
+    for name, field in model.model_fields.items():
+        default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
+        rows.append((f"`{field.alias or name}`", default, one_line(field.description)))
+    return table(("field", "default", "meaning"), rows)
 
 
 def cluster_page() -> str:
@@ -249,41 +251,8 @@ def placement_page() -> str:
 
     text = INTRODUCTION["placement"]
     for name, (_, about) in POLICIES.items():
-        text += f"## `{name}`\n\n{sentence(about)}\n\n{struct_table(options_of(name))}"
+        text += f"## `{name}`\n\n{sentence(about)}\n\n{field_table(options_of(name))}"
     return text
-
-
-def struct_table(kind: Any) -> str:
-    """A msgspec struct's fields, with what is written beside them in the source."""
-    notes: dict[str, str] = {}
-    for base in reversed([base for base in kind.__mro__ if hasattr(base, "__struct_fields__")]):
-        notes |= field_notes(base)
-    rows = []
-    for field in msgspec.structs.fields(kind):
-        default = field.default if field.default is not msgspec.NODEFAULT else None
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
-        value = "required" if field.required else shown(default)
-        rows.append((f"`{field.name}`", value, notes.get(field.name, "")))
-    return table(("field", "default", "meaning"), rows)
-
-
-def field_notes(kind: Any) -> dict[str, str]:
-    """What documents each field of a class: the string after it, or the comment beside it."""
-    try:
-        source = textwrap.dedent(inspect.getsource(kind))
-    except (OSError, TypeError):
-        return {}
-    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
-    lines, notes = source.splitlines(), {}
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            notes[node.target.id] = one_line(after.value.value)
-        elif comment := re.search(r"\s#\s(.*)$", lines[(node.end_lineno or 1) - 1]):
-            notes[node.target.id] = comment.group(1)
-    return notes
 
 
 def shown(value: Any) -> str:

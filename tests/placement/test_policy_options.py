@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 
 from headway.core.errors import ConfigError
@@ -14,11 +13,11 @@ from headway.policy.placement.registry import check_options, names, options_of
 def _numbers() -> list[tuple[str, str, float]]:
     found = []
     for name in names():
-        for field in msgspec.structs.fields(options_of(name)):
-            if isinstance(field.default, float):
-                found += [(name, field.name, -1.0), (name, field.name, math.nan)]
-            elif isinstance(field.default, int) and not isinstance(field.default, bool):
-                found.append((name, field.name, -1))
+        for field, declared in options_of(name).model_fields.items():
+            if isinstance(declared.default, float):
+                found += [(name, field, -1.0), (name, field, math.nan)]
+            elif isinstance(declared.default, int) and not isinstance(declared.default, bool):
+                found.append((name, field, -1))
     return found
 
 

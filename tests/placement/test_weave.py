@@ -142,10 +142,10 @@ def test_other_policies_place_a_refused_commitment_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rho_min": 0.8}, "`rho_min` must lie"),
-        ({"yields_to": -1.0}, "`yields_to` must be at least 0"),
+        ({"rho_min": 0.8}, "options of weave: `rho_min` must be at most"),
+        ({"yields_to": -1.0}, "yields_to must be at least 0"),
         ({"anchored": False}, "for tetris alone"),
-        ({"speed": 1}, "its options: mode, sizes"),
+        ({"speed": 1}, "speed is not a field; allowed here: mode, sizes"),
     ],
 )
 def test_bad_options_are_named_in_the_error(options: dict[str, Any], message: str) -> None:

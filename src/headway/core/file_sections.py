@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headway.core.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
 SomeSection = TypeVar("SomeSection", bound="FileSection")
 
 _LIMITS = {
@@ -90,7 +92,8 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
     value = item.get("input")
     # sections and lists are too long to show
     shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
-    return f"{name}: {str(item['msg']).removeprefix('Value error, ')}{shown}"
+    where = f"{path}: " if path else ""
+    return f"{where}{str(item['msg']).removeprefix('Value error, ')}{shown}"
 
 
 def _sections(root: type[FileSection], path: Sequence[int | str]) -> tuple[list[type[FileSection]], set[str]]:

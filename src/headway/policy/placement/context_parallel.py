@@ -12,7 +12,7 @@ from headway.policy.placement.fixed_sp import FixedSp, FixedSpOptions
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 
 
-class ContextParallelOptions(PolicyOptions, frozen=True, kw_only=True):
+class ContextParallelOptions(PolicyOptions):
     """Settings of `context-parallel`."""
 
     partition: Literal["striped", "contiguous"] = "striped"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.core.file_sections import Count, CountOrZero
 from headway.core.request import Request
 from headway.policy.placement.base import (
     Action,
@@ -23,18 +24,13 @@ from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class FifoOptions(PolicyOptions, frozen=True, kw_only=True):
+class FifoOptions(PolicyOptions):
     """Settings of `fifo`."""
 
-    long_tokens: int = 32_768
+    long_tokens: CountOrZero = 32_768
     """Prompts above this are long."""
-    long_sp: int = 4
+    long_sp: Count = 4
     """Instances of a long prompt."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.long_sp < 1 or self.long_tokens < 0:
-            raise ValueError("`long_sp` must be at least 1 and `long_tokens` at least 0")
 
 
 class FifoPlacement(PlacementPolicy):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headway.core.file_sections import CountOrZero
 from headway.core.request import Request
 from headway.core.span import AttentionStrategy, Span, Strategy
 from headway.policy.placement.base import (
@@ -25,16 +26,11 @@ from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class FixedSpOptions(PolicyOptions, frozen=True, kw_only=True):
+class FixedSpOptions(PolicyOptions):
     """Settings of `fixed-sp`."""
 
-    sp: int = 8
+    sp: CountOrZero = 8
     """Instances of a group; 0: all of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sp < 0:
-            raise ValueError(f"`sp` must be at least 1, or 0 for all instances, not {self.sp}")
 
 
 class FixedSp(PlacementPolicy):

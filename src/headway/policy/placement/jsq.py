@@ -15,7 +15,7 @@ from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class JsqOptions(PolicyOptions, frozen=True, kw_only=True):
+class JsqOptions(PolicyOptions):
     """Settings of `jsq`."""
 
     queue: Literal["seconds", "tokens", "requests"] = "seconds"

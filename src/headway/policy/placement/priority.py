@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from headway.core.file_sections import Count, CountOrZero, Positive
 from headway.core.request import Request
 from headway.policy.placement.base import (
     Action,
@@ -27,23 +28,18 @@ from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class PriorityOptions(PolicyOptions, frozen=True, kw_only=True):
+class PriorityOptions(PolicyOptions):
     """Settings of `priority`."""
 
     renamed: ClassVar[Mapping[str, str]] = {"beside": "concurrent"}
-    long_tokens: int = 32_768
+    long_tokens: CountOrZero = 32_768
     """Prompts above this are long."""
-    long_sp: int = 4
+    long_sp: Count = 4
     """Instances of a long prompt."""
     concurrent: bool = False
     """Kinder than the paper: a long prompt may begin on instances that only decode, and runs together with these."""
-    retry_s: float = 0.1
+    retry_s: Positive = 0.1
     """How often a waiting long prompt is tried, besides at the end of each request."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.long_sp < 1 or self.long_tokens < 0 or not self.retry_s > 0:
-            raise ValueError("`long_sp` must be at least 1, `long_tokens` at least 0 and `retry_s` above 0 seconds")
 
 
 class PriorityPlacement(PlacementPolicy):

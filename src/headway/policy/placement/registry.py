@@ -1,21 +1,22 @@
 """Placement policies by name. A new one is a file, and a line here.
 
-A policy's class or factory takes (context, options). Its options are a msgspec struct in the same module that names its
-settings with their defaults; a scenario's `cluster.options` are checked against it. A policy of a user's own is a class
-named by its dotted path, with its options' type as its attribute `Options`.
+A policy's class or factory takes (context, options). Its options are a `FileSection` in the same module that names its
+settings with their defaults and limits; a scenario's `cluster.options` are checked against it. A policy of a user's own
+is a class named by its dotted path, with its options' type as its attribute `Options`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import msgspec
+from pydantic import ConfigDict
 
-from headway.core.decode_errors import allowed
 from headway.core.dotted_path import is_dotted, load_dotted
 from headway.core.errors import ConfigError
+from headway.core.file_sections import FileSection, validated
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.perf.latency.pause_points import pause_points_of
@@ -83,17 +84,13 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
         return seconds * points.widest_gap
 
 
-class PolicyOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all policies' options."""
+class PolicyOptions(FileSection):
+    """Base of all policies' options. What documents a field stands under it."""
 
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Options of earlier versions, and their names now."""
-    mode: str = "default"
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    mode: Literal["default", "paper"] = "default"
     """`paper` takes the paper literally; `default` has our rulings."""
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("default", "paper"):
-            raise ValueError(f"`mode` must be default or paper, not {self.mode!r}")
 
 
 def names() -> list[str]:
@@ -139,15 +136,4 @@ def _load(name: str, part: int) -> Any:
 
 
 def _options(name: str, options: Mapping[str, Any]) -> Any:
-    kind = options_of(name)
-    for old, new in kind.renamed.items():
-        if old in options:
-            raise ConfigError(f"options of {name}: `{old}` is now called `{new}`")
-    try:
-        return msgspec.convert(dict(options), kind)
-    except msgspec.ValidationError as error:
-        hint = allowed(kind, error)
-        # no single field to explain: list all options
-        if not hint.startswith("allowed"):
-            hint = f"its options: {', '.join(kind.__struct_fields__)}"
-        raise ConfigError(f"options of {name}: {error} ({hint})") from None
+    return validated(options_of(name), dict(options), f"options of {name}")

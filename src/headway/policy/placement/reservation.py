@@ -8,8 +8,12 @@ instances is not modelled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
+
+from pydantic import model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import Count, CountOrZero
 from headway.core.request import Request
 from headway.policy.placement.base import (
     Action,
@@ -25,12 +29,12 @@ from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class ReservationOptions(PolicyOptions, frozen=True, kw_only=True):
+class ReservationOptions(PolicyOptions):
     """Settings of `reservation`."""
 
-    long_tokens: int = 32_768
+    long_tokens: CountOrZero = 32_768
     """Prompts above this are long."""
-    long_sp: int = 4
+    long_sp: Count = 4
     """Instances of a long prompt."""
     reserved: int | None = None
     """Instances for long requests; None: `long_sp`."""
@@ -38,12 +42,11 @@ class ReservationOptions(PolicyOptions, frozen=True, kw_only=True):
     """Let an idle reserved instance take a short request while no long one waits or runs there: the mitigation that the
     paper names (§3.2), off in it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.long_sp < 1 or (self.reserved is not None and self.reserved < self.long_sp):
-            raise ValueError("`long_sp` must be at least 1, and `reserved` at least `long_sp`")
-        if self.long_tokens < 0:
-            raise ValueError("`long_tokens` must be at least 0")
+    @model_validator(mode="after")
+    def _reserved_for_one(self) -> Self:
+        if self.reserved is not None and self.reserved < self.long_sp:
+            raise ValueError("`reserved` must be at least `long_sp`")
+        return self
 
 
 class ReservationPlacement(PlacementPolicy):

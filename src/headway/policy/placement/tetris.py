@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import Count, Positive
 from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.perf.latency import eq1
@@ -34,20 +38,20 @@ from headway.policy.placement.tetris_rates import RateControl, RateTable, load_r
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class TetrisOptions(PolicyOptions, frozen=True, kw_only=True):
+class TetrisOptions(PolicyOptions):
     """Settings of `tetris`. At most one of `rate`, `rates` and `rates_file`; without them the rate is 0.3."""
 
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[Count, ...] = ()
     """SP size candidates; empty: powers of two."""
-    rate: float | None = None
+    rate: Annotated[float, Field(ge=0, lt=1)] | None = None
     """A fixed improvement rate."""
     rates: tuple[tuple[float, float], ...] = ()
     """Pairs of (requests a second, improvement rate)."""
     rates_file: str | None = None
     """File of such a table (`headway profile rates`)."""
-    window_s: float = 30.0
+    window_s: Positive = 30.0
     """Length of the window in which the load is measured."""
-    refresh_s: float = 30.0
+    refresh_s: Positive = 30.0
     """Time between two measurements of the load."""
     single_chunk: bool = False
     """Algorithm 1 without lines 5-21: a prompt is one chunk."""
@@ -56,16 +60,11 @@ class TetrisOptions(PolicyOptions, frozen=True, kw_only=True):
     anchored: bool = True
     """False: keep to the plans' own time line and ignore when spans really end (to show what that costs)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @model_validator(mode="after")
+    def _one_source_of_rates(self) -> Self:
         if sum((self.rate is not None, bool(self.rates), self.rates_file is not None)) > 1:
             raise ValueError("give one of `rate`, `rates` and `rates_file`")
-        if self.rate is not None and not 0 <= self.rate < 1:
-            raise ValueError(f"`rate` must be from 0 to below 1, not {self.rate}")
-        if any(size < 1 for size in self.sizes):
-            raise ValueError("`sizes` must be at least 1")
-        if not (self.window_s > 0 and self.refresh_s > 0):
-            raise ValueError("`window_s` and `refresh_s` must be above 0")
+        return self
 
 
 class TetrisPlacement(PlacementPolicy):

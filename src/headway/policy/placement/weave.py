@@ -21,9 +21,12 @@ while the group is paused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import PositiveOrZero
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.latency.groups import GroupShape
@@ -52,34 +55,32 @@ from headway.policy.placement.view import ClusterSnapshot
 from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 
 
-class WeaveOptions(tetris.TetrisOptions, frozen=True, kw_only=True):
+class WeaveOptions(tetris.TetrisOptions):
     """Settings of `weave`, besides those of `tetris`."""
 
-    batch_s: float = 0.5
+    batch_s: PositiveOrZero = 0.5
     """A prompt that the plan gives to one instance goes to its scheduler if it takes at most so long there; a longer
     one is a group of one."""
-    yields_to: float = 0.25
+    yields_to: PositiveOrZero = 0.25
     """A group yields to prompts that take, on one instance, at most so many times its own time; 0: to none."""
-    rho_min: float = 0.2
+    rho_min: PositiveOrZero = 0.2
     """Least share of its time that a group yields."""
-    rho_max: float = 0.7
+    rho_max: Annotated[float, Field(lt=1)] = 0.7
     """Largest share of its time that a group yields."""
-    deadline_base_s: float = 1.0
+    deadline_base_s: PositiveOrZero = 1.0
     """Seconds after arrival at which the first token of a request without an SLO is due, at the earliest."""
-    deadline_factor: float = 5.0
+    deadline_factor: PositiveOrZero = 5.0
     """The same as a multiple of the prompt's own time; the later of the two counts."""
-    lost_s: float = 0.0
+    lost_s: PositiveOrZero = 0.0
     """Seconds to restore a paused group's state."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.rho_min <= self.rho_max < 1:
-            raise ValueError("`rho_min` must lie between 0 and `rho_max`, and `rho_max` below 1")
-        for name in ("yields_to", "batch_s", "lost_s", "deadline_base_s", "deadline_factor"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` must be at least 0")
+    @model_validator(mode="after")
+    def _possible_together(self) -> Self:
+        if not self.rho_min <= self.rho_max:
+            raise ValueError("`rho_min` must be at most `rho_max`")
         if not self.anchored:
             raise ValueError("`anchored: false` is for tetris alone: weave's schedulers do not keep to a plan")
+        return self
 
 
 class QueueGap(NamedTuple):

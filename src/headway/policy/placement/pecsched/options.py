@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from typing import Literal
 
+from headway.core.file_sections import Count, Positive, PositiveOrZero
 from headway.policy.placement.registry import PolicyOptions
 
 
-class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
+class PecSchedOptions(PolicyOptions):
     """Settings of `pecsched`."""
 
-    long_tokens: int = 32_768
+    long_tokens: Count = 32_768
     """Prompts above this are long."""
-    batch_tokens: int = 4096
+    batch_tokens: Count = 4096
     """Tokens of short prompts that a replica of a paused or co-located long request takes at a time (§5.2's threshold).
     """
     long_replicas: Literal["memory", "latency", "fixed"] = "latency"
     """Rule for "sufficient" replicas, which the paper does not state: as memory needs, as latency needs to stay within
     `long_target_s`, or `long_sp`. Never fewer than memory needs."""
-    long_target_s: float = 20.0
+    long_target_s: Positive = 20.0
     """Largest predicted prefill time of a long request, in seconds, for the rule `latency`."""
-    long_sp: int = 4
+    long_sp: Count = 4
     """Replicas of a long request for the rule `fixed`."""
     queue: Literal["tokens", "seconds"] | None = None
     """Unit of queue lengths; None: tokens in mode `paper`, else predicted seconds, in which attention is quadratic."""
-    ageing: float | Literal["off"] | None = None
+    ageing: PositiveOrZero | Literal["off"] | None = None
     """A long prefill is suspended for at most so many times as long as it has computed, and `slice_s` more; then it
     computes until that holds again. "off": without bound. None: off in mode `paper`, else 1."""
-    slice_s: float = 1.0
+    slice_s: Positive = 1.0
     """Seconds added to the time computed when ageing bounds a suspension: see `ageing`."""
     preempt: bool = True
     """False: the ablation /PE (§6.4)."""
@@ -37,15 +38,6 @@ class PecSchedOptions(PolicyOptions, frozen=True, kw_only=True):
     """False: the ablation /CoL: long decodes are preempted instead of co-located."""
     fast_sp: bool = True
     """False: the ablation /FSP: plain ring attention."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.long_tokens, self.batch_tokens, self.long_sp) < 1:
-            raise ValueError("`long_tokens`, `batch_tokens` and `long_sp` must be at least 1")
-        if not (self.long_target_s > 0 and self.slice_s > 0):
-            raise ValueError("`long_target_s` and `slice_s` must be above 0 seconds")
-        if isinstance(self.ageing, float) and not self.ageing >= 0:
-            raise ValueError("`ageing` must be at least 0, or off")
 
     @property
     def counts_seconds(self) -> bool:
