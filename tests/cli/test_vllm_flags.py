@@ -32,7 +32,7 @@ def values(flag: str) -> list[str]:
 
 
 def test_the_list_is_of_a_version_that_the_scheduler_knows() -> None:
-    from headway.vllm.seams import KNOWN
+    from headway.vllm.version_check import KNOWN
 
     assert VERSION in KNOWN
     assert len(FLAGS) > 400

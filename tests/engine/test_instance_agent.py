@@ -35,7 +35,7 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.service import EngineService
 from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
-from headway.runtime.sequence_parallel.saved import SavedState
+from headway.runtime.sequence_parallel.paused_state import PausedState
 
 LAYERS = 4
 
@@ -74,8 +74,8 @@ class Computing:
     def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
         return (EmittedToken(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
 
-    def saved(self, name: str) -> tuple[int, int, SavedState]:
-        return 0, self.layers[name], SavedState(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
+    def saved(self, name: str) -> tuple[int, int, PausedState]:
+        return 0, self.layers[name], PausedState(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)
 
     def whole(self, name: str, tokens: int) -> bool:
         return True

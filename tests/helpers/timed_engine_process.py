@@ -19,7 +19,7 @@ from tests.helpers.timed_cluster import scenario_of, spec_of
 
 from headway.core.clock import ClockProtocol
 from headway.kv.block_manager import BlockManager
-from headway.policy.iteration.aim import reference_aim_s
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime.build.engine_process import live
 from headway.runtime.cluster.instance_agent import InstanceAgent

@@ -10,9 +10,9 @@ import torch
 
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.primitive import attend, merge, merge_into
-from headway.runtime.sequence_parallel.attend import _PartialAnswer
-from headway.runtime.sequence_parallel.cover import cover
+from headway.runtime.sequence_parallel.distributed_attention import _PartialAnswer
 from headway.runtime.sequence_parallel.kv_shard import KvShard
+from headway.runtime.sequence_parallel.mask_blocks import mask_blocks
 
 
 def test_merging_in_place_equals_merging() -> None:
@@ -34,7 +34,10 @@ def test_blocks_may_come_in_any_order(seed: int) -> None:
     tokens, past = chance.randrange(8, 50), chance.randrange(0, 9)
     mine = np.sort(np.array(chance.sample(range(tokens), chance.randrange(1, tokens)), dtype=np.int64))
     others = np.setdiff1d(np.arange(tokens), mine)
-    parts = [(cover(mine, mine, past), past + len(mine), 0), (cover(mine, others, 0), len(others), past + len(mine))]
+    parts = [
+        (mask_blocks(mine, mine, past), past + len(mine), 0),
+        (mask_blocks(mine, others, 0), len(others), past + len(mine)),
+    ]
     keys = torch.randn(2, 2, past + tokens, 8)
     blocks = [(block, keys[:, :, at : at + size]) for found, size, at in parts for block in found]
     chance.shuffle(blocks)

@@ -18,8 +18,8 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes
 from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.layout import gathered
+from headway.runtime.sequence_parallel.paused_state import PausedState
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
-from headway.runtime.sequence_parallel.saved import SavedState
 
 LAYERS = 5
 
@@ -103,12 +103,12 @@ def test_the_first_rank_pauses_all_at_one_layer(model: Model, says_yes_at: int) 
     assert (results[0][1] - logits[-1]).abs().max() < 1e-4 * logits.abs().max()
 
 
-def paused(model: Model, parts: list[Part], tp: int, layer: int) -> SavedState:
+def paused(model: Model, parts: list[Part], tp: int, layer: int) -> PausedState:
     """What all ranks keep of the last chunk, paused before `layer`."""
     specs = route(parts, tp)
     prompt, before = prompt_of(specs[-1].end), layouts(specs, model.config)
 
-    def work(transport: VirtualTransport) -> SavedState:
+    def work(transport: VirtualTransport) -> PausedState:
         rank = transport.rank
         prefill = SequencePrefill(model.slice(ModelShard(rank % tp, tp)), model.config, transport)
         for spec, held in zip(specs, before[:-1], strict=True):

@@ -13,9 +13,9 @@ from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_s
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
 from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.cover import MaskBlock, cover
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered, moves
+from headway.runtime.sequence_parallel.mask_blocks import MaskBlock, mask_blocks
 from headway.runtime.sequence_parallel.ring import ring
 from headway.runtime.sequence_parallel.steps import ExchangeRows
 from headway.runtime.sequence_parallel.tokens import ORDERS, spread
@@ -42,7 +42,7 @@ positions = st.sets(st.integers(0, 60), max_size=24).map(lambda found: np.array(
 @given(positions, positions, st.integers(0, 5))
 def test_a_cover_of_blocks_equals_the_causal_mask(queries: np.ndarray, keys: np.ndarray, past: int) -> None:
     mask = np.concatenate([np.ones((len(queries), past), dtype=int), keys[None] <= queries[:, None]], axis=1)
-    assert np.array_equal(seen(cover(queries, keys, past), *mask.shape), mask)
+    assert np.array_equal(seen(mask_blocks(queries, keys, past), *mask.shape), mask)
 
 
 @given(st.integers(0, 40), st.integers(1, 60), st.integers(1, 9), st.sampled_from(ORDERS))

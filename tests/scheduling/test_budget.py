@@ -12,7 +12,9 @@ from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.aim import (
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.efficient_chunks import (
     DECODE_EFFICIENCY,
     LEAST_AIM_S,
     LONGEST_AIM_S,
@@ -20,8 +22,6 @@ from headway.policy.iteration.aim import (
     EfficientChunks,
     reference_aim_s,
 )
-from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S, ArrivalGaps
 from headway.sim import InstanceSpec, simulate
 from headway.sim.workload import TraceRequest

@@ -20,7 +20,7 @@ from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
-from headway.vllm import seams
+from headway.vllm import version_check
 from headway.vllm.latency import EngineFacts, latency_model, machine_rates, model_shape
 
 
@@ -124,21 +124,21 @@ def test_settings_name_what_is_wrong() -> None:
 
 
 def test_unknown_seams_are_refused_unless_they_are_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(seams.KNOWN["0.32.0"])
-    assert seams.require_known(seams.compare("0.32.0+cpu", known)) is None
-    changed = seams.compare("0.99.0", {**known, "schedule": "other", "add_request": ""})
-    monkeypatch.delenv(seams.TRY_ANYWAY, raising=False)
+    known = dict(version_check.KNOWN["0.32.0"])
+    assert version_check.require_known(version_check.compare("0.32.0+cpu", known)) is None
+    changed = version_check.compare("0.99.0", {**known, "schedule": "other", "add_request": ""})
+    monkeypatch.delenv(version_check.TRY_ANYWAY, raising=False)
     with pytest.raises(ConfigError, match=r"vLLM 0\.99\.0.*add_request \(missing\), schedule\..*Drop --scheduler-cls"):
-        seams.require_known(changed)
-    monkeypatch.setenv(seams.TRY_ANYWAY, "1")
-    assert "Going on" in (seams.require_known(changed) or "")
+        version_check.require_known(changed)
+    monkeypatch.setenv(version_check.TRY_ANYWAY, "1")
+    assert "Going on" in (version_check.require_known(changed) or "")
 
 
 def test_a_missing_seam_has_no_digest() -> None:
     class Nothing:
         def schedule(self) -> None: ...
 
-    found = seams.digests(Nothing)
+    found = version_check.digests(Nothing)
     assert found["schedule"]
     assert not found["update_from_output"]
 
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_unknown_shape_is_taken_for_an_8b_model() -> None:
 
 def test_the_package_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, json; import headway.policy.hosted.driver, headway.vllm.latency, headway.vllm.seams;"
+        "import sys, json; import headway.policy.hosted.driver, headway.vllm.latency, headway.vllm.version_check;"
         "import headway.vllm; headway.vllm.SloMiddleware;"
         "print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     )

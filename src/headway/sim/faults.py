@@ -19,8 +19,8 @@ from headway.core.request import Request, Slo
 from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.noise import NoiseSource, NoiseSpec
 from headway.sim.pipeline import StageLink

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
-from headway.vllm.seams import KNOWN
+from headway.vllm.version_check import KNOWN
 
 logger = logging.getLogger("vllm.headway")
 

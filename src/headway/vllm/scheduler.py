@@ -1,7 +1,7 @@
 """The scheduler class that vLLM loads, and all that depends on vLLM's internals.
 
-Written for the seams of the versions in `seams.KNOWN`. vLLM's `schedule()` runs unchanged: before it, the waiting queue
-shows the policy's choice only and prefills get quotas; after it, the policy's cursors follow vLLM's.
+Written for the seams of the versions in `version_check.KNOWN`. vLLM's `schedule()` runs unchanged: before it, the
+waiting queue shows the policy's choice only and prefills get quotas; after it, the policy's cursors follow vLLM's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
-from headway.vllm import adapter, seams
+from headway.vllm import adapter, version_check
 from headway.vllm.latency import latency_model
 from headway.vllm.slo import read_slo
 
@@ -47,7 +47,8 @@ class Scheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ConfigError for a vLLM whose scheduler is not known, and for impossible settings."""
-        warning = seams.require_known(seams.compare(adapter.version(), seams.digests(VllmScheduler)))
+        digests = version_check.digests(VllmScheduler)
+        warning = version_check.require_known(version_check.compare(adapter.version(), digests))
         if warning is not None:
             logger.warning(warning)
         chosen = _AsyncHeadwayScheduler if vllm_config.scheduler_config.async_scheduling else _SyncHeadwayScheduler

@@ -47,7 +47,7 @@ class TimedLatency(Protocol):
 
 
 class TimedSavedBytes(NamedTuple):
-    """See `runtime.sequence_parallel.saved`; bytes by the model's shape."""
+    """See `runtime.sequence_parallel.paused_state`; bytes by the model's shape."""
 
     kv_bytes: int
     activation_bytes: int

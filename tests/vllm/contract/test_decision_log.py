@@ -21,7 +21,7 @@ from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.live_trace import timeline
-from headway.vllm import seams
+from headway.vllm import version_check
 from headway.vllm.endpoint import WhyEndpoint
 
 Make = Callable[..., VirtualEngine]
@@ -163,7 +163,7 @@ def test_the_script_for_other_versions_reads_the_digests_that_the_engine_compare
 
     path = Path(__file__).resolve().parents[3] / "scripts" / "check_vllm_version.py"
     digests_of = runpy.run_path(str(path))["digests_of"]
-    assert digests_of(Path(scheduler.__file__).read_text())[0] == seams.digests(scheduler.Scheduler)
+    assert digests_of(Path(scheduler.__file__).read_text())[0] == version_check.digests(scheduler.Scheduler)
 
 
 def test_the_endpoint_is_a_plugin_that_vllm_takes() -> None:

@@ -16,9 +16,10 @@ import msgspec
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
-from headway.policy.iteration.aim import LEAST_AIM_S
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import LEAST_AIM_S
+from headway.policy.iteration.space_sharing import time_of_long_s
 
 MAX_UNSCHEDULABLE = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
@@ -201,9 +202,7 @@ class _Filling:
         rules = self.rules
         budget_s = rules.t_target_s
         if self._yields(candidate):
-            # Yielded share = slack clamped to [rho_min, rho_max]: a late request (negative slack) still yields rho_min.
-            budget_s = min(budget_s, rules.shared_s)
-            budget_s *= 1.0 - min(rules.rho_max, max(rules.rho_min, candidate.slack))
+            budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
         return budget_s - candidate.reserved_s
 
     def _stretch(self, candidate: PackCandidate, budget_s: float, tokens: int, attention_s: float) -> tuple[int, float]:

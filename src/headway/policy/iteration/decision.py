@@ -15,11 +15,11 @@ from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import KvBlockAdmission
-from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
 from headway.policy.iteration.chunk_allocation import ChunkAllocation, pack, rules_of
 from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.iteration_budget import IterationBudget
 from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.ordering import UrgencyLine

@@ -23,10 +23,10 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost
 from headway.policy.iteration.admission import refuse_unservable
-from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.lockstep import LockstepBatch
 from headway.policy.iteration.prefill import WHOLE
 from headway.policy.iteration.scheduler import Scheduler

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 
 from headway.perf.latency.base import LatencyModel
-from headway.policy.iteration.aim import DECODE_EFFICIENCY, NEWCOMER_EFFICIENCY, EfficientChunks
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import DECODE_EFFICIENCY, NEWCOMER_EFFICIENCY, EfficientChunks
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.tbt_targets import TbtTargets
 

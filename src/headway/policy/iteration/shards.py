@@ -10,8 +10,8 @@ from __future__ import annotations
 from headway.core.request import Request
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
-from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.prefill import WHOLE
 
 

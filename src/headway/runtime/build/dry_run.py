@@ -8,7 +8,7 @@ from headway.core.clock import ManualClock
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel
-from headway.policy.iteration.aim import reference_aim_s
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
 from headway.runtime.build.engine import assemble
 from headway.runtime.build.engine_summary import summary

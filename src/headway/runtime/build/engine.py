@@ -29,8 +29,8 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.aim import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime import embedded
 from headway.runtime.engine.config import EngineConfig

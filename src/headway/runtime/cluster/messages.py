@@ -127,7 +127,7 @@ class SpanTaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SpanTaskPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A span task has paused. Bytes are those that this instance keeps (`runtime.sequence_parallel.saved`)."""
+    """A span task has paused. Bytes are those that this instance keeps (`runtime.sequence_parallel.paused_state`)."""
 
     id: str
     index: int

@@ -22,10 +22,11 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.sequence_parallel.cover import cover
 from headway.runtime.sequence_parallel.exchanges import ChunkExchanges
+from headway.runtime.sequence_parallel.gather_weights import gathered_weights
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.layout import KvLayout, KvMove, extended, fits, history_of, moves
+from headway.runtime.sequence_parallel.mask_blocks import mask_blocks
 from headway.runtime.sequence_parallel.ring import ring
 from headway.runtime.sequence_parallel.steps import (
     ROWS,
@@ -47,7 +48,6 @@ from headway.runtime.sequence_parallel.steps import (
     WholeLayer,
 )
 from headway.runtime.sequence_parallel.tokens import Positions, share, spread
-from headway.runtime.sequence_parallel.whole import weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +178,8 @@ class _RankPlanner:
                 MemberRows(
                     ranks[i * width + part],
                     len(chunk.fresh[i]),
-                    cover(chunk.fresh[i], chunk.fresh[member], past[member]),
-                    bool(cover(chunk.fresh[member], chunk.fresh[i], past[i])),
+                    mask_blocks(chunk.fresh[i], chunk.fresh[member], past[member]),
+                    bool(mask_blocks(chunk.fresh[member], chunk.fresh[i], past[i])),
                 )
                 for i in range(members)
             )
@@ -209,7 +209,7 @@ class _RankPlanner:
         return steps
 
     def _weights(self, stage: Literal["attention", "mlp"], ahead: bool) -> Step:
-        return StartWeights(weights(self._chunk.config, self._group, self._index, stage), ahead)
+        return StartWeights(gathered_weights(self._chunk.config, self._group, self._index, stage), ahead)
 
     def _gathered(self, register: str) -> list[Step]:
         return [self._exchanges.gather(register, self._name(register))] if self._cut else []

@@ -18,9 +18,9 @@ from headway.runtime.model.layer import Matrix, feed, heads, norm
 from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.weights import LayerWeights
-from headway.runtime.sequence_parallel.attend import attend_by_ring, attend_in_place
+from headway.runtime.sequence_parallel.distributed_attention import attend_by_ring, attend_in_place
 from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
-from headway.runtime.sequence_parallel.registers import MatrixRegisters, start
+from headway.runtime.sequence_parallel.register_exchange import MatrixRegisters, start_exchange
 from headway.runtime.sequence_parallel.steps import (
     ROWS,
     AddRows,
@@ -114,7 +114,7 @@ class StepExecutor:
 
     def _exchange(self, step: ExchangeRows, layer: int) -> None:
         source = self.registers.take(step.source)
-        self.registers[step.target] = start(self._transport, step, source, MessageStream.ROWS)()
+        self.registers[step.target] = start_exchange(self._transport, step, source, MessageStream.ROWS)()
 
     def _embed(self, step: EmbedTokens, layer: int) -> None:
         decoder = self._decoder
@@ -207,7 +207,7 @@ class StepExecutor:
             if source is None:  # the bias of a sum is held by the first rank alone
                 source = held.attention_norm.new_empty(0, 1)
             matrix = source if source.dim() == 2 else source.unsqueeze(1)
-            begun.append((part.target, start(self._transport, part, matrix, MessageStream.WEIGHTS)))
+            begun.append((part.target, start_exchange(self._transport, part, matrix, MessageStream.WEIGHTS)))
         self._fetching.append(begun)
 
     def _finish_weights(self, step: FinishWeights, layer: int) -> None:

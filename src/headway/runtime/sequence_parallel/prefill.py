@@ -20,7 +20,7 @@ from headway.runtime.sequence_parallel.executor import StepExecutor
 from headway.runtime.sequence_parallel.group import ChunkSpec
 from headway.runtime.sequence_parallel.kv_shard import KvMoves, KvShard
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
-from headway.runtime.sequence_parallel.saved import SavedState
+from headway.runtime.sequence_parallel.paused_state import PausedState
 from headway.runtime.sequence_parallel.steps import ROWS
 from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 
@@ -189,7 +189,7 @@ class SequencePrefill:
         return self._layer
 
     @property
-    def saved(self) -> SavedState:
+    def saved(self) -> PausedState:
         """Memory that this rank holds for the paused chunk and for the chunks before it."""
         chunk, rank = self._under_way(), self._transport.rank
         layers, done, moved = self._config.layers, self._layer, self._executor.moved_layers
@@ -200,7 +200,7 @@ class SequencePrefill:
         own = self._shard.token_bytes
         old = own if self._source is None else self._source.token_bytes
         rows = self._executor.registers.get(ROWS)
-        return SavedState(
+        return PausedState(
             # Finished layers hold history and chunk, moved layers history at its new place, the rest history at its old
             # place.
             kv_bytes=own * (done * after + (moved - done) * history) + old * (layers - moved) * before,

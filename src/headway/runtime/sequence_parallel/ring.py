@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.runtime.sequence_parallel.cover import MaskBlock, cover
+from headway.runtime.sequence_parallel.mask_blocks import MaskBlock, mask_blocks
 from headway.runtime.sequence_parallel.tokens import Positions
 
 
@@ -39,7 +39,7 @@ def ring(member: int, fresh: Sequence[Positions], past: Sequence[int]) -> tuple[
                 past[source] + len(fresh[source]),
                 -1 if last else arriving,
                 0 if last else past[arriving] + len(fresh[arriving]),
-                cover(fresh[member], fresh[source], past[source]),
+                mask_blocks(fresh[member], fresh[source], past[source]),
             )
         )
     return tuple(steps)

@@ -29,9 +29,9 @@ from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
 from headway.runtime.sequence_parallel.kv_shard import KvShard
 from headway.runtime.sequence_parallel.layout import KvLayout
+from headway.runtime.sequence_parallel.paused_state import PausedState
 from headway.runtime.sequence_parallel.pieces import layout_after, pieces
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
-from headway.runtime.sequence_parallel.saved import SavedState
 from headway.runtime.sequence_parallel.tokens import Order
 from headway.runtime.sequence_parallel.transport import MessageStream
 
@@ -145,7 +145,7 @@ class SpanExecutor:
             emitted = part.draw(name, logits)
         return emitted, part.settle()
 
-    def saved(self, name: str) -> tuple[int, int, SavedState]:
+    def saved(self, name: str) -> tuple[int, int, PausedState]:
         """Return where a task is paused (the prompt's tokens before its chunk, the layer) and the state kept here."""
         return self._parts[name].saved()
 
@@ -261,7 +261,7 @@ class _SpanMember:
                 return False
         return False
 
-    def saved(self) -> tuple[int, int, SavedState]:
+    def saved(self) -> tuple[int, int, PausedState]:
         """See `SpanExecutor.saved`."""
         saved, shard = self.prefill.saved, self._shard
         assert shard is not None

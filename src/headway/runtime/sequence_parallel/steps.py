@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from headway.runtime.sequence_parallel.cover import MaskBlock
+from headway.runtime.sequence_parallel.mask_blocks import MaskBlock
 from headway.runtime.sequence_parallel.ring import RingStep
 from headway.runtime.sequence_parallel.tokens import Positions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.aim import reference_aim_s
+from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.replica import SimulatedEngine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class SavedState(msgspec.Struct, frozen=True, kw_only=True):
+class PausedState(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a paused chunk on one rank, or on several added up."""
 
     kv_bytes: int
@@ -20,8 +20,8 @@ class SavedState(msgspec.Struct, frozen=True, kw_only=True):
         """Activations as a share of the KV of all layers: "usually less than 5%" in the paper."""
         return self.activation_bytes / self.kv_bytes_at_end
 
-    def __add__(self, other: SavedState) -> SavedState:
-        return SavedState(
+    def __add__(self, other: PausedState) -> PausedState:
+        return PausedState(
             kv_bytes=self.kv_bytes + other.kv_bytes,
             activation_bytes=self.activation_bytes + other.activation_bytes,
             kv_bytes_at_end=self.kv_bytes_at_end + other.kv_bytes_at_end,

@@ -14,7 +14,7 @@ from headway.runtime.sequence_parallel.steps import Between, ExchangeRows, Matri
 OWN, WHOLE = "own", "whole"
 
 
-def weights(
+def gathered_weights(
     config: DecoderConfig, group: SpGroup, index: int, stage: Literal["attention", "mlp"]
 ) -> tuple[ExchangeRows, ...]:
     """From registers `own.<matrix>.weight` and `own.<matrix>.bias` of the region's ranks to `whole.…` on each."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.primitive import attend, merge_into
-from headway.runtime.sequence_parallel.cover import MaskBlock
+from headway.runtime.sequence_parallel.mask_blocks import MaskBlock
 from headway.runtime.sequence_parallel.steps import AttendInPlace, RingAttend
 from headway.runtime.sequence_parallel.transport import MessageStream, TensorTransport
 

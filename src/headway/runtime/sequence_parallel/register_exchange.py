@@ -19,7 +19,7 @@ class MatrixRegisters(dict[str, Tensor]):
         return self[name] if name == ROWS else self.pop(name)
 
 
-def start(
+def start_exchange(
     transport: TensorTransport, step: ExchangeRows, source: Tensor, stream: MessageStream
 ) -> Callable[[], Tensor]:
     """Begin an exchange; the result waits for it and returns the target."""

@@ -25,7 +25,7 @@ class MaskBlock(NamedTuple):
     causal: bool
 
 
-def cover(queries: Positions, keys: Positions, past: int = 0) -> tuple[MaskBlock, ...]:
+def mask_blocks(queries: Positions, keys: Positions, past: int = 0) -> tuple[MaskBlock, ...]:
     """Blocks that hold each pair (row, key) with keys[key] <= queries[row] exactly once, and nothing else.
 
     queries, keys: ascending. `past` keys that every row sees come before the others; keys are numbered past included.
