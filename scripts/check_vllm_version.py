@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from headway.vllm import seams
+from headway.vllm import version_check
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
@@ -38,13 +38,13 @@ def main() -> int:
             source = archive.read(SCHEDULER).decode()
             queue = archive.read(QUEUE).decode()
         found, signatures = digests_of(source)
-        report = seams.compare(version, found)
+        report = version_check.compare(version, found)
         if report.known_as is not None:
             print(f"vLLM {version}: every seam is that of {report.known_as}")
         else:
             print(f"vLLM {version}: compared with {report.nearest} these seams moved: {', '.join(report.moved)}")
         print(f'    "{version}": {{')
-        for name in seams.SEAMS:
+        for name in version_check.SEAMS:
             print(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
         print("    },")
         print(f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}")
@@ -61,9 +61,9 @@ def download(version: str, folder: Path) -> Path:
 
 
 def digests_of(source: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (digest by seam as `seams.digests` makes it, signature by method) of the scheduler's source."""
+    """Return (digest by seam as `version_check.digests` makes it, signature by method) of the scheduler's source."""
     lines = source.splitlines(keepends=True)
-    found = dict.fromkeys(seams.SEAMS, "")
+    found = dict.fromkeys(version_check.SEAMS, "")
     signatures: dict[str, str] = {}
     for node in _class(source, "Scheduler").body:
         if isinstance(node, ast.FunctionDef) and node.name in found:
@@ -97,7 +97,7 @@ def contract_tests(venv: Path, wheel: Path, scratch: Path) -> int:
     command = [venv / "bin" / "python", "-m", "pytest", "tests/vllm/contract", "--noconftest", "-W", "ignore", "-q"]
     # The list of flags is that of one version.
     command += ["--deselect", "tests/vllm/contract/test_flag_list.py"]
-    environment = {**os.environ, "PYTHONPATH": paths, seams.TRY_ANYWAY: "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, version_check.TRY_ANYWAY: "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -6,7 +6,7 @@ requests that ended stay in the pool until room is needed, and requests with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
@@ -141,7 +141,7 @@ class BlockManager:
         kept: tuple[Run, ...] = ()
         if self.cache is not None and lease.tip is not None:
             cached = set(self.cache.index.path(lease.tip))
-            kept = joined_runs(block for block in self._blocks(lease) if block in cached)
+            kept = joined_runs(block for block in _numbers(self._tables.runs(lease.request)) if block in cached)
             self.cache.end(lease.tip)
             lease.tip = None
         del self._leases[lease.request]
@@ -188,7 +188,7 @@ class BlockManager:
         if self.cache is None or lease is None or lease.tip is None:
             return
         if tokens // self.block_tokens > lease.tip.depth:
-            lease.tip = self.cache.computed(request, lease.tip, tokens, self._blocks(lease))
+            lease.tip = self.cache.computed(request, lease.tip, tokens, _numbers(self._tables.runs(lease.request)))
 
     def clear_cache(self) -> None:
         """Evict all cached blocks that no request uses, for instance because their contents are lost."""
@@ -203,7 +203,7 @@ class BlockManager:
         if self.cache is None:
             self._tables.check()
         else:
-            blocks = {lease: self._blocks(lease) for lease in self._leases.values()}
+            blocks = {lease: _numbers(self._tables.runs(lease.request)) for lease in self._leases.values()}
             _check_shared(self.n_blocks, self._tables, self.cache, blocks)
         if set(self._tables.owners()) != set(self._leases):
             raise InvariantError("block owners and leases differ")
@@ -211,10 +211,6 @@ class BlockManager:
             held = sum(count for _, count in self._tables.runs(lease.request))
             if held != lease.blocks or lease.tokens != held * self.block_tokens:
                 raise InvariantError(f"the lease of {lease.request} says {lease.blocks} blocks and holds {held}")
-
-    def _blocks(self, lease: KvLease) -> list[int]:
-        """Return all blocks of a lease, in order of its tokens."""
-        return [block for first, count in self._tables.runs(lease.request) for block in range(first, first + count)]
 
     def _evict(self, blocks: int) -> None:
         """Evict so many cached blocks, which must be unused."""
@@ -256,3 +252,8 @@ def _check_shared(n_blocks: int, tables: BlockTables, cache: PrefixCache, held: 
     free = [first + i for first, count in tables.allocator.free_runs() for i in range(count)]
     if len(private) + len(cached) + len(free) != n_blocks or len({*private, *cached, *free}) != n_blocks:
         raise InvariantError("a block has two owners, or is owned and free, or is neither")
+
+
+def _numbers(runs: Iterable[Run]) -> list[int]:
+    """Return the blocks of runs one by one, in order of their tokens."""
+    return [block for first, count in runs for block in range(first, first + count)]
