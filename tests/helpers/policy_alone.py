@@ -22,9 +22,13 @@ from headway.policy.iteration.scheduler import Scheduler
 
 
 class CountedPool:
-    """`KvPool` that only counts, with other words for its counts than `BlockManager` has."""
+    """`KvPool` that only counts, with other words for its counts than `BlockManager` has.
+
+    Its answers about waiting requests are used again, unlike `BlockManager`'s."""
 
     cache = None
+    answers_hold = 16
+    holders_grow = True
 
     def __init__(self, n_blocks: int, block_tokens: int) -> None:
         self.n_blocks, self.block_tokens = n_blocks, block_tokens

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headway.core.request import Request
 from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.prefill import PrefillState
-from headway.policy.iteration.queue import PrefillQueue
+from headway.policy.iteration.queue import PrefillQueue, make_queue
 
 Lines = list[tuple[float, float, int]]
 COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), st.sampled_from([0, 0, 0, 1, -2]))
@@ -31,6 +31,28 @@ def plain(members: dict[PrefillState, UrgencyLine], now: float) -> list[str]:
         return sequence.request.priority, line.intercept - line.slope * now, sequence.order
 
     return [sequence.request.id for sequence, _ in sorted(members.items(), key=key)]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@given(lines=st.lists(COARSE, max_size=60), now=st.integers(0, 3).map(float), seed=st.integers(0, 99))
+def test_members_with_kv_come_in_the_order_of_the_whole_queue(
+    parallel: bool, lines: Lines, now: float, seed: int
+) -> None:
+    rng = random.Random(seed)
+    queue = make_queue(parallel)
+    for order, (intercept, slope, priority) in enumerate(lines):
+        one = member(order, priority)
+        one.holds_kv = rng.random() < 0.3
+        queue.add(one, UrgencyLine(intercept, 1.0 if parallel else slope))
+        if rng.random() < 0.3:
+            changed = rng.choice(list(queue))
+            changed.holds_kv = not changed.holds_kv
+            queue.note_begun(changed, changed.holds_kv)
+        if rng.random() < 0.1:
+            queue.remove(rng.choice(list(queue)))
+    with_kv = [one.order for one in queue.ordered(now) if one.holds_kv]
+    assert [one.order for one in queue.begun_ordered(now)] == with_kv
+    assert len(queue.begun) == len(with_kv)
 
 
 @given(

@@ -34,6 +34,10 @@ class KvLease:
 class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
+    # For the iteration policy (`policy.iteration.kv_pool.KvPool`).
+    answers_hold = 0
+    holders_grow = True
+
     def __init__(self, total_tokens: int, block_tokens: int, cache: PrefixCache | None = None) -> None:
         if block_tokens < 1 or total_tokens < block_tokens:
             raise ConfigError(

@@ -32,8 +32,6 @@ from headway.vllm.slo import read_slo
 
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
 
-_LOOKUP_STEPS = 16
-"""Steps for which the blocks that a waiting request needs are cached: the prefix cache changes meanwhile."""
 _REPORT_S = 60.0
 """Seconds between two log lines on decision times and prediction errors."""
 
@@ -82,9 +80,6 @@ class HeadwaySchedulerMethods:
         self._headway_off: set[str] = set()
         # Requests that wait for a grammar to be compiled, by id.
         self._headway_blocked: dict[str, Any] = {}
-        # By request: (step, tokens, free blocks for them).
-        self._headway_needs: dict[str, tuple[int, int, int]] = {}
-        self._headway_step = 0
         self._headway_error_share = 0.0
         self._headway_reported_s = 0.0
         self._headway_log = self._open_log(vllm_config)
@@ -145,7 +140,6 @@ class HeadwaySchedulerMethods:
         """Preempt a request in vLLM, and requeue it in the policy."""
         super()._preempt_request(request, *args, **kwargs)
         if self._headway is not None:
-            self._headway_needs.pop(request.request_id, None)
             self._guard(self._headway.lost, request)
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -191,23 +185,19 @@ class HeadwaySchedulerMethods:
             driver.ended(name)
             self._headway_off.discard(name)
             self._headway_blocked.pop(name, None)
-            self._headway_needs.pop(name, None)
         if self._headway_blocked:
             self._enter_unblocked()
-        self._headway_step += 1
         running: list[Any] = self.running
         room = len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs
-        plan = driver.plan_step(running, now, room, 1 + self.num_spec_tokens)
-        if plan is None:
+        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens)
+        if planned is None:
             # Rebuilt in the next step.
             self._headway = None
             return False
-        quotas = plan.quotas
-        if any(r.is_prefill_chunk for r in running):
-            self.running = driver.serving_order(running, plan)
+        plan, self.running = planned
         visible = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
         begun = driver.prefills
-        visible += [begun[name] for name in quotas if begun[name].status != RequestStatus.RUNNING]
+        visible += [begun[name] for name in plan.quotas if begun[name].status != RequestStatus.RUNNING]
         self.waiting.show([r for r in visible if not self._holds_kv_blocks(r)])
         self._headway_plan = plan
         return True
@@ -329,9 +319,6 @@ class HeadwaySchedulerMethods:
         manager = self.kv_cache_manager
         computed, blocks = request.num_computed_tokens, manager.empty_kv_cache_blocks
         if not computed:
-            step, known, needed = self._headway_needs.get(request_id, (-_LOOKUP_STEPS, 0, 0))
-            if self._headway_step - step < _LOOKUP_STEPS and known == tokens:
-                return needed
             blocks, computed = manager.get_computed_blocks(request)[:2]
         slots = min(tokens, self.max_model_len)
         needed = manager.coordinator.get_num_blocks_to_allocate(
@@ -345,8 +332,6 @@ class HeadwaySchedulerMethods:
             apply_admission_cap=True,
             prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
-        if not request.num_computed_tokens:
-            self._headway_needs[request_id] = (self._headway_step, tokens, needed)
         return int(needed)
 
     def _facts(self: Any, request: Any, computed: int) -> Request:

@@ -9,6 +9,8 @@ scales, so a recorded run replays exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
@@ -65,6 +67,15 @@ class CorrectedLatency(LatencyModel):
 
     def least_attention_s(self, past: int, tokens: int) -> float:
         return self.base.least_attention_s(past, tokens) * self._k_chunk
+
+    def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
+        """The sum of both lower bounds, with what does not depend on the chunk looked up once."""
+        base_rows_s, base_attention_s = self.base.least_rows_s, self.base.least_attention_s
+        k_rows, k_chunk = self._k_rows, self._k_chunk
+        fixed_s = self._fixed_s * (self._k_fixed - k_rows)
+        return lambda tokens: (
+            max(base_rows_s(rows + tokens) * k_rows + fixed_s, 0.0) + base_attention_s(past, tokens) * k_chunk
+        )
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode

@@ -6,7 +6,8 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -77,23 +78,25 @@ class PolicyDriver:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan_step(
-        self, running: Sequence[VllmRequest], now: float, admits_new: bool, rows_each: int = 1
-    ) -> StepPlan | None:
-        """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows.
+        self, running: list[VllmRequest], now: float, admits_new: bool, rows_each: int = 1
+    ) -> tuple[StepPlan, list[VllmRequest]] | None:
+        """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows; and
+        `running` with decodes first, then prefills by urgency, since vLLM preempts from its end.
 
         None: the policy would wait although nothing runs that could free KV; the caller lets vLLM decide."""
-        decodes = [request for request in running if not request.is_prefill_chunk]
-        kv_sum = sum([request.num_computed_tokens for request in decodes])
-        plan = self.plan(len(decodes), rows_each * len(decodes), kv_sum, now, admits_new)
-        return plan if plan.quotas or running or not self.prefills else None
-
-    @staticmethod
-    def serving_order(running: Sequence[VllmRequest], plan: StepPlan) -> list[VllmRequest]:
-        """Return `running` with decodes first, then prefills by urgency: vLLM preempts from its end."""
-        place = {name: i for i, name in enumerate(plan.quotas)}
+        # Few passes, each over hundreds of requests: this is much of a decision's time.
         prefills = [request for request in running if request.is_prefill_chunk]
+        kv_sum = sum([request.num_computed_tokens for request in running])
+        kv_sum -= sum([request.num_computed_tokens for request in prefills])
+        decodes = len(running) - len(prefills)
+        plan = self.plan(decodes, rows_each * decodes, kv_sum, now, admits_new)
+        if not (plan.quotas or running or not self.prefills):
+            return None
+        place = {name: i for i, name in enumerate(plan.quotas)}
         prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
-        return [request for request in running if not request.is_prefill_chunk] + prefills
+        if all(map(is_, reversed(prefills), reversed(running))):
+            return plan, running
+        return plan, [request for request in running if not request.is_prefill_chunk] + prefills
 
     def quota(self, plan: StepPlan, request_id: str, running: bool) -> int | None:
         """Return the tokens that a request may take; None: no limit by the policy."""
@@ -126,7 +129,7 @@ class PolicyDriver:
         tokens = sum(chunks.values())
         exact = sum(plan.quotas.values()) == tokens and plan.load.tokens == tokens + rows
         load = plan.load if exact else self._real_load(plan, chunks, others, rows)
-        for name in sorted(chunks, key=self._place(plan)):
+        for name in sorted(chunks, key=self._place(plan)) if len(chunks) > 1 else chunks:
             self._advance(name)
         self.policy.began()
         return load

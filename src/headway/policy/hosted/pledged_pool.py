@@ -13,6 +13,9 @@ class PledgedKvPool:
     allocates (`settle`) and is dropped once the prompt is computed: decodes grow by vLLM's own rules.
     """
 
+    answers_hold = 16
+    """Asking vLLM looks a prompt up in its prefix cache, which changes meanwhile."""
+    holders_grow = False
     cache: None = None
     """vLLM looks prompts up itself: it reports a hit when it first schedules the request."""
 

@@ -36,17 +36,49 @@ class KvBlockAdmission:
         self._config = config
         self._pool = pool
         self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
-        # Requests that hold KV: prefills that have begun, and decodes.
+        # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
+        self._decisions = 0
+        # Free blocks of the pool in the current decision.
+        self._free = 0
+        # Blocks of short holders, at most the headroom; None: to be counted again.
+        self._short: int | None = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether the pool looks up prefixes, so that `waits_for_prefix` may be true."""
+        return self._pool.cache is not None
+
+    def decide(self) -> None:
+        """Begin a decision: blocks in use may have changed since the last one."""
+        self._decisions += 1
+        self._free = self._pool.free_blocks
+        if self._pool.holders_grow:
+            self._short = None
+
+    def hold(self, state: PrefillState) -> None:
+        """Note that a request holds KV."""
+        state.holds_kv = True
+        self.holders[state.request.id] = state
+        self._short = None
+
+    def release(self, request_id: str) -> None:
+        """Note that a request holds no KV any more, if it did."""
+        if self.holders.pop(request_id, None) is not None:
+            self._short = None
 
     def fits(self, state: PrefillState) -> bool:
-        """Whether the pool has the blocks of a request, with the headroom it must leave."""
-        blocks = self.blocks(state)
-        return blocks + self.headroom(state, blocks) <= self._pool.free_blocks
+        """Whether the pool has the blocks of a request, with the headroom it must leave, in this decision."""
+        blocks, free = self.blocks(state), self._free
+        return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
 
     def blocks(self, state: PrefillState) -> int:
-        """Return how many free blocks a request would take to enter."""
-        return self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
+        """Return how many free blocks a request would take to enter: the pool's answer while it holds."""
+        if state.asked_again > self._decisions:
+            return state.needed_blocks
+        blocks = self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
+        state.needed_blocks, state.asked_again = blocks, self._decisions + self._pool.answers_hold
+        return blocks
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
         """Whether a request without KV had better begin in a later iteration, for the sake of its cached prefix.
@@ -63,12 +95,13 @@ class KvBlockAdmission:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
         tokens = self._entry_tokens(state)
         name = state.request.id
-        headroom = self.headroom(state, self._pool.needed_blocks(name, tokens))
+        headroom = self.headroom(state, self.blocks(state))
         if not self._pool.pledge(name, tokens, headroom):
+            state.asked_again = 0
             return False
+        self._free = self._pool.free_blocks
         state.skipped_since = None
-        state.holds_kv = True
-        self.holders[name] = state
+        self.hold(state)
         return True
 
     def spare_blocks(self, state: PrefillState) -> int:
@@ -79,18 +112,24 @@ class KvBlockAdmission:
         headroom = self._headroom_blocks
         # If the request and the headroom exceed the whole pool, shorts beside it would delay it.
         concurrent = self.blocks(state) + headroom <= self._pool.n_blocks
-        return max(0, headroom - self._short_blocks()) if state.is_long and concurrent else 0
+        return headroom - self._short_blocks() if state.is_long and concurrent else 0
 
     def headroom(self, state: PrefillState, blocks: int) -> int:
         """Return how many blocks must stay free if this request takes `blocks` more; 0 for a short one."""
+        if self._pool.holders_grow:
+            self._short = None
+        return self._headroom(state, blocks, self._pool.free_blocks)
+
+    def _headroom(self, state: PrefillState, blocks: int, free: int) -> int:
+        """Return `headroom` beside `free` free blocks."""
         # In an empty pool there is nothing to leave headroom for: a prompt as large as the pool must fit.
         if not (state.is_long and self.holders):
             return 0
         headroom = self._headroom_blocks
-        left = self._pool.free_blocks - blocks
+        left = free - blocks
         # Once skipped, blocks that shorts hold count towards the headroom: a stream of shorts must not keep it out.
         if state.skipped_since is not None and 0 <= left < headroom:
-            return max(0, headroom - self._short_blocks())
+            return headroom - self._short_blocks()
         return headroom
 
     def _entry_tokens(self, state: PrefillState) -> int:
@@ -99,4 +138,14 @@ class KvBlockAdmission:
         return max(1, min(state.known + self._config.reserve_tokens, most, self._pool.total_tokens, state.limit))
 
     def _short_blocks(self) -> int:
-        return sum(self._pool.held_blocks(name) for name, state in self.holders.items() if not state.is_long)
+        """Return the blocks that short holders have together, at most the headroom."""
+        if self._short is None:
+            self._short, most = 0, self._headroom_blocks
+            for name, state in self.holders.items():
+                if not state.is_long:
+                    self._short += self._pool.held_blocks(name)
+                    # More makes no difference: stop counting.
+                    if self._short >= most:
+                        self._short = most
+                        break
+        return self._short

@@ -56,25 +56,25 @@ class PrefillCandidates:
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
         requests without KV may begin."""
         admission = self._admission
-        # `begun` counts down the KV holders still ahead; `closed`: no request without KV enters any more.
-        begun, blocked = self._queue.begun, 0
+        admission.decide()
+        shares_prefixes, blocked = admission.shares_prefixes, 0
+        # Whether no request without KV enters any more.
         closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
         # Blocks that shorts may take while a long request has waited too long; None: no such limit.
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
         ahead: set[str] = set()
+        seen: set[int] = set()
         for state in self._queue.ordered(now):
-            if state.holds_kv:
-                begun -= 1
-            elif closed:
-                # Neither may another request begin, nor does a KV holder follow.
-                if not begun:
-                    return
-                continue
+            if closed and not state.holds_kv:
+                # Only those that hold KV are left.
+                yield from self._begun(now, iterations, skip, seen)
+                return
+            seen.add(state.order)
             if skip and state.request.id in skip:
                 continue
-            if not state.holds_kv and admission.waits_for_prefix(state, ahead):
-                continue
             if not state.holds_kv:
+                if shares_prefixes and admission.waits_for_prefix(state, ahead):
+                    continue
                 if spare is not None and (state.is_long or admission.blocks(state) > spare):
                     blocked += 1
                     closed = blocked >= MAX_BLOCKED
@@ -99,6 +99,15 @@ class PrefillCandidates:
                 ahead.add(state.request.id)
             # Re-read after the yield: the caller may have admitted this candidate.
             closed = closed or len(admission.holders) >= self._config.max_num_seqs
+
+    def _begun(self, now: float, iterations: int, skip: Collection[str], seen: set[int]) -> Iterator[PackCandidate]:
+        """Yield the candidates that hold KV, but those whose order of arrival is among `seen`."""
+        for state in self._queue.begun_ordered(now):
+            if state.order in seen or state.request.id in skip:
+                continue
+            candidate = self._candidate(state, now, iterations - state.last_progress)
+            if candidate.remaining > 0:
+                yield candidate
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
         """Return one prefill as `chunk_allocation` sees it."""

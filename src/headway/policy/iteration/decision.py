@@ -131,8 +131,9 @@ class IterationPolicy:
         # Its age in the admission queue starts anew: it had its turn.
         state.skipped_since = None
         self.targets.end(state)
+        state.asked_again = 0
         if state.holds_kv:
-            del self.holders[request_id]
+            self.admission.release(request_id)
             if state.slot >= 0:
                 # A half-done prefill is in the queue; a decode (slot < 0) was not counted there.
                 self.queue.note_begun(state, False)
@@ -157,7 +158,7 @@ class IterationPolicy:
             self.urgency.active_long = None
         if state.decoding:
             self.targets.leave(state)
-        self.holders.pop(request_id, None)
+        self.admission.release(request_id)
 
     # -- iterations ---------------------------------------------------------------------------------------------
 
@@ -228,8 +229,9 @@ class IterationPolicy:
     def shorts_wait(self) -> bool:
         """Whether a short prefill waits that could use yielded time: it holds KV, or there is a free block to begin."""
         queue = self.queue
-        room = len(self.holders) < self.config.max_num_seqs and self._pool.free_blocks > 0
-        return queue.begun_shorts > 0 or (queue.shorts > 0 and room)
+        if queue.begun_shorts or not queue.shorts:
+            return queue.begun_shorts > 0
+        return len(self.holders) < self.config.max_num_seqs and self._pool.free_blocks > 0
 
     @property
     def waiting_s(self) -> float:
@@ -240,8 +242,9 @@ class IterationPolicy:
         """Register a request, in the queue with its urgency line, or as a decode (`line` None)."""
         name = state.request.id
         self._states[name] = state
+        state.asked_again = 0
         if state.holds_kv:
-            self.holders[name] = state
+            self.admission.hold(state)
             state.last_progress = self._iterations
         # Decodes take part in every iteration and never queue.
         if state.decoding or line is None:
@@ -266,6 +269,7 @@ class IterationPolicy:
             return
         # It is counted by class in the queue.
         self.queue.remove(state)
+        state.asked_again = 0
         state.set_cached(cached)
         state.is_long = self.urgency.is_long_work(state.known, cached)
         line = self.urgency.line(state) if state.generated else self.urgency.assess(state)

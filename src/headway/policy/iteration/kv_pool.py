@@ -25,6 +25,11 @@ class KvPool(Protocol):
     when the request ends or loses its KV.
     """
 
+    answers_hold: int
+    """Decisions for which an answer of `needed_blocks` about a request without KV may be used; 0: it is asked again."""
+    holders_grow: bool
+    """Whether `held_blocks` of a request may change while it holds KV."""
+
     @property
     def n_blocks(self) -> int:
         """Blocks of the pool, free or not."""

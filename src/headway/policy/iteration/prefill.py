@@ -17,6 +17,7 @@ class PrefillState:
     Changed by `IterationPolicy`, except for the cursors of decoding requests, which the scheduler may keep here."""
 
     __slots__ = (
+        "asked_again",
         "base",
         "deadline_s",
         "decoding",
@@ -25,6 +26,7 @@ class PrefillState:
         "is_long",
         "last_progress",
         "limit",
+        "needed_blocks",
         "order",
         "prompt",
         "request",
@@ -57,6 +59,8 @@ class PrefillState:
         self.last_progress = 0
         # When admission first failed for lack of KV, seconds; None: it has not.
         self.skipped_since: float | None = None
+        # Blocks that it would take to enter, as the pool said last, and the decision in which the pool is asked again.
+        self.needed_blocks = self.asked_again = 0
         # Isolated prefill time on arrival.
         self.total_s = 0.0
         # Part of `total_s` that is left.

@@ -17,8 +17,9 @@ from headway.policy.iteration.ordering import UrgencyLine
 if TYPE_CHECKING:
     from headway.policy.iteration.prefill import PrefillState
 
-_FIRST = 16
-"""Members found one by one before the rest is sorted: mostly all that one decision consumes."""
+_FIRST, _FIRST_OF_FEW = 16, 1
+"""Members found one by one before the rest is sorted: mostly all that one decision consumes. Sorting few is cheap."""
+_FEW = 256
 
 
 class WaitingQueue(Protocol):
@@ -26,8 +27,8 @@ class WaitingQueue(Protocol):
 
     longs: int
     """How many members are long."""
-    begun: int
-    """How many members hold KV; kept by `note_begun`."""
+    begun: dict[int, PrefillState]
+    """Members that hold KV, by `order`; kept by `note_begun`."""
     begun_shorts: int
     """How many of these are short."""
 
@@ -50,19 +51,25 @@ class WaitingQueue(Protocol):
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
 
+    def begun_ordered(self, now: float) -> list[PrefillState]:
+        """Return the members that hold KV, most urgent first. Costs nothing for the others."""
+
 
 class _QueueCounts:
-    """Counts of long members and of members that hold KV, for both queues."""
+    """Count of long members, and the members that hold KV, for both queues."""
 
     def __init__(self) -> None:
-        self.longs = self.begun = self.begun_shorts = 0
+        self.longs = self.begun_shorts = 0
+        self.begun: dict[int, PrefillState] = {}
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
-        step = 1 if gained else -1
-        self.begun += step
+        if gained:
+            self.begun[member.order] = member
+        else:
+            del self.begun[member.order]
         if not member.is_long:
-            self.begun_shorts += step
+            self.begun_shorts += 1 if gained else -1
 
     def _count(self, member: PrefillState, step: int) -> None:
         """Count a member that is added (step 1) or removed (-1)."""
@@ -118,6 +125,10 @@ class SortedQueue(_QueueCounts):
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
         return (self._members[entry[2]] for entry in self._entries)
+
+    def begun_ordered(self, now: float) -> list[PrefillState]:
+        """See `WaitingQueue`."""
+        return sorted(self.begun.values(), key=lambda member: self._keys[member.order])
 
     def _enter(self, member: PrefillState, line: UrgencyLine) -> None:
         key = (member.request.priority, line.intercept, member.order)
@@ -187,14 +198,15 @@ class PrefillQueue(_QueueCounts):
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed.
 
-        The first `_FIRST` are found one by one, the rest is sorted."""
+        The first few are found one by one, the rest is sorted."""
         n, members = len(self._members), self._members
         # Urgency of all members at once, intercept - slope * now; the copy is overwritten below.
         keys = self._intercept[:n] - self._slope[:n] * now
         taken: list[int] = []
         if n and not self._prioritised:
+            first = _FIRST if n > _FEW else _FIRST_OF_FEW
             slot = int(keys.argmin())
-            while len(taken) < _FIRST:
+            while len(taken) < first:
                 # Mask the member that is about to be yielded, to find the one behind it.
                 key, keys[slot] = keys[slot], np.inf
                 following = int(keys.argmin())
@@ -206,6 +218,19 @@ class PrefillQueue(_QueueCounts):
                 yield members[slot]
                 slot = following
         # lexsort: the last key is the primary one.
-        left = np.delete(np.arange(n), taken)
-        for slot in left[np.lexsort((self._order[left], keys[left], self._priority[left]))].tolist():
-            yield members[slot]
+        order = self._order[:n]
+        sorted_slots = np.lexsort((order, keys, self._priority[:n]) if self._prioritised else (order, keys))
+        yielded = set(taken)
+        for slot in sorted_slots.tolist():
+            if slot not in yielded:
+                yield members[slot]
+
+    def begun_ordered(self, now: float) -> list[PrefillState]:
+        """See `WaitingQueue`."""
+        members = list(self.begun.values())
+        if len(members) < 2:
+            return members
+        slots = [member.slot for member in members]
+        keys = self._intercept[slots] - self._slope[slots] * now
+        order = np.lexsort((self._order[slots], keys, self._priority[slots]))
+        return [members[i] for i in order.tolist()]

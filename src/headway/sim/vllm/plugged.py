@@ -43,13 +43,13 @@ class PluggedPolicy:
         for name in scheduler.ended:
             driver.ended(name)
         room = len(scheduler.running) < scheduler.spec.max_num_seqs
-        plan = self._plan = driver.plan_step(scheduler.running, now, room)
-        if plan is None:
-            self._driver = None
+        planned = driver.plan_step(scheduler.running, now, room)
+        if planned is None:
+            self._plan = self._driver = None
             self._gate.open()
             return
-        if any(request.is_prefill_chunk for request in scheduler.running):
-            scheduler.running = driver.serving_order(scheduler.running, plan)
+        plan, scheduler.running = planned
+        self._plan = plan
         chosen = (driver.prefills[name] for name in plan.quotas)
         self._gate.show([request for request in chosen if not request.running])
 
