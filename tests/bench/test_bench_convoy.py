@@ -100,6 +100,18 @@ def test_two_servers_are_measured_in_turn_and_compared(  # type: ignore[no-untyp
     assert "times over those of" in capsys.readouterr().out
 
 
+def test_a_prompt_that_the_server_does_not_allow_is_refused_before_the_warm_up(  # type: ignore[no-untyped-def]
+    serve_fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serve_fake("--max-model-len", "4096")
+    with pytest.raises(ConfigError, match=f"are 6001 tokens, and {url} allows 4096 a request: give at most") as refused:
+        headway_bench("convoy", "--url", url, *SMALL)
+    assert "--long-tokens 4095" in str(refused.value)
+    assert "warm-up" not in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--max-model-len allows 4096"):
+        headway_bench("convoy", "--model", "x", *SMALL, "--max-model-len", "4096")
+
+
 def test_labels_are_one_for_each_server(serve_fake) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="2 --url and 1 --label"):
         headway_bench("convoy", "--url", "http://a", "--url", "http://b", "--label", "stock")

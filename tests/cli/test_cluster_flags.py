@@ -40,6 +40,20 @@ def test_an_unknown_host_is_refused_in_one_line(
     assert said.err.count("\n") == 1
 
 
+def test_more_instances_than_cores_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.serving.cluster_settings.CORES", (0, 1))
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: [{count: 900}]\nplacement: jsq\n")
+    assert main(["cluster", str(path), "--dry-run"]) == 0
+    assert "warning: 900 instances of host 0 have 900 threads on 2 cores" in capsys.readouterr().out
+    path.write_text("pools: [{count: 2}]\nplacement: jsq\n")
+    assert main(["cluster", str(path), "--dry-run"]) == 0
+    assert capsys.readouterr().out == "loaded\n"
+
+
 @pytest.mark.parametrize("flags", [(), ("--node-rank", "1"), ("--nnodes", "2"), ("--nnodes", "2", "--node-rank", "1")])
 def test_a_host_of_the_file_is_accepted_with_and_without_a_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]

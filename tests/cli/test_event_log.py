@@ -65,5 +65,12 @@ def test_links_are_kept_and_pipes_are_written_to_directly(tmp_path: Path) -> Non
 
 
 def test_a_path_that_cannot_be_opened_is_a_one_line_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"event-log: .*: its folder does not exist; make it first"):
-        open_event_log(str(tmp_path / "no" / "log"))
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"event-log: .*: (File exists|Not a directory)"):
+        open_event_log(str(tmp_path / "file" / "log"))
+
+
+def test_missing_folders_of_a_log_are_made(tmp_path: Path) -> None:
+    with open_event_log(str(tmp_path / "new" / "deep" / "log")) as file:
+        file.write(b"a\n")
+    assert (tmp_path / "new" / "deep" / "log").read_bytes() == b"a\n"

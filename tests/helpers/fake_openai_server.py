@@ -27,7 +27,9 @@ class Fake:
         return web.Response(status=200 if time.monotonic() - self.started > 0.1 else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": "fake", "object": "model", "max_model_len": self.args.max_model_len}]}
+        )
 
     async def requests(self, request: web.Request) -> web.Response:
         return web.json_response(self.seen)

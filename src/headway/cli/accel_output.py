@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 
 def write_json(path: Path | None, data: Any) -> bool:
@@ -24,11 +24,7 @@ def write(path: Path, body: bytes) -> bool:
     if str(path) == "-":
         sys.stdout.buffer.write(body)
         return True
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    write_output(path, body)
     return False
 
 

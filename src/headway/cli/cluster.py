@@ -13,7 +13,7 @@ from headway.core.strict_yaml import read_yaml
 from headway.runtime.build import hosts
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
 from headway.runtime.engine.numerics import settle
-from headway.serving.cluster_settings import instance_configs
+from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
 
 
@@ -74,4 +74,6 @@ def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings)
     configs = instance_configs(file, where, model, settings)
     from headway.runtime.build.cluster_dry_run import report
 
-    return report(file, model, configs, node)
+    return "\n".join(
+        [*(f"warning: {each}\n" for each in shared_cores(file, configs, node)), report(file, model, configs, node)]
+    )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import HeadwayError
+from headway.core.output_file import check_outputs
 from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         kv_parallel_size=settings.kv_parallel_size,
     )
     settle()
+    check_outputs(arguments.out)
     from headway.perf.latency import store
     from headway.runtime.build.engine import build, profile_mark
     from headway.runtime.executor import profiling

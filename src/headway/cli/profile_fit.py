@@ -7,11 +7,11 @@ Parquet files (these need `pip install headway[fit]`). Folders are searched for 
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from pathlib import Path
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 _ENDINGS = (".csv", ".csv.gz", ".parquet")
 
@@ -42,14 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"these files are of {' and '.join(dies)}: fit one accelerator at a time")
     fit = fit_device(dies[0], profiles, [path.name for path in paths], arguments.tolerance)
     data = encode(fit)
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed, so that an interrupted run leaves no half file.
-        scratch = arguments.out.with_name(f"{arguments.out.name}.{os.getpid()}.tmp")
-        scratch.write_bytes(data)
-        scratch.replace(arguments.out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    write_output(arguments.out, data)
     count = Counter(dict.fromkeys(FAMILIES, 0))
     for profile in profiles:
         count[profile.family] += len(profile)

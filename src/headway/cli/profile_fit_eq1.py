@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 if TYPE_CHECKING:
     from headway.perf.latency.eq1 import PrefillSample
@@ -34,11 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     words = f"Eq. (1) fitted to {len(samples)} measurements of {arguments.file}"
     words += "" if history else "; no history measured: c = 2d"
     file = eq1.Eq1File(source=words, sizes=found.sizes, errors=errors)
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    write_output(arguments.out, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
     print(words)
     print(f"{'SP':>4} {'a (s)':>9} {'b (us)':>9} {'c (ns)':>9} {'d (ns)':>9} {'worst':>7} {'mean':>7}")
     for sp, c in found.sizes.items():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{scenario.name or arguments.scenario.name}: {arguments.requests} Poisson requests a load, least mean TTFT"
     )
     table = RateTable(points=tuple(points), source=source)
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    write_output(arguments.out, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     print(f"written to {arguments.out}")
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
     else:
         show(report_table(data, EXPERIMENTS[name].title))
         if json_file is not None:
-            _save(json_file, _bytes(data))
+            write_output(json_file, _bytes(data))
     # Some experiments have claims only and nothing to draw.
     if picture is not None and report.panels:
         from headway.research.plot import draw
@@ -98,11 +99,3 @@ def _bytes(data: Any) -> bytes:
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
-
-
-def _save(path: Path, body: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

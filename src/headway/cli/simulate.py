@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs, write_output
 
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
@@ -128,6 +129,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     if arguments.event_log is not None and points[0].scenario.cluster.placement is not None:
         raise ConfigError("--event-log is that of one engine: the scenario has a cluster.placement")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
+    _check_files(arguments)
     detail = _detail(arguments)
     with RunProgress(sum(len(point.scenario.run.seeds) for point in points)) as progress:
         result = run_points(
@@ -152,6 +154,17 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     return 0 if any(point["feasible"] for point in result.points) else 1
 
 
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a file that cannot be written: before minutes of simulation, not after them."""
+    from headway.sim.report.style import check_picture
+
+    page = arguments.gantt is not None and arguments.gantt.suffix == ".html"
+    check_outputs(arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log)
+    check_outputs(arguments.gantt if page else None)
+    check_picture(None if page else arguments.gantt)
+    check_picture(arguments.plot)
+
+
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
     """Return the detail to keep of the first run, for the output files that show it; None without such a file."""
     from headway.core.event_log import event_sink
@@ -167,11 +180,11 @@ def _detail(arguments: argparse.Namespace) -> RunDetail | None:
 def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
     """Write the files of all points."""
     if arguments.json is not None and str(arguments.json) != "-":
-        _save(arguments.json, _bytes(outcome))
+        write_output(arguments.json, _bytes(outcome))
     if arguments.csv is not None:
         from headway.sim.report.sim_csv import summary_csv
 
-        _save(arguments.csv, summary_csv(outcome).encode())
+        write_output(arguments.csv, summary_csv(outcome).encode())
     if arguments.plot is not None and len(outcome["points"]) > 1:
         from headway.sim.report import style
         from headway.sim.report.sim_plot import sweep_figure
@@ -186,11 +199,11 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
     if arguments.requests is not None:
         from headway.sim.report.sim_csv import requests_csv
 
-        _save(arguments.requests, requests_csv(run.sim.records).encode())
+        write_output(arguments.requests, requests_csv(run.sim.records).encode())
     if arguments.trace is not None:
         from headway.sim.report.perfetto import trace_events
 
-        _save(arguments.trace, _bytes(trace_events(run.sim), compact=True))
+        write_output(arguments.trace, _bytes(trace_events(run.sim), compact=True))
     if arguments.plot is not None and not swept:
         from headway.sim.report import style
         from headway.sim.report.load_plot import load_figure
@@ -205,7 +218,7 @@ def _gantt(arguments: argparse.Namespace, name: str, cluster: ClusterResult) -> 
 
     if arguments.gantt.suffix == ".html":
         page = gantt_page(cluster.bars, cluster.instances, name, arguments.until)
-        _save(arguments.gantt, page.encode())
+        write_output(arguments.gantt, page.encode())
     else:
         style.save(gantt_figure(cluster.bars, cluster.instances, name, arguments.until), arguments.gantt)
 
@@ -215,14 +228,6 @@ def _bytes(data: Any, compact: bool = False) -> bytes:
 
     body = msgspec.json.encode(data)
     return body if compact else msgspec.json.format(body, indent=1) + b"\n"
-
-
-def _save(path: Path, body: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _faults(text: str) -> int:

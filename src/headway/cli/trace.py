@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     trace = timeline(of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_bytes(msgspec.json.encode(live_trace_events(trace)))
-    except OSError as error:
-        raise ConfigError(f"cannot write {arguments.out}: {error.strerror}") from error
+    write_output(arguments.out, msgspec.json.encode(live_trace_events(trace)))
     lanes = len({(one.group, one.stage) for one in trace.slices})
     print(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}")
     return 0

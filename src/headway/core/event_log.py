@@ -42,11 +42,13 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> 
     """Open an empty event log for appending, locked while it is open.
 
     The log of an earlier run is renamed first: FILE becomes FILE.until-20260102T030405Z, the time of its last line. A
-    path that is not a regular file (a pipe, /dev/null) is opened as it is. Raises ConfigError when the path cannot be
-    opened or another process writes to it; attempts: how often to try again before that, `_PAUSE_S` apart.
+    path that is not a regular file (a pipe, /dev/null) is opened as it is. Missing folders are made. Raises
+    ConfigError when the path cannot be opened or another process writes to it; attempts: how often to try again before
+    that, `_PAUSE_S` apart.
     """
     try:
         while True:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "ab", buffering=buffering)  # noqa: SIM115 - open for the process's life
             try:
                 about = os.fstat(file.fileno())
@@ -69,8 +71,6 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> 
             file.close()
     except BlockingIOError:
         raise ConfigError(f"event-log: another process writes to {path}: give each its own file") from None
-    except FileNotFoundError:
-        raise ConfigError(f"event-log: {path}: its folder does not exist; make it first") from None
     except OSError as error:
         raise ConfigError(f"event-log: {path}: {error.strerror}") from error
 

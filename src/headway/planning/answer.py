@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 from headway.perf.hardware.accelerators import accelerator
 from headway.planning.candidates import DeploymentCandidate, cost_of
 from headway.planning.question import PlanQuestion
@@ -139,12 +140,8 @@ def write_files(result: PlanResult, folder: Path) -> list[Path]:
         candidate = result.best.candidate
         bodies["scenario.yaml"] = yaml.safe_dump(candidate.scenario_data(result.question), sort_keys=False)
         bodies["serve.sh"] = serve_commands(candidate, result.question)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, body in bodies.items():
-            (folder / name).write_text(body)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+    for name, body in bodies.items():
+        write_output(folder / name, body.encode())
     return [folder / name for name in bodies]
 
 

@@ -51,6 +51,20 @@ def instance_configs(
     return configs
 
 
+def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig], node: int) -> list[str]:
+    """Return a sentence where this host's instances have more threads than it has cores; else nothing."""
+    hosts = [pool.host for pool in file.pools for _ in range(pool.count)]
+    here = [config for host, config in zip(hosts, configs, strict=True) if host == node]
+    threads = sum((config.threads or 1) * _workers(config) for config in here)
+    if threads <= len(CORES):
+        return []
+    words = f"{len(here)} instances of host {node} have {threads} threads on {len(CORES)} cores: they take turns, and "
+    words += (
+        f"compute up to {threads / len(CORES):.3g} times as slowly as one alone, which predictions take no account of"
+    )
+    return [words]
+
+
 def _pool_config(
     file: ClusterFile, pool: InstancePool, where: str, model: str, settings: ServeSettings
 ) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineClient
 from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.serving.binding import bind, check_binding, release
-from headway.serving.cluster_settings import instance_configs
+from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import ServerSettings
 
@@ -61,6 +62,8 @@ def serve_cluster(
         coordinator = hosts.open_coordinator(config, host_of.__getitem__) if config.nnodes > 1 else None
         try:
             configs = instance_configs(file, where, model, settings, _cores(coordinator))
+            for warning in shared_cores(file, configs, 0):
+                logging.getLogger("headway.cluster").warning("%s", warning)
             factory = InstanceFactory(file, configs, folder.path, host_of, coordinator, config.rdzv_token or "")
             instances = factory.start_all()
             client = ClusterClient(

@@ -161,7 +161,4 @@ def serve(
         log.info("not started")
     finally:
         release(sockets)
-    failure = app.state.headway.failure
-    if failure is not None:
-        log.error("the engine did not start", extra={"fields": {"reason": str(failure)}})
     return server.started

@@ -249,7 +249,9 @@ class ProcessEngineClient:
                 self._resubmit(child)
             elif isinstance(message, FatalError):
                 child.fatal_error = message
-                log.error(message.error)
+                # The error of a start is the caller's to report.
+                if ready.done():
+                    log.error(message.error)
 
     def _resubmit(self, child: EngineChild) -> None:
         """Send unfinished requests of an earlier incarnation to a new one."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs
 from headway.serving.load.arguments import tokens
 from headway.serving.load.client import TargetEndpoint
 from headway.serving.load.convoy import ConvoyPlan, PromptSource, random_prompts
@@ -16,8 +17,9 @@ from headway.serving.load.convoy_json import convoy_json
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.policies import PolicySpec, parse_policies
 from headway.serving.load.prompts import SAFE_VOCAB, vocab_size_of
-from headway.serving.load.served import ServerUnderTest, measure, report, serve_and_measure
+from headway.serving.load.served import ServerUnderTest, check_lengths, measure, report, serve_and_measure
 from headway.serving.load.server_process import SERVE
+from headway.sim.report.style import check_picture
 
 LONG_TOKENS = 32768
 """Length of the long prompt, unless it is given or the server allows less."""
@@ -75,6 +77,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment; return 0 when every request was answered, 1 when a short was not."""
+    check_outputs(args.json)
+    check_picture(args.plot)
     if args.url:
         return _compare(args)
     plan = _plan(args, args.long_tokens or LONG_TOKENS)
@@ -83,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("name a checkpoint folder with --model, or a running server with --url")
     # The longest request decides the servers' context, and so their KV pool.
     need = max(plan.long_tokens + plan.long_output, plan.short_tokens + plan.short_output)
+    check_lengths(plan, args.max_model_len, "--max-model-len")
     server = ServerUnderTest(
         model=args.model,
         max_model_len=args.max_model_len or need,
@@ -128,6 +133,8 @@ def _compare(args: argparse.Namespace) -> int:
     endpoints, limits = zip(*(_endpoint(args, url) for url in args.url), strict=True)
     most = min(limit for limit in (*limits, LONG_TOKENS + args.long_output) if limit)
     plan = _plan(args, args.long_tokens or most - args.long_output, alone=len(endpoints) == 1)
+    for url, limit in zip(args.url, limits, strict=True):
+        check_lengths(plan, limit, url)
     runs = measure(endpoints, plan, _prompts(args, plan), labels, args.seconds)
     specs = [PolicySpec(label, "as-served" if len(labels) == 1 else "") for label in labels]
     data = convoy_json(Path(args.model or "").name, plan, list(zip(specs, runs, strict=True)), len(runs) > 1)

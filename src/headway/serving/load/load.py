@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +55,15 @@ def run(args: argparse.Namespace) -> int:
     from headway.serving.load.load_workload import workload
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.sim.report.console import say
+    from headway.sim.report.style import check_picture
     from headway.sim.report.units import tokens
 
     goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
         raise ConfigError("--send-slo has nothing to send; give objectives with --goodput")
     # Separate streams of the seed: prompts do not change with the number of draws for lengths.
+    check_outputs(args.json)
+    check_picture(args.plot)
     requests, description = workload(args, np.random.default_rng((args.seed, 0)))
     folder = args.model is not None and Path(args.model).is_dir()
     model = args.model if args.model is not None and not folder else str(first_model(args.url, args.api_key)["id"])
@@ -120,8 +124,7 @@ def _report(
             model=model, workload=description, goodput=goodput, seed=args.seed,
             summary=summary, records=result.records, interrupted=result.interrupted,
         )  # fmt: skip
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(data, indent=1) + "\n")
+        write_output(args.json, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {args.json}")
     if args.plot is not None:
         from headway.sim.report.load_plot import load_figure

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.core.errors import ConfigError
+from headway.core.output_file import write_output
 from headway.serving.load.client import TargetEndpoint
 from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, ConvoyRunner, PromptSource, alternate
 from headway.serving.load.endpoint import first_model
@@ -45,13 +47,26 @@ def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPla
     ]
     with ServerProcess(arguments, command=served.command) as server:
         say(f"  ready after {server.start_s:.1f} s")
+        entry = first_model(server.url, served.api_key)
+        check_lengths(plan, entry.get("max_model_len"), server.url)
         endpoint = TargetEndpoint(
             base_url=server.url,
-            model=str(first_model(server.url, served.api_key)["id"]),
+            model=str(entry["id"]),
             api_key=served.api_key,
             timeout_s=served.timeout_s,
         )
         return measure([endpoint], plan, prompts, [""], 0.0)[0]
+
+
+def check_lengths(plan: ConvoyPlan, limit: object, url: str) -> None:
+    """Raise ConfigError where the server at `url` allows fewer tokens (`limit`, if it says so) than a request needs."""
+    lengths = (("long", plan.long_tokens, plan.long_output), ("short", plan.short_tokens, plan.short_output))
+    for name, prompt, output in lengths:
+        if isinstance(limit, int) and prompt + output > limit:
+            raise ConfigError(
+                f"--{name}-tokens {prompt} and --{name}-output {output} are {prompt + output} tokens, and {url} allows "
+                f"{limit} a request: give at most --{name}-tokens {max(0, limit - output)}"
+            )
 
 
 def measure(
@@ -85,8 +100,7 @@ def report(
         if errors:
             say(f"{run['policy']}: {len(errors)} of {run['short']['n']} shorts failed, the first with: {errors[0]}")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
+        write_output(json_file, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {json_file}")
     if plot_file is not None:
         from headway.sim.report.convoy_plot import convoy_figure

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -59,10 +62,23 @@ def new_figure(height_in: float) -> Figure:
     return figure
 
 
-def save(figure: Figure, file: Path) -> list[Path]:
-    """Write a figure as `.png` or `.svg`, or as both where the name has no suffix. Return the files written."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+def check_picture(file: Path | None) -> list[Path]:
+    """Return the files that `save` writes for a name; their folders are made. None: none. Raises ConfigError."""
+    if file is None:
+        return []
+    if file.suffix not in ("", ".png", ".svg", ".pdf"):
+        raise ConfigError(f"cannot draw {file}: its name must end in .png, .svg or .pdf, or have no suffix (both)")
     files = [file] if file.suffix else [file.with_suffix(".png"), file.with_suffix(".svg")]
+    check_outputs(*files)
+    return files
+
+
+def save(figure: Figure, file: Path) -> list[Path]:
+    """Write a figure as `.png`, `.svg` or `.pdf`, or as the first two where the name has no suffix.
+
+    Returns the files written. Raises ConfigError as `check_picture` does.
+    """
+    files = check_picture(file)
     with house_style():
         for target in files:
             metadata = {"Date": None} if target.suffix == ".svg" else None
