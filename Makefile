@@ -76,8 +76,11 @@ lock: setup ## requirements/*.lock: the versions of .venv, which CI and containe
 sbom: setup ## the packages that a server needs, with versions and licences (CycloneDX), in build/sbom.json
 	@$(BIN)/python scripts/make_lock.py --sbom build/sbom.json
 
-package: setup ## a wheel and a source distribution in dist/
+package: setup ## a source distribution, a wheel for all platforms and one with compiled kernels, in dist/
 	@$(BIN)/python -m build --outdir dist
+	@rm -rf build/lib* build/bdist*
+	@HEADWAY_PREBUILT=1 $(BIN)/python -m build --wheel --outdir dist
+	@rm -rf build/lib* build/bdist*
 
 embedded: setup ## make the embedded model again
 	@$(BIN)/python scripts/make_embedded_model.py

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from headway.core.native_build import find_compiler
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "headway"
+PREBUILT = platform.machine() == "x86_64" and find_compiler() is not None
 
 pytestmark = [
     pytest.mark.long,
@@ -31,13 +36,23 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "checkout"
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "examples", copy / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(copy)]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    build(copy, "sdist", folder / "dist")
+    with tarfile.open(next((folder / "dist").glob("*.tar.gz"))) as sources:
+        sources.extractall(folder / "sdist", filter="data")
+    # From what a source distribution holds, which is all that others build wheels from.
+    (unpacked,) = (folder / "sdist").iterdir()
+    build(unpacked, "wheel", folder / "dist", HEADWAY_PREBUILT=str(int(PREBUILT)))
     (made,) = (folder / "dist").glob("*.whl")
     return made
+
+
+def build(source: Path, kind: str, out: Path, **environment: str) -> None:
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +70,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def run(installed: Path, *words: str, cwd: Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(installed: Path, *words: str, cwd: Path, **changed: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | changed
     outcome = subprocess.run(
         [str(installed / words[0]), *words[1:]], cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
@@ -79,12 +94,35 @@ def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Pat
     assert run(installed, "headway", "--version", cwd=tmp_path).split() == ["headway", version]
 
 
-def test_the_installed_command_simulates(installed: Path, tmp_path: Path):
-    scenario = str(ROOT / "examples" / "chat-and-documents.yaml")
+def test_the_installed_command_simulates_its_own_examples(installed: Path, tmp_path: Path):
+    run(installed, "headway", "examples", "--copy", cwd=tmp_path)
+    here, copied = (
+        {path.relative_to(root) for path in (root / "examples").rglob("*") if "__pycache__" not in path.parts}
+        for root in (ROOT, tmp_path)
+    )
+    assert copied == here
+    scenario = "examples/chat-and-documents.yaml"
     words = ("headway", "simulate", scenario, "--seeds", "0", "--set", "run.window_s=30", "--jobs", "1")
     assert "TTFT" in run(installed, *words, cwd=tmp_path)
-    cluster = str(ROOT / "examples" / "cluster-tetris.yaml")
+    cluster = "examples/cluster-tetris.yaml"
     run(installed, "headway", "simulate", cluster, "--set", "workload.requests=20", "--jobs", "1", cwd=tmp_path)
+
+
+@pytest.mark.skipif(not PREBUILT, reason="needs a C++ compiler on x86-64")
+def test_the_wheel_s_compiled_libraries_are_loaded_without_a_compiler(installed: Path, wheel: Path, tmp_path: Path):
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    code = (
+        "from headway.core import native_build as n\n"
+        "import torch\n"
+        "loaded = {name: n.compiled(library) for name, library in n.LIBRARIES.items()}\n"
+        "print(n.find_compiler(), *(name for name, library in loaded.items() if library is not None))\n"
+        "from headway.runtime.attention.native import kernels\n"
+        "print((kernels() is not None) == torch.cpu._is_avx512_bf16_supported())"
+    )
+    environment = {"CXX": "none", "PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    said = run(installed, "python", "-c", code, cwd=tmp_path, **environment)
+    assert said.splitlines() == ["None kernels cdsp", "True"]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_installed_command_loads_the_embedded_model(installed: Path, tmp_path: Path):

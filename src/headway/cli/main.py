@@ -12,6 +12,7 @@ from importlib import import_module
 from headway import __version__
 from headway.cli.command_parser import CommandParser
 from headway.core.errors import HeadwayError
+from headway.core.operating_system import require_linux
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
@@ -26,10 +27,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
     "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
+    "examples": ("headway.cli.examples", "the example files that come with the package: listed, or copied"),
     "doctor": ("headway.cli.doctor", "what this machine can do: processor, memory, kernels, devices, packages, ports"),
     "why": ("headway.cli.why", "why a request's first token or worst gap came so late, from an event log"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }
+
+LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))
+"""Commands whose engine needs Linux (eventfd, memfd, pidfd)."""
 
 NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
@@ -78,6 +83,8 @@ def _run(words: list[str]) -> int:
     if chosen is not None and chosen not in COMMANDS:
         close = get_close_matches(chosen, COMMANDS, 1)
         parser.error(f"there is no command {chosen!r}" + "".join(f"; did you mean {name}?" for name in close))
+    if chosen in LINUX_ONLY and not {"-h", "--help"} & set(words):
+        require_linux(f"`headway {chosen}`")
     run: Callable[[argparse.Namespace], int] | None = None
     asked = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.

@@ -1,4 +1,4 @@
-"""Optional C++: source files compiled once for the processor at hand, and never required."""
+"""Optional C++: compiled before, in a wheel, or once for the processor at hand; never required."""
 
 from __future__ import annotations
 
@@ -13,55 +13,130 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
+PACKAGE = Path(__file__).resolve().parents[1]
+PREBUILT = PACKAGE / "core" / "prebuilt"
+"""Libraries that came with a platform wheel; absent in a checkout."""
+FLAGS = ("-O3", "-std=c++17", "-fPIC")
 _log = logging.getLogger("headway.native")
 
 
-def compiled(
-    name: str, sources: Sequence[Path], what: str, *, headers: Sequence[Path] = (), flags: Sequence[str] = ()
-) -> ctypes.CDLL | None:
-    """The library of some C++ files, or None where it cannot be built; then it is logged that `what` are off.
+@dataclass(frozen=True, kw_only=True)
+class NativeLibrary:
+    """A library of C++ files."""
 
-    The first call ever compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns all of it off. The library
-    is kept in the user's cache folder under `name` and a hash of sources, compiler, flags and processor; several
-    processes may build it at once. `flags`: for compiling, besides `FLAGS`.
+    name: str
+    folder: Path
+    pattern: str
+    """Its source files in `folder`, as a glob; all headers there belong to it."""
+    what: str
+    """What is off without it, for the log."""
+    flags: tuple[str, ...] = ()
+    """For compiling, besides `FLAGS` and the processor's."""
+    portable: tuple[str, ...]
+    """The processor's flags in a wheel for x86-64, in place of -march=native."""
+
+    def sources(self) -> list[Path]:
+        return sorted(self.folder.glob(self.pattern))
+
+    def texts(self) -> list[str]:
+        return [path.read_text() for path in (*self.sources(), *sorted(self.folder.glob("*.h")))]
+
+    def prebuilt(self) -> Path:
+        """Return where a wheel has it: under a hash of sources and flags, so that no stale one is loaded."""
+        return PREBUILT / f"{self.name}-{_hash([*self.texts(), *FLAGS, *self.flags, *self.portable])}.so"
+
+
+LIBRARIES = {
+    library.name: library
+    for library in (
+        NativeLibrary(
+            name="kernels",
+            folder=PACKAGE / "runtime" / "attention" / "native",
+            pattern="*.cpp",
+            what="compiled kernels",
+            flags=("-fopenmp",),
+            portable=("-march=x86-64-v4", "-mavx512bf16"),
+        ),
+        NativeLibrary(
+            name="cdsp",
+            folder=PACKAGE / "policy" / "placement",
+            pattern="cdsp_search.cpp",
+            what="compiled cluster plans",
+            # No fused multiply-add: plans must equal the Python search bit by bit.
+            flags=("-ffp-contract=off",),
+            portable=("-march=x86-64-v2",),
+        ),
+    )
+}
+"""What a platform wheel has compiled, by name."""
+
+
+def compiled(library: NativeLibrary) -> ctypes.CDLL | None:
+    """Return a library, from the wheel or else compiled here; None where it cannot be, and a line in the log says why.
+
+    The first call ever without a wheel's library compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns
+    all of it off. A compiled library is kept in the user's cache folder under its name and a hash of sources, compiler,
+    flags and processor; several processes may build it at once.
     """
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return None
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    try:
+        if library.prebuilt().exists():
+            return ctypes.CDLL(str(library.prebuilt()))
+    except OSError as error:
+        # Such as a C library older than the wheel's.
+        _log.info("the wheel's %s cannot be loaded, so they are compiled here: %s", library.what, error)
+    compiler = find_compiler()
     if compiler is None:
-        _log.info("no C++ compiler: %s are off", what)
+        _log.info("no C++ compiler: %s are off", library.what)
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler, name, sources, headers, flags)))
+        return ctypes.CDLL(str(_cached(compiler, library)))
     except (OSError, subprocess.SubprocessError) as error:
-        _log.warning("%s are off: %s", what, getattr(error, "stderr", None) or error)
+        _log.warning("%s are off: %s", library.what, getattr(error, "stderr", None) or error)
         return None
 
 
-def _build(compiler: str, name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> Path:
+def find_compiler() -> str | None:
+    """Return the C++ compiler: $CXX, g++ or c++."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def _cached(compiler: str, library: NativeLibrary) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
-    texts = [path.read_text() for path in (*sources, *headers)]
     # Everything that the machine code depends on.
-    identity = [*texts, compiler, *FLAGS, *flags, platform.machine(), _processor()]
-    target = cache / f"{name}-{hashlib.sha256(chr(0).join(identity).encode()).hexdigest()[:16]}.so"
+    identity = _hash([*library.texts(), compiler, *FLAGS, *library.flags, platform.machine(), _processor()])
+    target = cache / f"{library.name}-{identity}.so"
     _make_private(cache)
     if _is_own(target):
         return target
-    _log.info("compiling %s for this processor, once: it takes some seconds", name)
-    with tempfile.TemporaryDirectory(dir=cache) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
+    _log.info("compiling %s for this processor, once: it takes some seconds", library.name)
+    build(compiler, library, target, ("-march=native",))
+    return target
+
+
+def build(compiler: str, library: NativeLibrary, target: Path, processor: Sequence[str]) -> None:
+    """Compile a library to `target` in an existing folder. processor: flags that name it. Raises SubprocessError."""
+    sources = library.sources()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
         objects = [str(Path(folder) / f"{path.stem}.o") for path in sources]
         linked = Path(folder) / "linked.so"
         steps = [
-            (compiler, *FLAGS, *flags, "-c", str(path), "-o", made) for path, made in zip(sources, objects, strict=True)
+            (compiler, *FLAGS, *processor, *library.flags, "-c", str(path), "-o", made)
+            for path, made in zip(sources, objects, strict=True)
         ]
         list(side_by_side.map(_compile, steps))
+        # OpenMP's runtime is torch's, which is loaded first: not linked in, or a process would have two.
         _compile((compiler, "-shared", *objects, "-o", str(linked)))
         # Atomic: processes that build at once replace each other's equal file, and none loads half of one.
         os.replace(linked, target)
-    return target
+
+
+def _hash(texts: Sequence[str]) -> str:
+    return hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:16]
 
 
 def _make_private(cache: Path) -> None:

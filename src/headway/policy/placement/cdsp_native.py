@@ -6,10 +6,9 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from headway.core.native_build import compiled
+from headway.core.native_build import LIBRARIES, compiled
 from headway.perf.latency.eq1 import Eq1Coefficients
 from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 
@@ -19,9 +18,7 @@ _POINTER, _INT, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, 
 
 @functools.cache
 def _library() -> Any:
-    source = Path(__file__).with_name("cdsp_search.cpp")
-    # no fused multiply-add: plans must equal the Python search bit by bit
-    library = compiled("cdsp", [source], "compiled cluster plans", flags=("-ffp-contract=off",))
+    library = compiled(LIBRARIES["cdsp"])
     if library is None:
         return None
     function = library.headway_cdsp_plan

@@ -1,4 +1,4 @@
-"""Compiled kernels for bf16, built once for the processor at hand, and never required.
+"""Compiled kernels for bf16, from the wheel or built once for the processor at hand, and never required.
 
 A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
 read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.core.native_build import compiled
+from headway.core.native_build import LIBRARIES, compiled
 
-_FOLDER = Path(__file__).parent
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "headway_linear": (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I),
@@ -55,8 +53,7 @@ def kernels() -> CompiledKernels | None:
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return None
-    sources, headers = sorted(_FOLDER.glob("*.cpp")), sorted(_FOLDER.glob("*.h"))
-    library = compiled("kernels", sources, "compiled kernels", headers=headers, flags=("-fopenmp",))
+    library = compiled(LIBRARIES["kernels"])
     if library is None:
         return None
     # A compiler that does not know AVX-512 BF16 builds a library without the kernels, on a processor that has it.

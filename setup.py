@@ -1,0 +1,61 @@
+"""What pyproject.toml cannot say of a wheel: the examples are in it, and compiled libraries where they are asked for.
+
+HEADWAY_PREBUILT=1 compiles `core.native_build.LIBRARIES` for x86-64; the wheel is then of that platform, of any Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+PREBUILT = os.environ.get("HEADWAY_PREBUILT", "0") != "0"
+
+
+class BuildWithExamples(build_py):
+    """Copies the examples into the package, and compiles where asked."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        package = Path(self.build_lib) / "headway"
+        shutil.copytree(ROOT / "examples", package / "examples", dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("__pycache__", "*.ipynb_checkpoints"))  # fmt: skip
+        if PREBUILT:
+            self.add_libraries(package)
+
+    def add_libraries(self, package: Path) -> None:
+        sys.path.insert(0, str(ROOT / "src"))
+        from headway.core.native_build import LIBRARIES, PACKAGE, build, find_compiler
+
+        compiler = find_compiler()
+        if compiler is None:
+            raise SystemExit("HEADWAY_PREBUILT=1 needs a C++ compiler: install g++, or leave it out")
+        for library in LIBRARIES.values():
+            target = package / library.prebuilt().relative_to(PACKAGE)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            build(compiler, library, target, library.portable)
+
+
+class PlatformDistribution(Distribution):
+    """Says that there is machine code, without which the wheel would be one for all platforms."""
+
+    def has_ext_modules(self) -> bool:
+        return PREBUILT
+
+
+class PlatformWheel(bdist_wheel):
+    """Names the platform, and no Python: the libraries are called through ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2]) if PREBUILT else super().get_tag()
+
+
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithExamples, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,77 @@
+"""A base install on macOS and ARM: its modules are imported, and its commands run, without what Linux alone has."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = """
+import importlib, json, pkgutil
+from headway.cli.main import SERVE_ONLY
+import headway
+failed, extra = {}, []
+for info in pkgutil.walk_packages(headway.__path__, "headway.", onerror=lambda name: None):
+    try:
+        importlib.import_module(info.name)
+    except ModuleNotFoundError as error:
+        extra.append(info.name) if (error.name or "").partition(".")[0] in SERVE_ONLY | {"vllm"} else failed.update(
+            {info.name: repr(error)}
+        )
+    except Exception as error:
+        failed[info.name] = repr(error)
+print(json.dumps([failed, extra]))
+"""
+COMMANDS = """
+from headway.cli.main import main
+print(main({words!r}))
+"""
+BASE = ("api", "cli", "control", "core", "kv", "perf", "planning", "policy", "research", "sim")
+"""Packages that need nothing of the extra `serve`."""
+
+
+def on_a_mac(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "import tests.helpers.mac_stub\n" + code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_every_module_of_the_base_install_is_imported_without_what_linux_alone_has() -> None:
+    done = on_a_mac(IMPORTS)
+    assert done.returncode == 0, done.stderr
+    failed, extra = json.loads(done.stdout)
+    assert failed == {}
+    assert [name for name in extra if name.split(".")[1] in BASE] == []
+    # The stub stubs: an engine's modules are there, and need the extra.
+    assert "headway.runtime.executor.worker" in extra
+
+
+@pytest.mark.parametrize(
+    ("words", "shows"),
+    [
+        (["doctor", "--port", "0"], "Darwin"),
+        (["simulate", "examples/chat-and-documents.yaml", "--set", "run.window_s=2", "--jobs", "1"], "TTFT"),
+        (["simulate", "examples/cluster-tetris.yaml", "--set", "workload.requests=20", "--jobs", "1"], "TTFT"),
+        (["reproduce", "medha.eq1"], "medha.eq1"),
+        (["accel", "stage"], "serial"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_commands_of_the_base_install_run_on_a_mac(words: list[str], shows: str) -> None:
+    done = on_a_mac(COMMANDS.format(words=words))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shows in done.stdout
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+@pytest.mark.parametrize("command", ["serve", "cluster", "demo", "profile"])
+def test_a_command_that_computes_says_where_it_runs(command: str) -> None:
+    done = on_a_mac(COMMANDS.format(words=[command]))
+    assert done.stdout == "2\n"
+    assert done.stderr == (
+        f"headway: error: `headway {command}` computes on Linux only; here run simulate, plan, reproduce, accel, "
+        "trace, why, doctor and bench --url\n"
+    )
