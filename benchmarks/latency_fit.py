@@ -20,8 +20,10 @@ from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
 from headway.perf.latency.operators.collective import fit_collectives
 from headway.perf.latency.operators.decode import fit_decode
+from headway.perf.latency.operators.derived import DeviceScaling
+from headway.perf.latency.operators.device_fit import fit_device, preferred_source
 from headway.perf.latency.operators.elementwise import fit_elementwise
-from headway.perf.latency.operators.linear import fit_linear
+from headway.perf.latency.operators.linear import LAYERS, fit_linear
 from headway.perf.latency.operators.prefill import fit_prefill
 from headway.perf.latency.operators.profiles import (
     COLLECTIVE,
@@ -291,6 +293,67 @@ def extrapolation(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     return {name: np.concatenate(value) for name, value in found.items()}
 
 
+def unseen_shapes(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
+    """Shapes of a general GEMM grid left out, asked for as that library's products, and as the layer profiles'."""
+    found: dict[str, list[Errors]] = {}
+    for grid in (p for p in profiles if p.op == "gemm"):
+        layers_ = [p for p in profiles if p.device == grid.device and p.family == LINEAR and p.op != "gemm"]
+        shapes = sorted({(k, n) for k, n in zip(grid.x["k"], grid.x["n"], strict=True)})
+        for fold in range(FOLDS):
+            out = set(shapes[fold::FOLDS])
+            here = np.array([(k, n) in out for k, n in zip(grid.x["k"], grid.x["n"], strict=True)])
+            fit = fit_linear(grid.device, [*layers_, grid.where(~here)])
+            for k, n in out:
+                test = grid.where((grid.x["k"] == k) & (grid.x["n"] == n))
+                for library in (grid.source, LAYERS):
+                    guess = fit.derived_ms(test.x["m"], int(k), int(n), library)
+                    found.setdefault(f"{grid.device} {grid.source}, asked as {library}", []).append(
+                        error(guess, test.ms)
+                    )
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def unseen_devices(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
+    """Each profiled die derived from the other one: by family, one attention library (the preferred one)."""
+    dies = ("a100-80gb", "h100-80gb")
+    found: dict[str, list[Errors]] = {}
+    for source, target in (dies, dies[::-1]):
+        fit, scaling = fit_device(source, profiles), DeviceScaling(accelerator(source), accelerator(target))
+        assert fit.linear is not None
+        assert fit.elementwise is not None
+        assert fit.prefill is not None
+        assert fit.decode is not None
+        library, reads = preferred_source(list(fit.prefill.own)), preferred_source(list(fit.decode.grids))
+        engine = library.split("-")[0]
+        for p in (p for p in profiles if p.device == target):
+            if p.family == LINEAR and p.op != "gemm":
+                k, n = int(p.x["k"][0]), int(p.x["n"][0])
+                guess = scaling.products_ms(fit.linear.ms(p.x["m"], k, n), p.x["m"], k, n)
+            elif p.family == ELEMENTWISE and p.op in fit.elementwise.curves:
+                guess = scaling.elementwise_ms(fit.elementwise.ms(p.op, p.x["tokens"], int(p.x["width"][0])))
+            elif p.family in (PREFILL, DECODE) and p.source.startswith(engine):
+                for rows, heads in by_heads(one_chunk_rows(p) if p.family == PREFILL else p):
+                    if p.family == PREFILL:
+                        start = fit.prefill.own_ms(np.ones(1), heads, library)
+                        guess = scaling.prefill_ms(fit.prefill.own_ms(rows.x["chunk"], heads, library), start)
+                    else:
+                        moved = 4e3 * rows.x["batch"] * rows.x["past"] * heads[1] * fit.decode.head_dim
+                        ms = fit.decode.ms(rows.x["batch"], rows.x["past"], heads, reads)
+                        guess = scaling.decode_ms(ms, moved / fit.decode.speed(reads))
+                    found.setdefault(f"{target} from {source}: {p.family}", []).append(error(guess, rows.ms))
+                continue
+            else:
+                continue
+            found.setdefault(f"{target} from {source}: {p.family}", []).append(error(guess, p.ms))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def by_heads(profile: OperatorProfile) -> Iterable[tuple[OperatorProfile, tuple[int, int]]]:
+    """The rows of each head count."""
+    for q, kv in np.unique(np.stack([profile.x["q_heads"], profile.x["kv_heads"]], axis=1), axis=0):
+        yield profile.where((profile.x["q_heads"] == q) & (profile.x["kv_heads"] == kv)), (int(q), int(kv))
+
+
 def show(title: str, rows: Iterable[tuple[str, Errors]]) -> list[float]:
     """Print one table; returns the means."""
     print(f"\n{title}\n{'':<58}{'n':>7}{'mean %':>9}{'P90 %':>9}")
@@ -344,6 +407,8 @@ def main() -> None:
                 ((f"{d} {m}", row[family]) for (d, m), row in models.items() if family in row),
             )
         show("Head counts left out", unseen_heads(profiles).items())
+        show("Shapes of a general grid left out", unseen_shapes(profiles).items())
+    show("Devices left out", unseen_devices(profiles).items())
     show("Beyond the fitted sizes", extrapolation(profiles).items())
     medha()
 

@@ -15,7 +15,7 @@ from headway.perf.latency.operators.readers import read_all
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"
-OUT = ROOT / "src" / "headway" / "latency" / "data"
+OUT = ROOT / "src" / "headway" / "perf" / "latency" / "data"
 
 TOLERANCE = 0.03
 """What thinning may move a time by. Costs 0.4% of mean error on the measured points and halves the files."""

@@ -15,7 +15,14 @@ from headway.perf.hardware.shapes import ModelShape
 
 
 def _shape(
-    layers: int, hidden: int, heads: tuple[int, int], mlp: int, vocab: int, head_dim: int = 128, matrices: int = 3
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    mlp: int,
+    vocab: int,
+    head_dim: int = 128,
+    matrices: int = 3,
+    parallel_block: bool = False,
 ) -> ModelShape:
     return ModelShape(
         layers=layers,
@@ -26,6 +33,7 @@ def _shape(
         mlp=mlp,
         vocab=vocab,
         mlp_matrices=matrices,
+        parallel_block=parallel_block,
     )
 
 
@@ -42,7 +50,7 @@ MODELS: dict[str, ModelShape] = {
     "qwen2.5-72b": _shape(80, 8192, (64, 8), 29568, 152064),
     "yi-34b": _shape(60, 7168, (56, 8), 20480, 64000),
     "mistral-7b": _shape(32, 4096, (32, 8), 14336, 32768),
-    "phi-2": _shape(32, 2560, (32, 32), 10240, 51200, head_dim=80, matrices=2),
+    "phi-2": _shape(32, 2560, (32, 32), 10240, 51200, head_dim=80, matrices=2, parallel_block=True),
     "phi-3-14b": _shape(40, 5120, (40, 10), 17920, 32064),
     "internlm-20b": _shape(60, 5120, (40, 40), 13824, 103168),
 }
@@ -99,4 +107,11 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         dtype_bytes=4 if "float32" in dtype else 2,
         tied_embeddings=bool(text.get("tie_word_embeddings", False)),
         mlp_matrices=3 if gated else 2,
+        parallel_block=_is_parallel(text),
     )
+
+
+def _is_parallel(config: Mapping[str, Any]) -> bool:
+    """Whether attention and MLP of a layer read the same rows: by the model's type, or by the key that says so."""
+    stated = config.get("use_parallel_residual", config.get("parallel_attn"))
+    return bool(config.get("model_type") in ("phi", "gptj", "cohere") if stated is None else stated)

@@ -24,6 +24,8 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a weight, an activation or an element of KV."""
     mlp_matrices: int = 3
     """3: gated MLP (gate, up, down); 2: up and down."""
+    parallel_block: bool = False
+    """Attention and MLP read the same normalised rows (Phi-2, GPT-J, Falcon), so that a layer has one norm."""
 
     # -- one layer: matrix products as (k, n), for rows × k times k × n ----------------------------------------------
 

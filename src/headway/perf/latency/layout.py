@@ -105,6 +105,7 @@ def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
         head_dim=shape.head_dim,
         mlp=-(-shape.mlp // layout.tp),
         mlp_matrices=shape.mlp_matrices,
+        parallel_block=shape.parallel_block,
         vocab=-(-shape.vocab // layout.tp),
         dtype_bytes=shape.dtype_bytes,
     )

@@ -42,12 +42,18 @@ class CollectiveFit(msgspec.Struct, frozen=True):
                 return sources[name][key]
         return None
 
-    def ms(self, op: str, count: Column, workers: int, across: bool = False) -> Column:
+    def source(self, op: str, workers: int, wanted: str | None = None) -> str | None:
+        """Return the source inside a node whose name begins with `wanted` (None: the preferred one), or None."""
+        by_name = self.curves.get(op, {})
+        fitting = [name for name in sorted(by_name, key=_rank) if str(workers) in by_name[name]]
+        return next((name for name in fitting if wanted is None or name.startswith(wanted)), None)
+
+    def ms(self, op: str, count: Column, workers: int, across: bool = False, source: str | None = None) -> Column:
         """Return the milliseconds for `count` bytes. Raises ConfigError when no number of workers was measured.
 
         An unmeasured number of workers w takes the nearest measured one (in logarithms), scaled as in a ring: (w-1)/w
         of the bytes cross each link."""
-        found = self.curve(op, workers, across)
+        found = self.curve(op, workers, across, source)
         if found is not None:
             return found(count)
         known = [w for w in range(2, 129) if self.curve(op, w, across) is not None]

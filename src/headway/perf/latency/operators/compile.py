@@ -8,8 +8,7 @@ time. Attention terms = layers × the fits. Operators without a profile are deri
 and `details`.
 
 The LM head computes one row a sequence, taken as min(rows, 128), below which it only reads its weights. A device
-without profiles takes the nearest profiled die's times, each operator scaled by its roofline: by arithmetic where
-arithmetic binds and by bandwidth where traffic binds.
+without profiles takes the nearest profiled die's times, scaled (`derived`).
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.layout import ParallelLayout, RankShape, cut
+from headway.perf.latency.operators.derived import DERIVED_BANDS, DeviceScaling
 from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
-from headway.perf.latency.operators.linear import base_ms
+from headway.perf.latency.operators.linear import LAYERS, base_ms
 from headway.perf.latency.operators.prefill import HEAD_DIM
 from headway.perf.latency.operators.profiles import Column
 from headway.perf.latency.table_latency import DecodeTable, PastTable, TableSource
@@ -43,6 +44,12 @@ class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Least milliseconds of a KV write (same source)."""
     send: bool = False
     """Count sending activations to the next stage in the row term. The simulator counts it itself, as a link."""
+    products: str | None = None
+    """Library of matrix products: the beginning of one of the fit's names, such as `vllm`; None: the layer profiles'
+    where there are any (`LinearFit.libraries`)."""
+    all_reduce: str | None = None
+    """Library of all-reduces inside a node, likewise: `vllm_graph` (vLLM's own kernel), `nccl` or `vidur`; None: the
+    first of these that was measured with so many ranks. They differ by a quarter to a third."""
     split_kv: Literal["never", "beyond", "always"] = "beyond"
     """When a chunk's attention over its history is spread over the whole device by kernels that split KV
     (`PrefillFit.split_ms`): never (the measured line continues, on which small chunks leave most of the device idle),
@@ -150,16 +157,14 @@ class _StageCompiler:
     ) -> None:
         self.fit, self.device, self.part, self.layout, self.assumptions = fit, device, part, layout, assumptions
         self.source = accelerator(fit.device)
-        self.same = device.kernels == fit.device and device.bandwidth == self.source.bandwidth
+        self.scaling = DeviceScaling(self.source, device)
         self.notes: dict[str, str] = {}
-        # Factors from the profiled die's times to this device's: where arithmetic binds, and where traffic binds.
-        self._compute = self.source.flops / device.flops
-        self._memory = self.source.bandwidth / device.bandwidth
 
     def _note(self, family: str, text: str) -> None:
         # Collectives depend on links, not on the die: their notes say themselves whether they are scaled.
-        if not self.same and family != "collectives":
-            text = f"derived: {self.fit.device} scaled to {self.device.name} ({text})"
+        if not self.scaling.same and family != "collectives":
+            band = DERIVED_BANDS[family.split()[0]]
+            text = f"derived: {self.fit.device} scaled to {self.device.name}, within {band:.0%} ({text})"
         self.notes[family] = text
 
     def rows_ms(self, rows: Column) -> Column:
@@ -216,9 +221,9 @@ class _StageCompiler:
             "prefill past",
             f"{'measured' if same else 'fitted'}: chunks over a prefix of up to {fit.past:,}, beyond that {beyond}",
         )
-        scale = wide * self._compute
-        offset = fit.prefix_ms(chunks, heads, source)
-        own, offset, slope, split = (layers * scale * part for part in (own, offset, slope, split))
+        start = fit.own_ms(np.ones(1), heads, source)
+        parts = (own, start), (fit.prefix_ms(chunks, heads, source), 0.0), (slope, 0.0), (split, 0.0)
+        own, offset, slope, split = (layers * wide * self.scaling.prefill_ms(*part) for part in parts)
         return own, offset, slope, split
 
     def decode_ms(self) -> tuple[Column, float]:
@@ -236,21 +241,18 @@ class _StageCompiler:
         wide = self.part.head_dim / fit.head_dim
         exact = key in fit.grids[source] and wide == 1
         self._note("decode", f"{'measured' if exact else 'fitted'}: {source}, {'heads ' + key if exact else 'nearest'}")
-        grid = fit.ms(count, past, heads, source) * (wide * self._memory)
+        grid = fit.ms(count, past, heads, source)
+        reading = 4e3 * count * past * heads[1] * fit.head_dim / fit.speed(source)
+        grid = wide * self.scaling.decode_ms(grid, reading)
         # Suffix minima over past: reading more is never faster, so a time above that of a longer history is noise.
         table = np.minimum.accumulate(grid.reshape(len(COUNTS), len(PAST))[:, ::-1], axis=1)[:, ::-1]
         return layers * table, layers * per_token / fit.tails[source]
 
     def _product(self, rows: Column, k: int, n: int) -> Column:
         fit = self.fit.linear
-        columns = np.full(rows.size, float(k)), np.full(rows.size, float(n))
         if fit is None:
-            return base_ms(self.device, rows, *columns)
-        # Another device: the profiled time times the ratio of the two rooflines.
-        time = fit.ms(rows, k, n)
-        if not self.same:
-            time = time * base_ms(self.device, rows, *columns) / base_ms(self.source, rows, *columns)
-        return time
+            return base_ms(self.device, rows, np.full(rows.size, float(k)), np.full(rows.size, float(n)))
+        return self.scaling.products_ms(fit.ms(rows, k, n, self.assumptions.products), rows, k, n)
 
     def _note_linear(self) -> None:
         fit = self.fit.linear
@@ -258,9 +260,11 @@ class _StageCompiler:
             self._note("linear", "derived: roofline")
             return
         shapes = (self.part.qkv, self.part.out, self.part.up, self.part.down)
-        missing = [f"{k}x{n}" for k, n in shapes if not fit.knows(k, n)]
+        library = fit.library(self.assumptions.products)
+        missing = [f"{k}x{n}" for k, n in shapes if library != LAYERS or not fit.knows(k, n)]
         if missing:
-            self._note("linear", f"fitted: roofline × residual for {', '.join(missing)}; the others measured")
+            others = "; the others measured" if len(missing) < len(set(shapes)) else ""
+            self._note("linear", f"fitted: roofline × residual of {library} for {', '.join(missing)}{others}")
         else:
             self._note("linear", "measured: tables of these very shapes")
 
@@ -270,9 +274,13 @@ class _StageCompiler:
             "input_layernorm": p.hidden,
             "post_attention_layernorm": p.hidden,
             "attn_rope": p.rotary_width,
-            "mlp_act": p.mlp,
         }
+        # One norm feeds both attention and MLP.
+        if p.parallel_block:
+            del widths["post_attention_layernorm"]
         time = np.sum([self._one_elementwise(op, rows, width) for op, width in widths.items()], axis=0)
+        # Measured with a gate: two reads and a write an element; without one, a read and a write.
+        time = time + self._one_elementwise("mlp_act", rows, p.mlp) * (1.0 if p.mlp_matrices == 3 else 2 / 3)
         return np.asarray(time + 2 * self._one_elementwise("add", rows, p.hidden), dtype=np.float64)
 
     def _one_elementwise(self, op: str, rows: Column, width: int) -> Column:
@@ -284,7 +292,7 @@ class _StageCompiler:
         exact = str(width) in fit.curves[op]
         if "elementwise" not in self.notes or not exact:
             self._note("elementwise", "measured: these widths" if exact else "fitted: widths between measured ones")
-        return fit.ms(op, rows, width) * self._memory
+        return self.scaling.elementwise_ms(fit.ms(op, rows, width))
 
     def _kv_write(self, rows: Column) -> Column:
         moved = 2.0 * rows * self.part.layer_kv_bytes  # read from the product's output, written to the cache
@@ -298,14 +306,19 @@ class _StageCompiler:
         tp = self.layout.tp
         fit = self.fit.collectives
         link = self.layout.inside_link(self.device)
-        if self.layout.inside is None and fit is not None and fit.curve("all_reduce", tp) is not None:
-            time = fit.ms("all_reduce", sent, tp)
+        wanted = self.assumptions.all_reduce
+        source = fit.source("all_reduce", tp, wanted) if fit is not None else None
+        if wanted is not None and source is None:
+            measured = ", ".join(sorted(fit.curves.get("all_reduce", {}))) if fit is not None else "none"
+            raise ConfigError(f"no all-reduce of {wanted!r} over {tp} ranks was measured; there are: {measured}")
+        if self.layout.inside is None and fit is not None and source is not None:
+            time = fit.ms("all_reduce", sent, tp, source=source)
             # A slower link stretches what grows with bytes; the first size's time is latency.
             slower = self.source.inside.bytes_per_s / link.bytes_per_s
             if slower != 1.0:
-                self.notes["collectives"] = f"derived: {self.fit.device}'s scaled to {link.name}"
+                self.notes["collectives"] = f"derived: {source}, {self.fit.device}'s scaled to {link.name}"
                 return np.asarray(time[0] + np.maximum(time - time[0], 0.0) * slower, dtype=np.float64)
-            self.notes["collectives"] = f"measured: {self.source.inside.name}, {tp} ranks"
+            self.notes["collectives"] = f"measured: {source}, {self.source.inside.name}, {tp} ranks"
             return time
         self.notes["collectives"] = f"derived: ring over {link.name}"
         # Ring all-reduce: reduce-scatter and all-gather, each passing (tp-1)/tp of the bytes over every link.

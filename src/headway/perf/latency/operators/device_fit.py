@@ -18,7 +18,7 @@ from headway.perf.latency.operators.prefill import PrefillFit, fit_prefill
 from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, OperatorProfile
 
 _T = TypeVar("_T")
-SCHEMA = "headway.operators/2"
+SCHEMA = "headway.operators/3"
 ATTENTION = ("vllm", "sglang", "frontier")
 """Kernel libraries in order of preference, where the attention of several was measured."""
 
@@ -63,7 +63,8 @@ def fit_device(
         if prefill is not None:
             prefill = msgspec.structs.replace(prefill, own=_preferred(prefill.own))
         if decode is not None:
-            decode = msgspec.structs.replace(decode, grids=_preferred(decode.grids), tails=_preferred(decode.tails))
+            grids, tails, growth = _preferred(decode.grids), _preferred(decode.tails), _preferred(decode.growth)
+            decode = msgspec.structs.replace(decode, grids=grids, tails=tails, growth=growth)
     return DeviceFit(
         device=die,
         provenance=tuple(provenance),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.latency.operators.boosting import BoostedTrees, Matrix, fit_trees
 from headway.perf.latency.operators.curves import SizeCurve, curve
@@ -27,6 +28,8 @@ _FEATURES = (
     *(f"{what}{a}x{b}" for a, b in _TILES[:3] for what in ("tiles", "waves")),
     *("pad128", "pad64", "slimness", "weights", "alignment", "vidur"),
 )
+LAYERS = "layers"
+"""Library of layer profiles (Vidur's: PyTorch's products as its engines called them)."""
 _GRID_WEIGHT = 0.1
 """Weight of a point of a general GEMM grid relative to a layer profile's: the grid is of another library version."""
 
@@ -42,16 +45,28 @@ class LinearFit(msgspec.Struct, frozen=True):
     """Log residual over the roofline for every other shape."""
     top: int
     """Most rows measured."""
+    libraries: tuple[str, ...] = (LAYERS,)
+    """Libraries whose products trained the residual, the one taken by default first: `LAYERS`, or an engine's name and
+    version (`vllm-0.14.0`)."""
 
     def knows(self, k: int, n: int) -> bool:
         """Return whether this shape was measured."""
         return f"{k},{n}" in self.curves
 
-    def ms(self, m: Column, k: int, n: int) -> Column:
-        """Return the milliseconds of an m × k by k × n product for each m."""
+    def library(self, wanted: str | None) -> str:
+        """Return the library whose name begins with `wanted`; None: the default. Raises ConfigError for another one."""
+        found = [each for each in self.libraries if wanted is None or each.startswith(wanted)]
+        if not found:
+            known = ", ".join(self.libraries)
+            raise ConfigError(f"no matrix products of {wanted!r} were measured on {self.device}; there are: {known}")
+        return found[0]
+
+    def ms(self, m: Column, k: int, n: int, library: str | None = None) -> Column:
+        """Return the milliseconds of an m × k by k × n product for each m, in the engine that `library` names (see
+        `library`). Shapes of layer profiles are tables; all others are derived."""
         known = self.curves.get(f"{k},{n}")
-        if known is None:
-            return self.derived_ms(m, k, n)
+        if known is None or self.library(library) != LAYERS:
+            return self.derived_ms(m, k, n, library)
         time = known(m)
         # Beyond the measured rows: the roofline, scaled to meet the last measured time.
         beyond = m > known.top
@@ -63,11 +78,12 @@ class LinearFit(msgspec.Struct, frozen=True):
             time = np.where(beyond, grown, time)
         return time
 
-    def derived_ms(self, m: Column, k: int, n: int) -> Column:
+    def derived_ms(self, m: Column, k: int, n: int, library: str | None = None) -> Column:
         """Return the milliseconds by roofline and residual, whether or not the shape was measured."""
         device = accelerator(self.device)
         kk, nn = np.full(m.size, float(k)), np.full(m.size, float(n))
-        return base_ms(device, m, kk, nn) * np.exp(self.trees(features(device, m, kk, nn, np.ones(m.size))))
+        served = np.full(m.size, float(self.library(library) == LAYERS))
+        return base_ms(device, m, kk, nn) * np.exp(self.trees(features(device, m, kk, nn, served)))
 
 
 def base_ms(device: AcceleratorSpec, m: Column, k: Column, n: Column) -> Column:
@@ -117,4 +133,6 @@ def fit_linear(device: str, profiles: Sequence[OperatorProfile], tolerance: floa
     target = np.log(y / base_ms(own, m, k_, n_))
     weight = np.where(vidur == 1, 1.0, _GRID_WEIGHT)
     fitted = fit_trees(_FEATURES, features(own, m, k_, n_, vidur), target, weight=weight, trees=trees)
-    return LinearFit(device, curves, fitted, int(max((p.x["m"].max() for p in layer), default=m.max())))
+    top = int(max((p.x["m"].max() for p in layer), default=m.max()))
+    grids = sorted({p.source for p in profiles if p.op == "gemm"})
+    return LinearFit(device, curves, fitted, top, (*([LAYERS] if layer else []), *grids))

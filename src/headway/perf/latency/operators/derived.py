@@ -1,0 +1,59 @@
+"""Times of a device without profiles, from those of a profiled die and both data sheets.
+
+Only what follows arithmetic or bandwidth is scaled. How long a kernel takes to start, or to walk over a history with a
+few tiles, hardly differs between devices of one generation, and is kept.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from headway.perf.hardware.accelerators import AcceleratorSpec
+from headway.perf.latency.operators.linear import base_ms
+from headway.perf.latency.operators.profiles import Column
+
+DERIVED_BANDS = {"linear": 0.26, "elementwise": 0.24, "prefill": 0.60, "decode": 0.73}
+"""By operator family: nine of ten derived times were within this share of the measured ones, where the A100 was
+derived from the H100 and the H100 from the A100 (the worse of the two; `python -m benchmarks.latency_fit`)."""
+
+
+class DeviceScaling(msgspec.Struct, frozen=True):
+    """Conversion of a profiled die's milliseconds to another device's."""
+
+    source: AcceleratorSpec
+    """The profiled die."""
+    device: AcceleratorSpec
+
+    @property
+    def same(self) -> bool:
+        """Whether there is nothing to convert."""
+        return self.device.kernels == self.source.name and self.device.bandwidth == self.source.bandwidth
+
+    @property
+    def _compute(self) -> float:
+        return self.source.flops / self.device.flops
+
+    @property
+    def _memory(self) -> float:
+        return self.source.bandwidth / self.device.bandwidth
+
+    def products_ms(self, ms: Column, rows: Column, k: int, n: int) -> Column:
+        """Return the time of rows × k by k × n products: scaled by the ratio of the rooflines."""
+        if self.same:
+            return ms
+        kk, nn = np.full(rows.size, float(k)), np.full(rows.size, float(n))
+        return ms * base_ms(self.device, rows, kk, nn) / base_ms(self.source, rows, kk, nn)
+
+    def elementwise_ms(self, ms: Column) -> Column:
+        """Return the time of elementwise operators: scaled by bandwidth."""
+        return ms * self._memory
+
+    def prefill_ms(self, ms: Column, start_ms: Column | float = 0.0) -> Column:
+        """Return the time of a chunk's attention: what exceeds `start_ms`, that of one row, scaled by arithmetic."""
+        kept = np.minimum(start_ms, ms)
+        return np.asarray(kept + (ms - kept) * self._compute, dtype=np.float64)
+
+    def decode_ms(self, ms: Column, reading_ms: Column) -> Column:
+        """Return the time of decode attention: of it, `reading_ms`, the time to read the KV, scaled by bandwidth."""
+        return np.asarray(ms + np.minimum(reading_ms, ms) * (self._memory - 1.0), dtype=np.float64)
