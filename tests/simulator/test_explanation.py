@@ -145,14 +145,16 @@ def test_a_setting_is_read_by_its_type_and_unit() -> None:
 
 def test_an_id_may_be_a_part_that_only_one_has() -> None:
     _, run = logged(CONVOY)
-    assert find(run, "11") == "r11"
-    assert [find(run, f"{prefix}-r11") for prefix in ("chatcmpl", "cmpl", "resp")] == ["r11"] * 3  # an answer's id
+    assert find({record.id for record in run.records}, "11") == "r11"
+    assert [
+        find({record.id for record in run.records}, f"{prefix}-r11") for prefix in ("chatcmpl", "cmpl", "resp")
+    ] == ["r11"] * 3  # an answer's id
     run.records = [replace(one, id=f"chatcmpl-{one.id}") for one in run.records]
-    assert find(run, "r7") == "chatcmpl-r7"
+    assert find({record.id for record in run.records}, "r7") == "chatcmpl-r7"
     with pytest.raises(ConfigError, match="several requests have it in their id; name one of 4, such as chatcmpl-r1, "):
-        find(run, "r1")
+        find({record.id for record in run.records}, "r1")
     with pytest.raises(ConfigError, match=r"the log has no such request; name one of 13, such as chatcmpl-r0"):
-        find(run, "dog")
+        find({record.id for record in run.records}, "dog")
 
 
 def test_the_command_prints_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
     "examples": ("headway.cli.examples", "the example files that come with the package: listed, or copied"),
     "doctor": ("headway.cli.doctor", "what this machine can do: processor, memory, kernels, devices, packages, ports"),
+    "watch": ("headway.cli.watch", "the live page of an event log, played in a browser on this machine"),
     "why": ("headway.cli.why", "why a request's first token or worst gap came so late, from an event log"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
 }

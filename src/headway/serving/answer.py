@@ -172,10 +172,14 @@ def run_job(
     journaled: JournaledRequest | None,
 ) -> AsyncGenerator[tuple[int, TextPiece], None]:
     """Yield the pieces of all prompts in order of arrival, each with its prompt's index."""
+    names = [engine_id(request_id) for _ in records]
+    if server.live is not None:
+        for name, record in zip(names, records, strict=True):
+            server.live.follow(name, record)
     return merged(
         [
-            generate(server.engine, server.tokenizer, job, prompt, engine_id(request_id), record, journaled, index)
-            for index, (prompt, record) in enumerate(zip(job.prompts, records, strict=True))
+            generate(server.engine, server.tokenizer, job, prompt, name, record, journaled, index)
+            for index, (prompt, name, record) in enumerate(zip(job.prompts, names, records, strict=True))
         ]
     )
 

@@ -27,6 +27,8 @@ from headway.serving.docs_page import DOCS_HEADERS, docs_page
 from headway.serving.errors import ApiError, as_api_error, error_response
 from headway.serving.home_page import home_page
 from headway.serving.journal import RequestJournal
+from headway.serving.live import pages
+from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
 from headway.serving.response_format import ResponseBody, ResponseFormat, parse_response
@@ -63,6 +65,8 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     """
     served_as = settings.served_model_name[0] if settings.served_model_name else None
     server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
+    if settings.live_page:
+        server.live = ServerFeed(engine, None if settings.event_log is None else Path(settings.event_log))
     if settings.journal is not None:
         server.unbound_journal = RequestJournal(Path(settings.journal))
 
@@ -106,6 +110,8 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     app.add_exception_handler(HTTPException, _on_http_error)
     for each in (router, operations.router, tokens.router, recovered_requests.router, instances.router):
         app.include_router(each)
+    if server.live is not None:
+        pages.add_routes(app, server.live)
     app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)
     app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app

@@ -18,6 +18,7 @@ from headway.serving.body_fields import BodyFields
 from headway.serving.generation_job import RequestContext
 from headway.serving.journal import JournalEntry, RequestJournal
 from headway.serving.journal_writer import JournalWriter
+from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.prompts import PromptReader
 from headway.serving.settings import ServerSettings
@@ -52,6 +53,8 @@ class ServerContext:
     """Requests taken over from an earlier server's journal, by owner and request id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
     """Tasks that compute answers, for cancellation at shutdown."""
+    live: ServerFeed | None = None
+    """The live page's data; None: it is off."""
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 

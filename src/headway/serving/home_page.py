@@ -10,6 +10,7 @@ from headway.serving.context import ServerContext
 from headway.serving.docs_page import PAGE_STYLE
 
 _LINKS = (
+    ("ui/", "what runs now, and why requests wait"),
     ("docs", "every endpoint and field"),
     ("v1/models", "the names that the model is served by"),
     ("metrics", "Prometheus metrics"),
@@ -28,7 +29,8 @@ def home_page(server: ServerContext, url: str) -> str:
         call = f"<h2>Ask it</h2><pre><code>{escape(example(server, url))}</code></pre>"
     except UnavailableError as error:
         what, call = str(error), ""
-    rows = "".join(f'<tr><th><a href="{path}">/{path}</a></th><td>{escape(text)}</td></tr>' for path, text in _LINKS)
+    links = _LINKS if server.live is not None else _LINKS[1:]
+    rows = "".join(f'<tr><th><a href="{path}">/{path}</a></th><td>{escape(text)}</td></tr>' for path, text in links)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Headway</title>'
         f'<meta name="viewport" content="width=device-width"><style>{PAGE_STYLE}</style></head><body><h1>Headway</h1>'

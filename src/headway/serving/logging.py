@@ -37,5 +37,5 @@ def log_request(
         if gaps:
             fields["worst_gap_s"] = round(max(gaps), 6)
         fields["finish_reason"] = ",".join(str(record.reason) for record in records)
-    quiet = path in ("/health", "/ready", "/metrics")
+    quiet = path in ("/health", "/ready", "/metrics", "/v1/live")
     log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})

@@ -219,6 +219,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             scheduler=self.scheduler,
             latency_profile=self.latency_profile,
             event_log=self.event_log,
+            live_page=self.live_page,
             worker_timeout_s=self.worker_timeout,
             max_restarts=self.max_restarts,
             log_level=self.log_level,

@@ -92,6 +92,7 @@ class EndpointSettings(SettingsModel):
     status_every_s: Number = Field(
         10.0, ge=0, description="seconds between status lines in the log while there is work; 0: none"
     )
+    live_page: Flag = Field(True, description="serve the live page at /ui, with its data and explanations under /v1")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field("text", description="text (key=value) or json (one object a line)")
 
@@ -118,6 +119,7 @@ class ServerSettings(EndpointSettings):
     """Settings of one server process, with what only the program sets."""
 
     start_engine: bool = Field(True, description="start the engine with the server")
+    event_log: str | None = Field(None, description="event log of the only engine, for explanations")
     max_queued_requests: int = Field(
         0, description="requests that may wait in the engine before new ones get 429; 0: the engine decides"
     )

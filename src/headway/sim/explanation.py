@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -17,10 +17,11 @@ from headway.core.errors import ConfigError
 from headway.sim.metrics import RequestRecord
 from headway.sim.replayed_run import ReplayedChunk, ReplayedRun, ReplayedStep
 
-Cause = Literal["own chunk", "own token", "under way", "queued", "no KV", "computed again", "engine"]
-"""own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. under way: the
-iteration that ran when it came. queued: iterations of others. no KV: the same, and it was passed over for lack of free
-blocks. computed again: iterations since its KV was freed. engine: no iteration ran."""
+Cause = Literal["own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "computed again", "engine"]
+"""own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. KV transfer: its KV
+was on its way to another instance. under way: the iteration that ran when it came. queued: iterations of others. no KV:
+the same, and it was passed over for lack of free blocks. computed again: iterations since its KV was freed. engine: no
+iteration ran."""
 
 _ANSWER_PREFIX = re.compile("^(chatcmpl|cmpl|resp)[-_]")
 
@@ -49,7 +50,7 @@ class LifeInterval:
     decodes: int = 0
     """Most decodes of others in one of these iterations."""
     rule: str = ""
-    """Why others were before it."""
+    """Why others were before it; of a KV transfer, from where to where."""
 
     @property
     def seconds(self) -> float:
@@ -77,39 +78,75 @@ class RequestExplanation:
         return self.record.token_s[0] - self.record.arrival_s if self.record.token_s else None
 
 
+@dataclass(frozen=True)
+class KvTransfer:
+    """KV of the request on its way between two instances. Seconds on the log's clock."""
+
+    source: int
+    target: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class RequestSurroundings:
+    """What ran while a request lived, and by which rules."""
+
+    steps: Sequence[ReplayedStep]
+    policy: str
+    aim_s: float | None
+    cached_tokens: int = 0
+    freed_s: Sequence[float] = ()
+    """When its KV was freed."""
+    longs: Collection[str] = ()
+    """Requests whose prompt counts as long."""
+    transfers: Sequence[KvTransfer] = ()
+    """Of its KV."""
+
+
 def explain(run: ReplayedRun, request_id: str) -> RequestExplanation:
     """Explain one request. Raises ConfigError for an id that the log does not have."""
-    name = find(run, request_id)
+    name = find({record.id for record in run.records}, request_id)
     record = next(one for one in reversed(run.records) if one.id == name)
-    life = _RequestLife(run, record)
-    last_s = max([step.end_s for step in run.steps], default=record.arrival_s)
-    first_s = record.token_s[0] if record.token_s else max(last_s, record.arrival_s)
+    freed_s = [one.at_s for one in run.preemptions if one.request == name]
+    around = RequestSurroundings(
+        run.steps, run.config.policy, run.config.t_target_s, run.requests[name].cached_tokens, freed_s, run.longs
+    )
     gaps = list(pairwise(record.token_s))
     worst = max(gaps, key=lambda gap: gap[1] - gap[0]) if gaps else None
+    return explain_record(record, around, worst)
+
+
+def explain_record(
+    record: RequestRecord, around: RequestSurroundings, worst: tuple[float, float] | None
+) -> RequestExplanation:
+    """Explain a request by what ran around it. worst: start and end of its worst gap; None: it has no gap."""
+    life = _RequestLife(around, record)
+    last_s = max([step.end_s for step in around.steps], default=record.arrival_s)
+    first_s = record.token_s[0] if record.token_s else max(last_s, record.arrival_s)
     return RequestExplanation(
         record=record,
-        cached_tokens=run.requests[name].cached_tokens,
-        policy=run.config.policy,
+        cached_tokens=around.cached_tokens,
+        policy=around.policy,
         to_first_token=tuple(life.intervals(record.arrival_s, first_s)),
         worst_gap=tuple(life.intervals(*worst)) if worst is not None else (),
-        preemptions=sum(one.request == name for one in run.preemptions),
-        aim_s=run.config.t_target_s,
+        preemptions=len(around.freed_s),
+        aim_s=around.aim_s,
     )
 
 
-def find(run: ReplayedRun, request_id: str) -> str:
-    """Return the id as the log has it: the same, or the only one that contains it (servers add prefixes and suffixes),
-    with or without the prefix that an answer's id has.
+def find(known: Collection[str], request_id: str, where: str = "the log") -> str:
+    """Return the one of the known ids that is meant: the same, or the only one that contains it (servers add prefixes
+    and suffixes), with or without the prefix that an answer's id has.
 
-    Raises ConfigError that names some of the log's ids."""
-    known = {record.id for record in run.records}
+    Raises ConfigError that names some of the ids."""
     if request_id in known:
         return request_id
     close = _containing(known, request_id) or _containing(known, _ANSWER_PREFIX.sub("", request_id))
     if len(close) == 1:
         return close[0]
     some = ", ".join((close or sorted(known))[:5]) or "none"
-    what = "several requests have it in their id" if close else "the log has no such request"
+    what = "several requests have it in their id" if close else f"{where} has no such request"
     raise ConfigError(f"{request_id!r}: {what}; name one of {len(close or known)}, such as {some}")
 
 
@@ -172,6 +209,7 @@ def _labelled(one: LifeInterval) -> Iterator[tuple[str, float]]:
 _WORDS: dict[Cause, str] = {
     "own chunk": "its own prefill",
     "own token": "its own decode",
+    "KV transfer": "its KV on the way to another instance",
     "under way": "the iteration under way when it came",
     "no KV": "no free KV blocks",
     "computed again": "its KV was freed, others ran",
@@ -182,21 +220,23 @@ _WORDS: dict[Cause, str] = {
 class _RequestLife:
     """One request among the steps of a run."""
 
-    def __init__(self, run: ReplayedRun, record: RequestRecord) -> None:
-        self._run, self._record = run, record
+    def __init__(self, around: RequestSurroundings, record: RequestRecord) -> None:
+        self._around, self._record = around, record
         # Several stages: steps overlap, and may end in another order than they began.
-        self._steps = sorted(run.steps, key=lambda step: step.start_s)
+        self._steps = sorted(around.steps, key=lambda step: step.start_s)
         self._starts = [step.start_s for step in self._steps]
-        self._longest_s = max([step.end_s - step.start_s for step in run.steps], default=0.0)
-        self._freed = [one.at_s for one in run.preemptions if one.request == record.id]
+        self._longest_s = max([step.end_s - step.start_s for step in around.steps], default=0.0)
+        self._freed = around.freed_s
 
     def intervals(self, start_s: float, end_s: float) -> list[LifeInterval]:
         """Return the intervals that fill a span of the request's life, in order."""
         first = bisect_left(self._starts, start_s - self._longest_s)
         steps = [step for step in self._steps[first : bisect_right(self._starts, end_s)] if step.end_s > start_s]
         edges = {start_s, end_s}
-        for step in steps:
-            edges.update(at_s for at_s in (step.start_s, step.end_s) if start_s < at_s < end_s)
+        busy = [(one.start_s, one.end_s) for one in steps] + [
+            (one.start_s, one.end_s) for one in self._around.transfers
+        ]
+        edges.update(at_s for pair in busy for at_s in pair if start_s < at_s < end_s)
         result: list[LifeInterval] = []
         # Steps in flight: those that have begun and not ended; few at a time.
         running: list[ReplayedStep] = []
@@ -217,8 +257,9 @@ class _RequestLife:
 
     def _interval(self, start_s: float, end_s: float, running: list[ReplayedStep]) -> LifeInterval:
         name = self._record.id
+        moving = self._moving(start_s, end_s)
         if not running:
-            return LifeInterval("engine", start_s, end_s)
+            return moving or LifeInterval("engine", start_s, end_s)
         own = [step for step in running if any(chunk.request == name for chunk in step.chunks)]
         decoding = [step for step in running if name in step.decodes]
         # Of several steps in flight the oldest is the one that is waited for.
@@ -235,6 +276,8 @@ class _RequestLife:
             return replace(common, cause="own chunk", chunk=chunk)
         if decoding:
             return replace(common, cause="own token")
+        if moving is not None:
+            return moving
         if step.decided_s < self._record.arrival_s:
             return replace(common, cause="under way")
         if any(at_s <= step.end_s for at_s in self._freed) and self._lost_at(step):
@@ -242,6 +285,15 @@ class _RequestLife:
         if name in step.short_of_kv:
             return replace(common, cause="no KV")
         return replace(common, rule=self._rule(step))
+
+    def _moving(self, start_s: float, end_s: float) -> LifeInterval | None:
+        """Return the interval as a transfer of its KV, if one was under way."""
+        routes = {
+            f"from instance {one.source} to {one.target}"
+            for one in self._around.transfers
+            if one.start_s <= start_s and one.end_s >= end_s
+        }
+        return LifeInterval("KV transfer", start_s, end_s, rule=", ".join(sorted(routes))) if routes else None
 
     def _lost_at(self, step: ReplayedStep) -> bool:
         """Whether the request's KV had been freed when a step was decided, and none of it computed again."""
@@ -255,9 +307,9 @@ class _RequestLife:
 
     def _rule(self, step: ReplayedStep) -> str:
         """Return why the prefills of a step were before the request."""
-        longs = self._run.longs
+        longs = self._around.longs
         if not step.chunks:
             return ""
         if self._record.id in longs and any(chunk.request in longs for chunk in step.chunks):
             return "at most one long prompt in an iteration"
-        return RULES.get(self._run.config.policy, self._run.config.policy)
+        return RULES.get(self._around.policy, self._around.policy)

@@ -25,8 +25,7 @@ from headway.perf.latency.recorded import restore
 from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
-from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
-from headway.policy.iteration.scheduler import Scheduler
+from headway.policy.iteration.grouped_scheduler import group_policies, make_scheduler
 from headway.sim.hosted_replay import HostedReplay
 from headway.sim.replayed_run import (
     BatchTimes,
@@ -93,10 +92,10 @@ class _ReplayState:
     def __init__(self, replayed: ReplayedRun, start: Mapping[str, Any], detail: bool) -> None:
         self.replayed, self.detail = replayed, detail
         config, model = replayed.config, replayed.model
-        managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
+        self.managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
         exchange = start.get("exchange")
         self.exchange = exchange_of(replayed.table.source) if exchange is None else ShardExchangeCost(*exchange)
-        self.scheduler = make_scheduler(config, model, managers, self.exchange)
+        self.scheduler = make_scheduler(config, model, self.managers, self.exchange)
         self.times = RequestTimes(replayed)
         # by batch id: the batch, when it was scheduled, and what by, for each KV group
         self.batches: dict[int, tuple[Batch, float, list[DecisionView]]] = {}
@@ -105,9 +104,7 @@ class _ReplayState:
 
     @property
     def policies(self) -> list[IterationPolicy]:
-        scheduler = self.scheduler
-        groups = scheduler.groups if isinstance(scheduler, GroupedScheduler) else [scheduler]
-        return [group.policy for group in groups if isinstance(group, Scheduler)]
+        return group_policies(self.scheduler)
 
     def on_add(self, event: Mapping[str, Any]) -> None:
         # time before this request came is no host time
@@ -198,6 +195,7 @@ class _ReplayState:
             frozenset(name for part in batch.parts for name in part.decodes.members),
             tuple(chunks),
             short_of_kv(policies),
+            sum(each.used_tokens for each in self.managers),
         )
 
     def _apply(self, events: Iterable[RequestEvent]) -> None:

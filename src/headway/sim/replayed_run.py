@@ -64,6 +64,8 @@ class ReplayedStep(NamedTuple):
     chunks: tuple[ReplayedChunk, ...]
     short_of_kv: frozenset[str] = frozenset()
     """Waiting requests that were passed over for lack of free blocks."""
+    kv_used: int | None = None
+    """KV tokens in use when it had ended; None: the host's blocks are not in the log."""
 
 
 class ReplayedPreemption(NamedTuple):

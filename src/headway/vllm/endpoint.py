@@ -6,16 +6,13 @@ with `/v1`, which `--api-key` guards.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from headway.policy.hosted.settings import read_settings
+from headway.vllm.log_explanation import LogExplainer, error
 
 PATH = "/v1/headway/why/{request_id}"
-_PATIENCE_S = 60.0
 _NO_LOG = (
     'there is no decision log: set {"headway": {"log": FILE}} in --additional-config; with data parallelism run '
     "`headway why` on the log of each rank"
@@ -23,9 +20,7 @@ _NO_LOG = (
 
 
 class WhyEndpoint:
-    """vLLM's `EndpointPlugin`: explains a request from the decision log, in a process of its own.
-
-    A replay takes the interpreter for seconds, which the server's other requests must not feel."""
+    """vLLM's `EndpointPlugin`: explains a request from the decision log."""
 
     name = "headway"
     required_tasks = None
@@ -33,8 +28,7 @@ class WhyEndpoint:
     def __init__(self) -> None:
         # The decision log; None: the plug-in's settings name none.
         self.log: Path | None = None
-        # One replay at a time: each reads the whole log.
-        self._turn = asyncio.Semaphore(1)
+        self._explainer = LogExplainer()
 
     def attach_router(self, app: Any) -> None:
         """Add the route to vLLM's FastAPI app."""
@@ -56,27 +50,5 @@ class WhyEndpoint:
     async def explain(self, request_id: str) -> tuple[int, dict[str, Any]]:
         """Return (HTTP status, body): the JSON of `headway why`, or an error in OpenAI's form."""
         if self.log is None:
-            return _error(404, _NO_LOG)
-        command = [sys.executable, "-m", "headway.cli.main", "why", f"--log={self.log}", "--json=-", "--", request_id]
-        async with self._turn:
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-            try:
-                out, err = await asyncio.wait_for(process.communicate(), _PATIENCE_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-                return _error(
-                    503, f"the log takes longer than {_PATIENCE_S:.0f} s to replay: run `headway why` beside it"
-                )
-            except asyncio.CancelledError:
-                process.kill()
-                raise
-        if process.returncode:
-            return _error(404, err.decode(errors="replace").strip().removeprefix("headway: error: "))
-        return 200, json.loads(out)
-
-
-def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:
-    kind = "NotFoundError" if status == 404 else "ServiceUnavailableError"
-    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}
+            return error(404, _NO_LOG)
+        return await self._explainer.explain(self.log, request_id)

@@ -26,6 +26,7 @@ from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.audit import audit
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.lockstep import LockstepBatch
 from headway.policy.iteration.prefill import WHOLE
@@ -52,6 +53,12 @@ def make_scheduler(
         if len(block_managers) > 1
         else Scheduler(config, latency, block_managers[0])
     )
+
+
+def group_policies(scheduler: InstanceScheduler) -> list[IterationPolicy]:
+    """Return the policy of each KV group of a scheduler."""
+    groups = scheduler.groups if isinstance(scheduler, GroupedScheduler) else [scheduler]
+    return [group.policy for group in groups if isinstance(group, Scheduler)]
 
 
 class GroupedScheduler:

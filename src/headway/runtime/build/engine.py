@@ -35,6 +35,7 @@ from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.runtime import embedded
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.restart_limits import RestartLimit
 from headway.runtime.executor import profiling
@@ -146,7 +147,10 @@ def _engine(
         latency=describe(latency),
     )
     restarts = RestartLimit(config.max_restarts, "the workers")
-    return EngineCore(scheduler, built.executor, clock, info, log, restarts)
+    sampler = IterationSampler(scheduler) if config.live_page else None
+    core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts)
+    core.sampler = sampler
+    return core
 
 
 def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSource, float]:

@@ -29,8 +29,16 @@ from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.membership import Another, ClusterMembership
 from headway.runtime.cluster.merged import merged_info, merged_stats
 from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.cumulative_counters import accumulate_counters
-from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import (
+    EngineInfo,
+    EngineSamples,
+    EngineState,
+    EngineStats,
+    OutputDelta,
+    SubmitRequest,
+)
 
 log = logging.getLogger("headway.cluster")
 
@@ -80,6 +88,7 @@ class ClusterClient:
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
         self._drains = False
+        self._receive_samples: Callable[[int, EngineSamples], None] | None = None
         self.failure: str | None = None
         """Why the cluster could not start, once that is known."""
 
@@ -136,6 +145,10 @@ class ClusterClient:
                 recovering=self.state == "recovering",
             )
         return accumulate_counters(self._roster.gone, stats)
+
+    def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
+        """See `SampledEngine`."""
+        self._receive_samples = receive
 
     async def start(self) -> EngineInfo:
         """Start the cluster and return its merged report. May be awaited by several callers."""
@@ -271,6 +284,12 @@ class ClusterClient:
     def said(self, number: int, message: FromInstance) -> None:
         """See `InstanceListener`."""
         if self._live is not None:
+            attempt = self._live.attempts.get(message.id)
+            if self._receive_samples is not None and attempt is not None:
+                # Before the controller, which may forget the attempt.
+                samples = samples_of(message, attempt)
+                if samples is not None:
+                    self._receive_samples(number, samples)
             self._live.said(number, message)
             self._roster.look(self._live)
 
@@ -285,6 +304,11 @@ class ClusterClient:
         """See `InstanceListener`."""
         if self._live is not None:
             self._live.measured(number)
+
+    def sampled(self, number: int, samples: EngineSamples) -> None:
+        """See `InstanceListener`."""
+        if self._receive_samples is not None:
+            self._receive_samples(number, samples)
 
     def lost(self, number: int, why: str) -> None:
         """See `InstanceListener`."""

@@ -23,6 +23,7 @@ from headway.runtime.engine.protocol import (
     AbortRequest,
     DrainEngine,
     EngineInfo,
+    EngineSamples,
     EngineStats,
     FatalError,
     IterationOutputs,
@@ -91,6 +92,9 @@ class InstanceListener(Protocol):
 
     def measured(self, number: int) -> None:
         """A new stats snapshot has come."""
+
+    def sampled(self, number: int, samples: EngineSamples) -> None:
+        """Samples of its iterations have come, for the live page."""
 
     def lost(self, number: int, why: str) -> None:
         """The process is gone, after `joined`. The instance's state shows what follows."""
@@ -293,6 +297,8 @@ class LiveInstance:
                 if message.stats is not None:
                     self._stats = accumulate_counters(self._before, message.stats)
                     listener.measured(self.number)
+                if message.samples is not None:
+                    listener.sampled(self.number, message.samples)
                 for delta in message.deltas:
                     listener.heard(self.number, delta)
             elif isinstance(message, EngineInfo):

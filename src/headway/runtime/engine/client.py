@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -18,6 +18,7 @@ from headway.runtime.engine.protocol import (
     AbortRequest,
     DrainEngine,
     EngineInfo,
+    EngineSamples,
     EngineState,
     EngineStats,
     FatalError,
@@ -74,6 +75,7 @@ class ProcessEngineClient:
         self._ready: asyncio.Future[EngineInfo] | None = None
         self._drained = asyncio.Event()
         self._draining = False
+        self._receive_samples: Callable[[int, EngineSamples], None] | None = None
         self.failure: str | None = None
         """Why the engine could not start or go on; None while it can."""
 
@@ -97,6 +99,10 @@ class ProcessEngineClient:
     def pid(self) -> int:
         """The engine's process id, for tests and operators."""
         return self._child.process.pid
+
+    def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
+        """See `SampledEngine`."""
+        self._receive_samples = receive
 
     async def start(self) -> EngineInfo:
         """See `EngineClient.start`. May be awaited several times; the outcome is shared."""
@@ -235,6 +241,8 @@ class ProcessEngineClient:
             if isinstance(message, IterationOutputs):
                 if message.stats is not None:
                     self._stats = accumulate_counters(self._stats_at_restart, message.stats)
+                if message.samples is not None and self._receive_samples is not None:
+                    self._receive_samples(0, message.samples)
                 for delta in message.deltas:
                     stream = self._streams.get(delta.id)
                     # None: the client has left, and its abort is on the way.

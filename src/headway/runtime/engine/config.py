@@ -55,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `SchedulerConfig` that differ from its mode's."""
     latency_profile: str = "auto"
     event_log: str | None = None
+    live_page: bool = False
+    """Whether samples of the iterations are sent to the server."""
     worker_timeout_s: float = 10.0
     max_restarts: int = 3
     log_level: str = "info"

@@ -23,6 +23,7 @@ from headway.kv.prefix_index import block_keys
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
+from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.rejections import check_tokens, rejection_delta
@@ -59,6 +60,8 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
+        self.sampler: IterationSampler | None = None
+        """Fed by `log`; None: no live page."""
         self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
         """Whether KV of a request's first tokens, which a decode needs, is missing. Set by the KV transfers."""
         self.staged: list[KvStaged] = []

@@ -7,8 +7,8 @@ announces it; no later message grows with its length.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -111,11 +111,73 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counted by the server, not by the engine."""
 
 
+class ChunkSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prefill chunk of an iteration, for the live page."""
+
+    request: str
+    start: int
+    tokens: int
+    remaining: int
+    """Tokens of the prompt that were left to compute before this chunk."""
+    limit: str
+    """What made it no larger (`sim.replayed_run.ChunkLimit`)."""
+
+
+class IterationSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One iteration on one stage of one KV group, or several in a row as one. Seconds of the engine's clock."""
+
+    group: int
+    stage: int
+    decided_s: float
+    start_s: float
+    end_s: float
+    predicted_s: float
+    """Of all its iterations."""
+    decodes: int
+    """Most in one of its iterations."""
+    chunks: tuple[ChunkSample, ...] = ()
+    iterations: int = 1
+
+
+class WaitingSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt that waits or is being computed, as the scheduler sees it. Seconds of the engine's clock."""
+
+    request: str
+    due_s: float
+    """When its first token is due: as asked for, or by the policy's own rule."""
+    work_s: float
+    """Seconds that the rest of the prompt would take alone."""
+    computed: int
+    known: int
+    """Tokens to compute in all."""
+
+
+class TransferSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A KV slice that has arrived at an instance. Seconds of the receiver's clock."""
+
+    request: str
+    source: int
+    """The instance that sent it."""
+    start_s: float
+    end_s: float
+
+
+class EngineSamples(msgspec.Struct, frozen=True, array_like=True):
+    """What the live page shows of the time since the last such message."""
+
+    iterations: tuple[IterationSample, ...] = ()
+    waiting: tuple[WaitingSample, ...] = ()
+    """The first of all that wait, at most `iteration_sampler.MOST_WAITING`."""
+    transfers: tuple[TransferSample, ...] = ()
+
+
 class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All output of one iteration, in one message."""
 
     deltas: tuple[OutputDelta, ...] = ()
     stats: EngineStats | None = None
+    samples: EngineSamples | None = None
+    """With `stats`, where the live page is on."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -181,6 +243,14 @@ def split_endpoints(endpoint: str) -> tuple[str, str]:
 
 
 EngineState = Literal["starting", "ready", "recovering", "draining", "lost"]
+
+
+@runtime_checkable
+class SampledEngine(Protocol):
+    """An engine, or a cluster of engines, that reports samples of its iterations."""
+
+    def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
+        """Call `receive` with an instance's number (0: the only one) and its samples, on the server's event loop."""
 
 
 class EngineClient(Protocol):

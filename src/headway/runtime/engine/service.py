@@ -120,7 +120,8 @@ class EngineService:
             stats = core.stats() if due else None
             self._stats_due_soon = self._stats_due_soon and not due
             self._stats_sent_s = now if due else self._stats_sent_s
-            self._send(IterationOutputs(deltas=tuple(deltas), stats=stats))
+            samples = core.sampler.take() if due and core.sampler is not None else None
+            self._send(IterationOutputs(deltas=tuple(deltas), stats=stats, samples=samples))
         # After the deltas: a receiver of `KvStaged` has all tokens of the request by then.
         for staged in core.staged:
             self._send(staged)

@@ -92,6 +92,8 @@ def _words(one: LifeInterval) -> str:
     match one.cause:
         case "engine":
             return "no iteration ran"
+        case "KV transfer":
+            return f"its KV on the way {one.rule}"
         case "under way":
             return f"the iteration under way{beside and f': {beside}'}"
         case "own chunk":

@@ -1,0 +1,30 @@
+"""`headway watch LOG`: the live page of an event log, served on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "log",
+        type=Path,
+        help="event log of `headway serve` or `headway simulate` (--event-log), or of the vLLM plug-in",
+    )
+    parser.add_argument("--port", type=int, default=8010, help="port on 127.0.0.1; 0 picks a free one (default: 8010)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import sys
+
+    from headway.cli.trace import of_an_engine
+    from headway.serving.live.watch import serve
+    from headway.sim.replay import read_log, replay
+
+    run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
+    if run.differences:
+        # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
+        print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
+    serve(run, arguments.log.name, arguments.port)
+    return 0

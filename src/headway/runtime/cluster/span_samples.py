@@ -1,0 +1,30 @@
+"""Samples of what a cluster computes and sends outside of its schedulers: span tasks and KV slices."""
+
+from __future__ import annotations
+
+from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.messages import FromInstance, KvArrived, SpanTaskDone
+from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample
+
+
+def samples_of(message: FromInstance, attempt: RequestAttempt) -> EngineSamples | None:
+    """Return the samples of an instance's message about an attempt; None for one that ends neither task nor slice."""
+    name = attempt.asked.submit.id
+    match message:
+        case KvArrived():
+            return EngineSamples(transfers=(TransferSample(name, message.source, message.began_s, message.ended_s),))
+        case SpanTaskDone():
+            return EngineSamples((_task(name, message, attempt),))
+    return None
+
+
+def _task(name: str, message: SpanTaskDone, attempt: RequestAttempt) -> IterationSample:
+    begun_s = message.began_s
+    # A group that decodes in place: the task is one token.
+    if attempt.step is not None or message.index >= len(attempt.runs):
+        return IterationSample(0, 0, begun_s, begun_s, message.ended_s, 0.0, 1)
+    span = attempt.runs[message.index]
+    remaining = max(span.end, attempt.request.prompt_tokens) - span.start
+    limit = "rest of the prompt" if span.end - span.start >= remaining else "host or KV shard"
+    chunk = ChunkSample(name, span.start, span.end - span.start, remaining, limit)
+    return IterationSample(0, 0, begun_s, begun_s, message.ended_s, 0.0, 0, (chunk,))

@@ -1,0 +1,335 @@
+"""State of the live page, bounded in memory: iterations in a ring, requests, and latencies of the last minutes.
+
+Producers are a server (`serving.live.server_feed`) and a log (`serving.live.log_player`). Times are arguments, seconds
+of one clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from headway.core.errors import ConfigError
+from headway.runtime.engine.protocol import EngineSamples, IterationSample
+from headway.serving.live.history import BUCKET_S, LatencyHistory
+from headway.sim.explanation import (
+    KvTransfer,
+    RequestExplanation,
+    RequestSurroundings,
+    explain_record,
+    find,
+)
+from headway.sim.metrics import RequestRecord
+from headway.sim.replayed_run import ReplayedChunk, ReplayedStep
+
+MOST_BLOCKS = 20_000
+"""Samples kept: at the sampler's limit of 640 a second those of the last half minute, usually of several minutes."""
+MOST_ENDED = 500
+"""Requests kept after their end."""
+MOST_LIVE = 4_000
+"""Requests that are followed before their end; beyond that the oldest is dropped."""
+MOST_TRANSFERS = 2_000
+MOST_SENT_BLOCKS = 3_000
+"""Samples in one answer."""
+MOST_SENT_REQUESTS = 200
+T = TypeVar("T", "Block", "Transfer")
+_RESTARTS = re.compile("'+$")
+
+
+class Block(NamedTuple):
+    """A sample on its instance."""
+
+    number: int
+    """Counts all samples of the feed."""
+    instance: int
+    sample: IterationSample
+
+
+class Transfer(NamedTuple):
+    """A KV slice that has arrived."""
+
+    number: int
+    request: str
+    moved: KvTransfer
+
+
+@dataclass
+class FollowedRequest:
+    """A request as the page shows it. Seconds of the feed's clock."""
+
+    id: str
+    request_class: str
+    arrival_s: float
+    prompt_tokens: int
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    due_s: float | None = None
+    """When its first token is due: as asked for, or as the scheduler last reported."""
+    work_s: float | None = None
+    """Seconds that the rest of its prompt would take alone, as the scheduler last reported."""
+    computed: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    output_tokens: int = 0
+    worst_gap: tuple[float, float] | None = None
+    ended_s: float | None = None
+    reason: str | None = None
+    met: bool | None = None
+    """Whether it got the latencies that it asked for; None: it asked for none, or has not ended."""
+
+    def row(self) -> dict[str, Any]:
+        """Return it as the page has it."""
+        gap = self.worst_gap
+        return {
+            "id": self.id,
+            "class": self.request_class,
+            "arrival_s": self.arrival_s,
+            "prompt": self.prompt_tokens,
+            "computed": self.computed,
+            "due_s": self.due_s,
+            "work_s": self.work_s,
+            "ttft_slo_s": self.ttft_slo_s,
+            "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrival_s,
+            "output": self.output_tokens,
+            "worst_gap_s": None if gap is None else gap[1] - gap[0],
+            "ended_s": self.ended_s,
+            "reason": self.reason,
+            "met": self.met,
+        }
+
+
+@dataclass
+class InstanceLoad:
+    """One instance now."""
+
+    id: int
+    role: str = "mixed"
+    state: str = "ready"
+    kv_used: int = 0
+    kv_total: int = 0
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass
+class LiveFeed:
+    """All that the live page shows. policy, aim_s: of the schedulers, for explanations."""
+
+    policy: str = ""
+    aim_s: float | None = None
+    long_tokens: int = 8192
+    instances: list[InstanceLoad] = field(default_factory=list)
+    met_total: int = 0
+    missed_total: int = 0
+
+    def __post_init__(self) -> None:
+        self._count = 0
+        self._blocks: deque[Block] = deque(maxlen=MOST_BLOCKS)
+        self._transfers: deque[Transfer] = deque(maxlen=MOST_TRANSFERS)
+        self._live: dict[str, FollowedRequest] = {}
+        self._ended: dict[str, FollowedRequest] = {}
+        self._history = LatencyHistory()
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def arrived(self, request: FollowedRequest) -> None:
+        """Follow a new request."""
+        if len(self._live) >= MOST_LIVE:
+            del self._live[next(iter(self._live))]
+        if request.ttft_slo_s is not None:
+            request.due_s = request.arrival_s + request.ttft_slo_s
+        self._live[request.id] = request
+
+    def tokens(self, name: str, at_s: float, count: int = 1) -> None:
+        """Note output tokens of a request."""
+        request = self._live.get(name)
+        if request is None:
+            return
+        bucket = self._history.at(at_s)
+        bucket.decode_tokens += count
+        if request.first_token_s is None or request.last_token_s is None:
+            request.first_token_s = at_s
+            request.computed = request.prompt_tokens
+            bucket.ttft.add(at_s - request.arrival_s)
+        else:
+            gap_s = at_s - request.last_token_s
+            bucket.gaps.add(gap_s / count, count)
+            if request.worst_gap is None or gap_s > request.worst_gap[1] - request.worst_gap[0]:
+                request.worst_gap = (request.last_token_s, at_s)
+        request.last_token_s = at_s
+        request.output_tokens += count
+
+    def ended(self, name: str, at_s: float, reason: str, met: bool | None) -> None:
+        """Note the end of a request; met: whether it got the latencies that it asked for, None: it asked for none."""
+        request = self._live.pop(name, None)
+        if request is None:
+            return
+        request.ended_s, request.reason, request.met = at_s, reason, met
+        if met is not None:
+            bucket = self._history.at(at_s)
+            bucket.met += met
+            bucket.missed += not met
+            self.met_total += met
+            self.missed_total += not met
+        self._ended[name] = request
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
+    def sampled(self, instance: int, samples: EngineSamples) -> None:
+        """Add an instance's samples."""
+        for sample in samples.iterations:
+            self._count += 1
+            self._blocks.append(Block(self._count, instance, self._named(sample)))
+            # Every stage computes the same tokens.
+            if sample.stage == 0:
+                self._history.at(sample.end_s).prefill_tokens += sum(chunk.tokens for chunk in sample.chunks)
+            for chunk in sample.chunks:
+                request = self._live.get(self.name_of(chunk.request))
+                if request is not None:
+                    request.computed = max(request.computed, chunk.start + chunk.tokens)
+        for waiting in samples.waiting:
+            request = self._live.get(self.name_of(waiting.request))
+            if request is not None:
+                request.due_s, request.work_s = waiting.due_s, waiting.work_s
+        for one in samples.transfers:
+            self._count += 1
+            moved = KvTransfer(one.source, instance, one.start_s, one.end_s)
+            self._transfers.append(Transfer(self._count, self.name_of(one.request), moved))
+
+    def assess(self, assess: Callable[[FollowedRequest], None]) -> None:
+        """Call `assess` with each request without a first token."""
+        for request in self._live.values():
+            if request.first_token_s is None:
+                assess(request)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests have no first token, and how many have one and go on."""
+        early = sum(one.first_token_s is None for one in self._live.values())
+        return early, len(self._live) - early
+
+    def loaded(self, now: float, waiting: int, running: int, kv_share: float | None) -> None:
+        """Note the load of the whole server."""
+        bucket = self._history.at(now)
+        bucket.waiting, bucket.running, bucket.kv_share = waiting, running, kv_share
+
+    def name_of(self, name: str) -> str:
+        """Return the followed request's id. A cluster adds `#`, the attempt's number, and a mark for each restart."""
+        name = _RESTARTS.sub("", name)
+        while name not in self._live and name not in self._ended and "#" in name:
+            name = name.rpartition("#")[0]
+        return name
+
+    # -- what is shown --------------------------------------------------------------------------------------------
+
+    def page(self, now: float, after: int = 0, bucket: int = 0) -> dict[str, Any]:
+        """Return what is new: samples after number `after`, history from bucket number `bucket` on; the newest
+        `MOST_SENT_BLOCKS` and `MOST_SENT_REQUESTS` at most."""
+        waiting, running = self.counts()
+        live = sorted(self._live.values(), key=lambda one: (one.first_token_s is not None, one.arrival_s))
+        ended = list(self._ended.values())[::-1]
+        blocks = _after(self._blocks, after)[-MOST_SENT_BLOCKS:]
+        return {
+            "schema": "headway.live/1",
+            "now_s": now,
+            "cursor": self._count,
+            "bucket": self._history.newest,
+            "bucket_s": BUCKET_S,
+            "policy": self.policy,
+            "long_tokens": self.long_tokens,
+            "instances": [vars(one) for one in self.instances],
+            "blocks": [_block_row(one) for one in blocks],
+            "transfers": [
+                [one.request, one.moved.source, one.moved.target, one.moved.start_s, one.moved.end_s]
+                for one in _after(self._transfers, after)
+            ],
+            "requests": [one.row() for one in (*live[:MOST_SENT_REQUESTS], *ended[:50])],
+            "waiting": waiting,
+            "running": running,
+            "history": self._history.rows(bucket),
+            "met": self.met_total,
+            "missed": self.missed_total,
+        }
+
+    def explain(self, request_id: str, now: float) -> RequestExplanation:
+        """Explain a followed request by the samples that are kept. Raises ConfigError for any other."""
+        known = {**self._ended, **self._live}
+        request = known[find(known.keys(), request_id, "the last minutes' feed")]
+        own = {request.id}
+        around = [one for one in self._blocks if one.sample.end_s > request.arrival_s]
+        places = {
+            one.instance for one in around for chunk in one.sample.chunks if self.name_of(chunk.request) in own
+        } or {one.instance for one in around}
+        if self._blocks and len(self._blocks) == MOST_BLOCKS and self._blocks[0].sample.start_s > request.arrival_s:
+            raise ConfigError(f"{request.id}: its first iterations are no longer kept; serve with --event-log for that")
+        first, last = request.first_token_s, request.last_token_s
+        record = RequestRecord(
+            id=request.id,
+            klass=request.request_class,
+            arrival_s=request.arrival_s,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            token_s=() if first is None else (first,) if last is None or last == first else (first, last),
+            finish_s=request.ended_s,
+            error=None if first is not None else request.reason or "it still waits",
+        )
+        around_it = RequestSurroundings(
+            [_step(one, known.values()) for one in around if one.instance in places],
+            self.policy,
+            self.aim_s,
+            longs={one.id for one in known.values() if one.prompt_tokens > self.long_tokens},
+            transfers=[one.moved for one in self._transfers if one.request == request.id],
+        )
+        return explain_record(record, around_it, request.worst_gap)
+
+    def _named(self, sample: IterationSample) -> IterationSample:
+        """Return a sample whose chunks have the ids of followed requests."""
+        if all(chunk.request in self._live for chunk in sample.chunks):
+            return sample
+        return replace(
+            sample, chunks=tuple(replace(chunk, request=self.name_of(chunk.request)) for chunk in sample.chunks)
+        )
+
+
+def _after(items: deque[T], number: int) -> list[T]:
+    """Return the newest items, those after a number."""
+    newest = takewhile(lambda one: one.number > number, reversed(items))
+    return list(newest)[::-1]
+
+
+def _block_row(block: Block) -> list[Any]:
+    one = block.sample
+    chunks = [[chunk.request, chunk.start, chunk.tokens, chunk.remaining, chunk.limit] for chunk in one.chunks]
+    times = [round(one.start_s, 6), round(one.end_s, 6), round(one.predicted_s, 6)]
+    return [block.instance, one.group, one.stage, *times, one.decodes, one.iterations, chunks]
+
+
+def _step(block: Block, requests: Iterable[FollowedRequest]) -> ReplayedStep:
+    one = block.sample
+    decoding = frozenset(request.id for request in requests if _decodes(request, one.end_s))
+    chunks = tuple(
+        ReplayedChunk(c.request, c.start, c.tokens, c.remaining, c.tokens >= c.remaining, c.limit)  # type: ignore[arg-type]
+        for c in one.chunks
+    )
+    return ReplayedStep(block.number, one.decided_s, one.start_s, one.end_s, one.predicted_s, 0.0, decoding, chunks)
+
+
+def _decodes(request: FollowedRequest, at_s: float) -> bool:
+    """Whether an iteration that ended at `at_s` gave a request a token after its first."""
+    first_s, last_s, gap = request.first_token_s, request.last_token_s, request.worst_gap
+    if first_s is None or last_s is None or not first_s < at_s <= last_s:
+        return False
+    return gap is None or not gap[0] < at_s < gap[1]
+
+
+def instance_loads(reports: Sequence[Any]) -> list[InstanceLoad]:
+    """Return the loads of a cluster's instances from its reports (`runtime.cluster.cluster_report`)."""
+    return [
+        InstanceLoad(one.id, one.role, one.state, one.kv_tokens_used, one.kv_tokens_total, one.running, one.waiting)
+        for one in reports
+    ]
