@@ -48,6 +48,13 @@ What `headway cluster` reads; see [Run a cluster](../how-to/cluster.md). A polic
 [Placement](../concepts/placement.md).
 
 """,
+    "not-reproduced": """# What is not reproduced
+
+Every row of `headway reproduce` that failed in its last full run, with the cause and the reason. A row of one seed may
+come out otherwise with another: its spread is not known. How a row is judged is in
+[Reproduce a paper's figure](../how-to/reproduce.md).
+
+""",
     "metrics": """# Metrics
 
 What `GET /metrics` returns, as Prometheus text. Each metric has the labels `model_name` and `engine` too. Names under
@@ -84,6 +91,7 @@ def pages() -> dict[str, str]:
         "cluster-file.md": cluster_page(),
         "placement-options.md": placement_page(),
         "metrics.md": metrics_page(),
+        "not-reproduced.md": not_reproduced_page(),
     }
     return {name: MARK + text.rstrip() + "\n" for name, text in made.items()}
 
@@ -96,6 +104,36 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def one_line(text: str | None) -> str:
     return " ".join((text or "").split())
+
+
+# -- rows of `headway reproduce` that fail ----------------------------------------------------------------------------
+
+
+def not_reproduced_page() -> str:
+    from headway.research.recorded import CAUSES_IN_WORDS, cause_of, recorded
+    from headway.research.registry import EXPERIMENTS
+
+    runs = recorded()
+    failing = [(name, run, row) for name, run in runs.items() for row in run.failing]
+    rows, missing = sum(run.rows for run in runs.values()), [name for name in EXPERIMENTS if name not in runs]
+    text = f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail.\n\n"
+    counts = dict.fromkeys(CAUSES_IN_WORDS, 0)
+    lines: dict[str, list[tuple[str, ...]]] = {}
+    for name, run, row in failing:
+        cause = cause_of(name, row.claim)
+        assert cause is not None, f"{name}: {row.claim}: say why in research/causes.yaml"
+        counts[cause.cause] += 1
+        seeds = "one" if row.one_seed else str(len(run.seeds) or "none drawn")
+        cells = f"`{name}`", row.claim, row.paper, row.found, seeds, cause.cause, one_line(cause.reason)
+        lines.setdefault(name.partition(".")[0], []).append(cells)
+    text += table(("cause", "rows", "which is"), ((c, str(n), CAUSES_IN_WORDS[c]) for c, n in counts.items() if n))
+    for paper, cells in lines.items():
+        text += f"## {paper}\n\n"
+        text += table(("figure", "claim", "paper", "found here", "seeds", "cause", "reason"), cells)
+    if missing:
+        text += "## Not recorded\n\nOf these no full run is recorded, so rows of theirs may fail too: "
+        text += ", ".join(f"`{name}`" for name in missing) + ".\n"
+    return text
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.output_file import check_outputs, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", nargs="?", help="an experiment, such as medha.fig13 (see --list), or all")
-    parser.add_argument("--list", action="store_true", help="print id, cost and title of each, one a line, and end")
+    parser.add_argument(
+        "--list", action="store_true", help="print id, cost, the last full run's verdict and title of each, and end"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write claims and curves as JSON ('-': stdout; with all: a directory)"
     )
@@ -43,25 +46,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.id != "all":
         # Raises ConfigError for an unknown id before anything runs.
         experiment(arguments.id)
-        _one(arguments.id, arguments, arguments.json, arguments.plot)
+        check_outputs(arguments.json)
+        _one(arguments.id, arguments, arguments.json, arguments.plot, arguments.id)
         return 0
     for folder in (arguments.json, arguments.plot):
         # With all, each experiment writes a file of its own.
         if folder is not None and (str(folder) == "-" or folder.is_file()):
             raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
-    for name in names():
+    for number, name in enumerate(names(), 1):
         json_file = None if arguments.json is None else arguments.json / f"{name}.json"
         picture = None if arguments.plot is None else arguments.plot / f"{name}.png"
-        _one(name, arguments, json_file, picture)
+        _one(name, arguments, json_file, picture, f"{name}, {number} of {len(names())}")
     return 0
 
 
-def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None) -> None:
+def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None, words: str) -> None:
+    """Run one experiment, print or write what comes out. words: beside its progress."""
     from headway.research.registry import EXPERIMENTS, experiment
     from headway.research.table import report_table
     from headway.sim.report.console import show
+    from headway.sim.report.progress import BatchProgress
 
-    report = experiment(name)(_options(arguments))
+    with BatchProgress(words) as progress:
+        report = experiment(name)(_options(arguments, progress.update))
     data = report.to_json(name)
     if json_file is not None and str(json_file) == "-":
         sys.stdout.buffer.write(_bytes(data))
@@ -76,7 +83,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
         draw(report.panels, picture if picture.name else Path(f"{name}.png"))
 
 
-def _options(arguments: argparse.Namespace) -> Any:
+def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], None]) -> Any:
     import os
 
     from headway.research.base import RunOptions
@@ -91,7 +98,12 @@ def _options(arguments: argparse.Namespace) -> Any:
         raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
     jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
     return RunOptions(
-        quick=arguments.quick, seeds=seeds, window_s=arguments.window, jobs=jobs, stopwatch=time.perf_counter
+        quick=arguments.quick,
+        seeds=seeds,
+        window_s=arguments.window,
+        jobs=jobs,
+        stopwatch=time.perf_counter,
+        on_progress=on_progress,
     )
 
 

@@ -104,11 +104,12 @@ class CapacityStudy:
     def __init__(self, options: RunOptions) -> None:
         self.count = QUICK_REQUESTS if options.quick else REQUESTS
         self.seeds = options.seeds or (0,)
-        self.jobs = options.jobs
+        self._options = options
 
     def ensure(self, tasks: Sequence[CapacityTask]) -> None:
         """Compute the tasks that are not cached yet."""
-        RESULTS.ensure(((task, self.count, seed) for task in tasks for seed in self.seeds), solve, self.jobs)
+        points = ((task, self.count, seed) for task in tasks for seed in self.seeds)
+        RESULTS.ensure(points, solve, self._options.jobs, self._options.on_progress)
 
     def answers(self, task: CapacityTask) -> list[Any]:
         self.ensure([task])

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.research.base import ExperimentReport, RunOptions
+from headway.research.recorded import recorded
 
 
 class ExperimentEntry(NamedTuple):
@@ -133,7 +134,9 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     "pecsched.table2": ExperimentEntry(
         "pecsched_motivation:table2", "long requests that starve under priority", "minutes"
     ),
-    "pecsched.table3": ExperimentEntry("pecsched_motivation:table3", "preemptions of long prefills without fast SP"),
+    "pecsched.table3": ExperimentEntry(
+        "pecsched_motivation:table3", "preemptions of long prefills without fast SP", "minutes"
+    ),
     "pecsched.fast-sp": ExperimentEntry(
         "pecsched_fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"
     ),
@@ -164,9 +167,13 @@ def names() -> list[str]:
 
 
 def listing() -> str:
-    """Return one line an experiment: id, cost and title, in columns."""
-    width = max(map(len, EXPERIMENTS))
-    return "\n".join(f"{name:{width}}  {entry.cost}  {entry.title}" for name, entry in EXPERIMENTS.items())
+    """Return one line an experiment: id, cost, how many rows held in the last full run, and title, in columns."""
+    runs = recorded()
+    verdicts = {name: runs[name].verdict() if name in runs else "not run in full" for name in EXPERIMENTS}
+    wide, wider = max(map(len, EXPERIMENTS)), max(map(len, verdicts.values()))
+    return "\n".join(
+        f"{name:{wide}}  {entry.cost}  {verdicts[name]:{wider}}  {entry.title}" for name, entry in EXPERIMENTS.items()
+    )
 
 
 def experiment(name: str) -> Callable[[RunOptions], ExperimentReport]:

@@ -48,5 +48,8 @@ def _source(source: Mapping[str, Any]) -> str:
     lines = [f"latency: {latency}", f"scenario: {source['scenario']}"]
     if source["seeds"]:
         window = "to the last request's end" if source["window_s"] is None else f"{source['window_s']:g} s"
-        lines.append(f"seeds {', '.join(map(str, source['seeds']))}; window {window}")
+        seeds = ", ".join(map(str, source["seeds"]))
+        # Its rows may move with another seed, by how much is not known.
+        spread = "one seed, so no row's spread is known" if len(source["seeds"]) == 1 else f"seeds {seeds}"
+        lines.append(f"{spread}; window {window}")
     return "\n".join(lines)

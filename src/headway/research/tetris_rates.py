@@ -47,7 +47,7 @@ def profiled(cluster: str, workload: str, options: RunOptions, noise: float = 0.
                 TetrisPoint(cluster, workload, "Tetris", load, count, seed, noise, ((0.0, rate),)) for seed in seeds
             ]
 
-        found = measured((p for load in loads for rate in candidates for p in points(load, rate)), options.jobs)
+        found = measured((p for load in loads for rate in candidates for p in points(load, rate)), options)
         _KNOWN[key] = best_rates(
             loads, candidates, lambda load, rate: sum(found[p].mean for p in points(load, rate)) / len(seeds)
         )

@@ -171,10 +171,10 @@ def run_point(point: TetrisPoint) -> TetrisResult:
 RESULTS: SimulationCache[TetrisPoint, TetrisResult] = SimulationCache()
 
 
-def measured(points: Iterable[TetrisPoint], jobs: int) -> dict[TetrisPoint, TetrisResult]:
-    """Return the result of each distinct point, simulated in `jobs` processes where it is not there yet."""
+def measured(points: Iterable[TetrisPoint], options: RunOptions) -> dict[TetrisPoint, TetrisResult]:
+    """Return the result of each distinct point, simulated where it is not there yet."""
     wanted = list(dict.fromkeys(points))
-    RESULTS.ensure(wanted, run_point, jobs)
+    RESULTS.ensure(wanted, run_point, options.jobs, options.on_progress)
     return {point: RESULTS[point] for point in wanted}
 
 
@@ -215,12 +215,12 @@ class TetrisStudy:
             for rps in (LIGHT_RPS, *(self.loads(workload) if loads is None else loads.get(workload, ())))
             for seed in self.seeds
         ]
-        measured(points, self.options.jobs)
+        measured(points, self.options)
 
     def value(self, system: str, workload: str, rps: float, what: str, noise: float = 0.0) -> float:
         """Return the median over seeds of `what`, a field of `TetrisResult`."""
         points = [self.point(system, workload, rps, seed, noise) for seed in self.seeds]
-        return float(median(getattr(m, what) for m in measured(points, self.options.jobs).values()))
+        return float(median(getattr(m, what) for m in measured(points, self.options).values()))
 
     def light(self, workload: str, what: str) -> float:
         """Return the value that figures are normalised to: Tetris at 0.1 requests a second."""

@@ -53,6 +53,26 @@ class LoadProgress:
         self._bar.update(self._task, advance=1, description=self._words())
 
 
+class BatchProgress:
+    """Simulations done of a batch, one batch after another, on stderr if that is a terminal. A context manager."""
+
+    def __init__(self, words: str) -> None:
+        """words: what it is for."""
+        self._bar = terminal_bar("{task.description}")
+        self._task = self._bar.add_task(words, total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Show how far the batch in progress is."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
 class RunProgress:
     """Number of simulations done, on stderr if that is a terminal. A context manager."""
 

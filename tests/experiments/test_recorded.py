@@ -1,0 +1,50 @@
+"""What full runs of experiments gave: recorded verdicts are those of the code, and each failing row has one cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.research.base import ClaimRow, ExperimentReport, RunOptions
+from headway.research.recorded import causes, recorded, to_record
+from headway.research.registry import EXPERIMENTS, experiment
+
+SLOW = {"medha.fig7", "medha.fig20", "mnemosyne.fig19", "tetris.table2"}
+"""Of those that take seconds: simulated, or timed by the machine's clock."""
+ARITHMETIC = [name for name, entry in EXPERIMENTS.items() if entry.cost == "seconds" and name not in SLOW]
+
+
+def test_every_failing_row_has_one_cause_and_no_cause_is_stale() -> None:
+    failing = {(name, row.claim) for name, run in recorded().items() for row in run.failing}
+    named = [(name, claim) for cause in causes() for name in cause.ids for claim in cause.claims]
+    assert failing - set(named) == set()
+    for cause in causes():
+        assert cause.reason
+        assert all(any((name, claim) in failing for name in cause.ids) for claim in cause.claims), cause.claims
+        assert all(any((name, claim) in failing for claim in cause.claims) for name in cause.ids), cause.ids
+    assert all(named.count(row) == 1 for row in failing)
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
+    now = to_record(experiment(name)(RunOptions()).to_json(name))
+    run = recorded()[name]
+    assert now["rows"] == run.rows
+    assert [row["claim"] for row in now["failing"]] == [row.claim for row in run.failing]
+    assert [row["found"] for row in now["failing"]] == [row.found for row in run.failing]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "why", "one"),
+    [([0], "", True), ([0, 1, 2], "", False), ([0, 1, 2], "expected 1. First seed only.", True), ([], "", False)],
+)
+def test_rows_of_one_seed_are_marked(seeds: list[int], why: str, one: bool) -> None:
+    row = ClaimRow(
+        claim="c", paper={"8B": 2}, paper_mode=1, default_mode=1, verdict="not reproduced: 1, not 2", why=why
+    )
+    held = ClaimRow(claim="d", paper=1, paper_mode=1, default_mode=1, verdict="exact", why="")
+    kept = to_record(ExperimentReport(source={"seeds": seeds}, rows=(row, held)).to_json("x"))
+    assert kept == {
+        "seeds": seeds,
+        "rows": 2,
+        "failing": [{"claim": "c", "paper": "8B 2", "found": "1, not 2", "one_seed": one}],
+    }
