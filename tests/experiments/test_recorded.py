@@ -38,9 +38,8 @@ def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
     [([0], "", True), ([0, 1, 2], "", False), ([0, 1, 2], "expected 1. First seed only.", True), ([], "", False)],
 )
 def test_rows_of_one_seed_are_marked(seeds: list[int], why: str, one: bool) -> None:
-    row = ClaimRow(
-        claim="c", paper={"8B": 2}, paper_mode=1, default_mode=1, verdict="not reproduced: 1, not 2", why=why
-    )
+    missed = "not reproduced: 1, not 2"
+    row = ClaimRow(claim="c", paper={"8B": 2}, paper_mode=1, default_mode=1, verdict=missed, why=why)
     held = ClaimRow(claim="d", paper=1, paper_mode=1, default_mode=1, verdict="exact", why="")
     kept = to_record(ExperimentReport(source={"seeds": seeds}, rows=(row, held)).to_json("x"))
     assert kept == {

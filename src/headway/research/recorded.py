@@ -1,7 +1,7 @@
 """What the last full run of each experiment gave, and why the rows that failed did: `recorded.json`, `causes.yaml`.
 
-`scripts/record_reproductions.py` writes the first from the JSON of `headway reproduce`; the second is written by hand. The
-list of `headway reproduce` and docs/reference/not-reproduced.md come from both.
+`scripts/record_reproductions.py` writes the first from the JSON of `headway reproduce`; the second is written by hand.
+The list of `headway reproduce` and docs/reference/not-reproduced.md come from both.
 """
 
 from __future__ import annotations
