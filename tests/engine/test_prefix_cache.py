@@ -38,13 +38,17 @@ def token_bytes() -> int:
     return int(shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4)
 
 
-def answers(core: EngineCore, prompts: list[list[int]], **fields: object) -> list[list[int]]:
+def submit(core: EngineCore, name: str, prompt: list[int], output: int, **fields: object) -> None:
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    message = SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, received_s=0.0, **fields)  # type: ignore[arg-type]
+    assert core.submit(message, frame(prompt)) is None
+
+
+def answers(core: EngineCore, prompts: list[list[int]], output: int = 8, **fields: object) -> list[list[int]]:
     """Greedy tokens of prompts that are served together."""
     got: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-        message = SubmitRequest(id=f"p{i}", prompt_tokens=len(prompt), params=params, received_s=0.0, **fields)  # type: ignore[arg-type]
-        assert core.submit(message, frame(prompt)) is None
+        submit(core, f"p{i}", prompt, output, **fields)
         got[f"p{i}"] = []
     while not core.idle:
         for delta in core.step():
@@ -91,6 +95,40 @@ def test_salted_and_uncached_requests_never_hit() -> None:
     assert cache.hit_tokens == 0
     assert answers(core, prompts) == expected
     assert cache.hit_tokens > 0
+    core.executor.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_the_next_turn_hits_the_whole_turn_before(plain: EngineCore, policy: str) -> None:
+    core = engine(4096, prefix_cache=True, prefix_cache_policy=policy)
+    rng = random.Random(5)
+    text = [rng.randrange(200) for _ in range(150)]
+    for _ in range(4):
+        (answer,) = answers(core, [text], output=40)
+        assert answers(plain, [text], output=40) == [answer]
+        # KV of the last token of an answer is never computed.
+        known = (len(text) + 39) // BLOCK * BLOCK
+        text += [*answer, *(rng.randrange(200) for _ in range(20))]
+        submit(core, "peek", text, 1)
+        cache = core.scheduler.block_managers[0].cache
+        assert cache is not None
+        assert cache.cached_tokens("peek") == known
+        core.abort("peek")
+    core.executor.close()
+
+
+def test_a_first_token_says_what_was_cached() -> None:
+    core = engine(4096, prefix_cache=True)
+    prompt = questions(0)[0]
+    answers(core, [prompt])
+    submit(core, "again", prompt, 2)
+    first, second = (delta for _ in range(9) if not core.idle for delta in core.step())
+    assert first.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK
+    assert first.saved_s > 0
+    assert second.cached_tokens == 0
+    stats = core.stats()
+    assert stats.prefix_hits_total == first.cached_tokens
+    assert stats.prefix_queries_total == 2 * len(prompt)
     core.executor.close()
 
 

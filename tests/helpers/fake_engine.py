@@ -8,6 +8,8 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headway.core.errors import UnavailableError
 from headway.core.sampling import TokenLogprobs
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
@@ -108,11 +110,7 @@ class FakeEngine:
 
 def stamped(delta: OutputDelta, began: float) -> OutputDelta:
     """The delta with the times that an engine would put in."""
-    return OutputDelta(
-        id=delta.id, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, stop_token=delta.stop_token,
-        prompt_logprobs=delta.prompt_logprobs, emitted_s=time.monotonic(),
-        error=delta.error, param=delta.param, first_scheduled_s=began,
-    )  # fmt: skip
+    return msgspec.structs.replace(delta, emitted_s=time.monotonic(), first_scheduled_s=began)
 
 
 def say(tokens: Sequence[int], *, finish: str = "stop", per_delta: int = 1, stop_token: int | None = 1) -> Script:

@@ -31,7 +31,10 @@ async def test_events_usage_and_end(application: Any, engine: FakeEngine) -> Non
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[2], [3], [4], [2], [3], [4]]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["length"]
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    details = {"cached_tokens": 0}
+    assert last["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9, "prompt_tokens_details": details
+    }  # fmt: skip
     assert not engine.aborted
 
 

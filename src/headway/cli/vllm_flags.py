@@ -20,6 +20,8 @@ ALIASES = {
     "-n": "--nnodes",
     "-r": "--node-rank",
     "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--enable-prefix-caching": "--prefix-cache",
+    "--no-enable-prefix-caching": "--no-prefix-cache",
     "--max-num-queued-reqs": "--max-queued-requests",
     "--shutdown-timeout": "--drain-timeout-s",
     "--sse-keep-alive-interval": "--keep-alive-s",

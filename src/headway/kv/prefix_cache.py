@@ -65,8 +65,9 @@ class PrefixCache:
     def register(self, request: str, keys: Sequence[Hashable], prompt_tokens: int) -> int:
         """Look up a new request's prompt and return how many of its tokens are cached now.
 
-        `keys`: of the prompt's full blocks, or of more blocks if its output is known. A request that is not
-        registered neither shares blocks nor leaves any."""
+        `keys`: of the prompt's full blocks, or of more blocks if its output is known; the list may grow with the
+        answer, whose blocks are then cached too. A request that is not registered neither shares blocks nor leaves
+        any."""
         shareable = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         entry = _PrefixEntry(keys, prompt_tokens, shareable, self.index.root)
         self._entries[request] = entry

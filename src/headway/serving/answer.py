@@ -63,10 +63,10 @@ class AnswerFormat(Protocol):
     def chunks(self, index: int, piece: TextPiece) -> Sequence[dict[str, Any]]:
         """Return the stream's objects for one piece of choice `index`."""
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the last object of a stream that reports usage."""
 
-    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the non-streamed answer."""
 
 
@@ -157,11 +157,14 @@ def is_unfinished(server: ServerContext, records: Sequence[GenerationRecord]) ->
     return server.engine.state == "lost" and any(record.reason not in ("stop", "length") for record in records)
 
 
-def usage(job: GenerationJob, records: Sequence[GenerationRecord]) -> dict[str, int]:
-    """Return the API's token counts over all choices."""
+def usage(job: GenerationJob, records: Sequence[GenerationRecord]) -> dict[str, Any]:
+    """Return the API's token counts over all choices; cached tokens as of each prompt's first choice."""
     output = sum(record.output_tokens for record in records)
-    prompt = job.prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    prompt, cached = job.prompt_tokens, sum(record.cached_tokens for record in records[:: job.choices])
+    return {
+        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
 
 
 def run_job(

@@ -82,11 +82,11 @@ class ChatFormat:
             choice["token_ids"] = piece.tokens
         return (*first, self._chunk(choice))
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return an object with usage and without choices."""
         return self._header.object("chat.completion.chunk", [], usage=usage)
 
-    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the complete answer."""
         choices = []
         for index, one in enumerate(answers):

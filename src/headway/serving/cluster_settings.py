@@ -10,7 +10,7 @@ from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
 from headway.core.settings import overlay, resolve
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, computes_alone, moves_kv
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.config import PREFIX_CACHE_ALONE, EngineConfig
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import EndpointSettings
 
@@ -73,9 +73,13 @@ def _pool_config(
     for name in pool.serve:
         if name.replace("-", "_") in _CLUSTER_WIDE:
             raise ConfigError(f"{where}.serve.{name}: say that for all of the cluster, in its serve:")
-    engine = overlay(settings, own).engine_config(model)
+    merged = overlay(settings, own)
+    if merged.prefix_cache:
+        raise ConfigError(f"{where}: {PREFIX_CACHE_ALONE}")
     # An instance runs on one host: `nnodes` and the rendezvous belong to the cluster.
-    engine = msgspec.structs.replace(engine, nnodes=1, rdzv_endpoint=None, rdzv_token=None)
+    engine = msgspec.structs.replace(
+        merged.engine_config(model), nnodes=1, rdzv_endpoint=None, rdzv_token=None, prefix_cache=False
+    )
     # KV moves between instances whose ranks are cut by heads only.
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(

@@ -77,11 +77,11 @@ class CompletionFormat:
         )
         return (self._header.object("text_completion", [choice], **self._null_usage),)
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return an object with usage and without choices."""
         return self._header.object("text_completion", [], usage=usage)
 
-    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the complete answer, one choice per prompt."""
         choices = [
             self._choice(

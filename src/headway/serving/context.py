@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from headway.core.errors import ConfigError, HeadwayError, OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
+from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
 from headway.serving.body_fields import BodyFields
@@ -136,9 +137,10 @@ class ServerContext:
         info = self.info()
         reader = self.prompts(info)
         models = self.models()
+        owner: RequestOwner = request.scope["headway.owner"]
 
         def work(body: bytearray, received_s: float) -> T:
-            asked = RequestContext(request.headers, received_s, info, self.settings, models)
+            asked = RequestContext(request.headers, received_s, info, self.settings, models, owner.id)
             return parse(BodyFields.parse(body), asked, reader)
 
         # A task of its own, so that a shutdown also ends requests whose body is still arriving.

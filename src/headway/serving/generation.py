@@ -105,6 +105,8 @@ def _submission(
         slo=job.slo,
         priority=job.priority,
         timeout_s=job.timeout_s,
+        cache_salt=job.cache_salt,
+        prefix_cache=job.cache_prompt,
         resubmitted=journaled is not None and journaled.resumes,
         output=tuple(token for delta in earlier for token in delta.tokens),
     )

@@ -61,6 +61,10 @@ class GenerationJob:
     """Whether every chunk of a stream has the token counts so far."""
     choices: int = 1
     """Choices of each prompt: `prompts` has each so many times, one after another."""
+    cache_salt: str = ""
+    """Prompts share cached prefixes with prompts of the same salt; the client's key is part of it."""
+    cache_prompt: bool = True
+    """Whether prompts may use the prefix cache."""
     request_class: str | None = None
     """The client's name for the kind of request, for metrics; None: by the prompt's length."""
 
@@ -81,6 +85,8 @@ class RequestContext:
     settings: ServerSettings
     models: tuple[str, ...]
     """Names that the model is served by."""
+    owner: str = ""
+    """A hash of the client's API key; empty without one."""
 
 
 def build_job(
@@ -120,6 +126,9 @@ def build_job(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         choices=body.n,
+        # A salt that a client makes up cannot begin with another's key: hashes have no "/".
+        cache_salt=f"{context.owner}/{body.cache_salt or ''}",
+        cache_prompt=body.cache_prompt,
         request_class=read_class(body.request_class),
     )
 

@@ -31,6 +31,10 @@ class GenerationRecord:
     max_tokens: int = 0
     """Most output tokens that the request may have; 0: not known."""
     output_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    saved_s: float = 0.0
+    """Seconds that computing them would have taken, by the latency model."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -43,6 +47,7 @@ class GenerationRecord:
         """Add a delta; called for each, in order."""
         if self.first_scheduled_s is None:
             self.first_scheduled_s = delta.first_scheduled_s
+            self.cached_tokens, self.saved_s = delta.cached_tokens, delta.saved_s
         if not delta.tokens:
             return
         # 0.0: an engine that stamps no time, such as a test double.

@@ -34,6 +34,8 @@ class _JournaledJob(msgspec.Struct, frozen=True):
     request_class: str | None = None
     continuous_usage: bool = False
     choices: int = 1
+    cache_salt: str = ""
+    cache_prompt: bool = True
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class JournaledRequest:
         """Record a request that was just accepted. Raises UnavailableError when the disk takes nothing more."""
         saved = _JournaledJob(
             kind, job.model, job.params, job.text, job.slo, job.priority, job.timeout_s, job.stream, job.include_usage,
-            job.request_class, job.continuous_usage, job.choices,
+            job.request_class, job.continuous_usage, job.choices, job.cache_salt, job.cache_prompt,
         )  # fmt: skip
         prompts = [prompt.data for prompt in job.prompts]
         return cls(journal, await journal.accept(request_id, msgspec.msgpack.encode(saved), prompts, owner))
@@ -100,5 +102,7 @@ def job_of(entry: JournalEntry, now_s: float, unix_s: float) -> tuple[Kind, Gene
         request_class=saved.request_class,
         continuous_usage=saved.continuous_usage,
         choices=saved.choices,
+        cache_salt=saved.cache_salt,
+        cache_prompt=saved.cache_prompt,
     )
     return saved.kind, job

@@ -24,11 +24,18 @@ def log_request(
         # Cut: a message may quote a field of the body, never its text at length.
         fields["reason"] = refused[:200]
     if records:
-        first = [record.ttft_s for record in records if record.ttft_s is not None]
         fields["prompt_tokens"] = sum(record.prompt_tokens for record in records)
         fields["output_tokens"] = sum(record.output_tokens for record in records)
+        earliest = min((r for r in records if r.ttft_s is not None), key=lambda r: r.first_token_s or 0.0, default=None)
         # Of a batch of prompts, the earliest first token.
-        fields["ttft_s"] = round(min(first), 6) if first else None
+        fields["ttft_s"] = None if earliest is None or earliest.ttft_s is None else round(earliest.ttft_s, 6)
+        if earliest is not None and earliest.first_scheduled_s is not None and earliest.first_token_s is not None:
+            # Of its time to first token: waiting, and computing; and what the cached tokens saved of the latter.
+            fields["queue_s"] = round(max(0.0, earliest.first_scheduled_s - earliest.received_s), 6)
+            fields["computed_s"] = round(max(0.0, earliest.first_token_s - earliest.first_scheduled_s), 6)
+            if earliest.cached_tokens:
+                fields["cached_tokens"] = earliest.cached_tokens
+                fields["cached_saved_s"] = round(earliest.saved_s, 6)
         fields["class"] = records[0].request_class
         asked = [objectives for record in records if (objectives := record.objectives())]
         if asked:

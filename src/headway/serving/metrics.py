@@ -29,7 +29,7 @@ ALIASES = {
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
         "request_decode_time_seconds", "generation_tokens", "request_success", "num_preemptions",
         "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens",
-        "request_params_max_tokens", "request_inference_time_seconds",
+        "request_params_max_tokens", "request_inference_time_seconds", "prefix_cache_queries", "prefix_cache_hits",
     )
 } | {"prefill_tokens_computed": "prompt_tokens"}  # fmt: skip
 """Metric families (counters without `_total`) that are exported under `vllm:` as well, with their name there."""
@@ -63,6 +63,8 @@ _ENGINE_COUNTERS = {
     "lost_tokens": ("Tokens in the KV of lost workers, which are computed again.", "lost_tokens_total"),
     "engine_restarts": ("Times that the engine process was lost and started again.", "engine_restarts_total"),
     "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries_total"),
+    "prefix_cache_hits": ("Tokens of these that were cached.", "prefix_hits_total"),
     "iterations": ("Iterations of the engine.", "iterations_total"),
     "busy_seconds": ("Time spent in iterations.", "busy_s_total"),
     "schedule_seconds": ("Time spent on deciding what runs.", "schedule_s_total"),
@@ -73,6 +75,7 @@ _ENGINE_GAUGES = {
     "num_requests_waiting": ("Requests that wait in the engine.", "waiting"),
     "kv_tokens_used": ("Tokens that the KV pool holds.", "kv_tokens_used"),
     "kv_tokens_capacity": ("Tokens that the KV pool can hold.", "kv_tokens_total"),
+    "kv_tokens_cached": ("Tokens of cached prefixes that no request uses.", "kv_tokens_cached"),
     "last_chunk_tokens": ("Prompt tokens in the newest iteration.", "last_chunk_tokens"),
     "last_iteration_seconds": ("Duration of the newest iteration.", "last_iteration_s"),
 }

@@ -14,6 +14,8 @@ from headway.serving.messages import read_messages
 from headway.serving.stops import read_stops
 
 MAX_LOGPROBS = 20
+MAX_SALT = 1024
+"""Most characters of a cache salt."""
 _INT32 = 2**31 - 1
 _INT64 = 2**63
 _LONGEST_MS = 1e12
@@ -116,6 +118,13 @@ class GenerationBody(RequestBody):
     )
     timeout_s: float | None = Field(None, gt=0, le=1e9, description="seconds after which the request is ended")
     return_token_ids: bool = Field(False, description="token ids beside the text")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=MAX_SALT,
+        description="prompts share cached prefixes only with prompts of the same salt and API key",
+    )  # fmt: skip
+    cache_prompt: bool = Field(
+        True, description="false: take nothing from the prefix cache and leave nothing in it (name as in llama.cpp)"
+    )
     user: Annotated[Any, WithJsonSchema({"type": "string"})] = Field(None, description="not used")
 
 
@@ -261,6 +270,8 @@ def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
         return RequestError(f"'{param}' is required: {field.description}", param)
     if item["type"] in _EXPECTED:
         return RequestError(f"'{label}' must be {_EXPECTED[item['type']]}, not {kind(value)}", param)
+    if item["type"] in ("string_too_short", "string_too_long"):
+        return RequestError(f"'{param}' must have 1 to {MAX_SALT} characters, not {len(value)}", param)
     if item["type"] == "too_long":
         count, most = context["actual_length"], context["max_length"]
         return RequestError(f"'{param}' holds {count} entries; at most {most} are allowed", param)

@@ -19,12 +19,14 @@ from headway.serving.journaled_request import Kind
 from headway.serving.prompts import PromptReader
 from headway.serving.request_bodies import NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
 
-_PASSED = ("model", "stream", "temperature", "top_p", "seed", "slo", "class", "priority", "timeout_s", "user", "stop")
+_PASSED = ("model", "stream", "temperature", "top_p", "seed", "slo", "class", "priority", "timeout_s", "user", "stop",
+           "cache_salt", "cache_prompt")  # fmt: skip
 """Fields that a chat has under the same name."""
 
 
 class ResponseBody(RequestBody):
-    """/v1/responses; `temperature`, `top_p`, `seed`, `stop`, `slo`, `class`, `priority`, `timeout_s` as in a chat."""
+    """/v1/responses; `temperature`, `top_p`, `seed`, `stop`, `slo`, `class`, `priority`, `timeout_s`,
+    `cache_salt`, `cache_prompt` as in a chat."""
 
     unsupported: ClassVar[Unsupported] = {
         "tools": (([],), NO_TOOLS),
@@ -119,12 +121,12 @@ class ResponseFormat:
             ]
         return events
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the last event, with the whole response."""
         done = self._response(self._answer, usage)
         return self._event(f"response.{done['status']}", response=done)
 
-    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the complete answer."""
         return self._response(answers[0], usage)
 
@@ -150,7 +152,7 @@ class ResponseFormat:
             "content": [_text_part("".join(answer.text))],
         }  # fmt: skip
 
-    def _response(self, answer: ChoiceAnswer | None, usage: dict[str, int] | None) -> dict[str, Any]:
+    def _response(self, answer: ChoiceAnswer | None, usage: dict[str, Any] | None) -> dict[str, Any]:
         status = "in_progress" if answer is None else _status(answer)
         return {
             "id": self._header.id, "object": "response", "created_at": self._header.created,
@@ -170,9 +172,9 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(usage: dict[str, int]) -> dict[str, Any]:
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     return {
-        "input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],
     }  # fmt: skip

@@ -43,6 +43,17 @@ class EngineSettings(SettingsModel):
         json_schema_extra=_shown_as("SIZE"),
     )
     block_size: WholeNumber = Field(64, description="tokens in a KV block", json_schema_extra=_shown_as("TOKENS"))
+    prefix_cache: Flag | None = Field(
+        None,
+        description="keep the KV of prompts and answers until memory is needed, for prompts that begin alike; default: "
+        "true where it is possible, which is an engine of one process, in no cluster, without event-log",
+    )
+    prefix_cache_policy: Literal["lru", "cost"] = Field(
+        "lru",
+        description="what gives way first: lru, what was used least recently; cost, what is cheapest to compute again, "
+        "by the latency model",
+        json_schema_extra=_shown_as("NAME"),
+    )
     threads: WholeNumber | None = Field(
         None,
         description="threads that compute, in each worker; default: torch's choice, or the cores divided by the "
@@ -191,6 +202,12 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
                 shown[name] = round(value * 1000.0, 6) if field.name in _MILLISECONDS and value is not None else value
         return shown
 
+    @property
+    def caches_prefixes(self) -> bool:
+        """Return whether prefixes are cached: as asked for, else where it is possible."""
+        workers = self.tensor_parallel_size * self.pipeline_parallel_size * self.kv_parallel_size
+        return self.prefix_cache if self.prefix_cache is not None else workers == 1 and self.event_log is None
+
     def engine_config(self, model: str) -> EngineConfig:
         """Return the configuration of an engine for the checkpoint in folder `model`.
 
@@ -205,6 +222,8 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             # Bytes; None: sized to the memory that is free.
             kv_cache_bytes=self.kv_cache_memory,
             block_size=self.block_size,
+            prefix_cache=self.caches_prefixes,
+            prefix_cache_policy=self.prefix_cache_policy,
             threads=self.threads,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,

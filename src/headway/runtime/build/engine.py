@@ -19,12 +19,13 @@ from headway.core.errors import ConfigError
 from headway.core.event_log import EventSink, event_sink
 from headway.core.executor import Executor
 from headway.kv.block_manager import BlockManager
-from headway.kv.eviction import LeastRecentlyUsed
+from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache
 from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
 from headway.perf.latency import store
+from headway.perf.latency.base import LatencyModel, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
@@ -104,19 +105,26 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
         raise
 
 
-def _prefix_cache(config: EngineConfig) -> PrefixCache | None:
-    return PrefixCache(LeastRecentlyUsed(), config.block_size) if config.prefix_cache else None
+def _prefix_cache(config: EngineConfig, latency: LatencyModel) -> PrefixCache | None:
+    if not config.prefix_cache:
+        return None
+    size = config.block_size
+    eviction = make_eviction(
+        config.prefix_cache_policy,
+        lambda depth: latency.rows_s(size) + one_chunk_s(latency, size * (depth - 1), size),
+    )
+    return PrefixCache(eviction, size)
 
 
 def _engine(
     config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: EventSink | None
 ) -> EngineCore:
     """Make scheduler, latency model and core around a loaded model."""
-    # One block manager per KV group.
-    caches = [_prefix_cache(config) for _ in range(schedule.kv_parallel)]
-    block_managers = [BlockManager(built.kv_tokens, config.block_size, cache) for cache in caches]
     source, confidence = latency_source(config, built)
     latency = CorrectedLatency(TableLatency(source), confidence)
+    # One block manager per KV group.
+    caches = [_prefix_cache(config, latency) for _ in range(schedule.kv_parallel)]
+    block_managers = [BlockManager(built.kv_tokens, config.block_size, cache) for cache in caches]
     scheduler = make_scheduler(schedule, latency, block_managers, exchange_of(source))
     kv_tokens = sum(block_manager.total_tokens for block_manager in block_managers)
     info = EngineInfo(

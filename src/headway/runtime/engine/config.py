@@ -7,7 +7,13 @@ from typing import Any, Literal
 import msgspec
 
 from headway.core.errors import ConfigError
+from headway.kv.eviction import EVICTION_POLICIES
 from headway.perf.latency.layout import ParallelLayout
+
+PREFIX_CACHE_ALONE = (
+    "prefix-cache needs an engine of one process, outside of clusters and without an event log: leave out the parallel "
+    "sizes and event-log, or prefix-cache"
+)
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 64
     prefix_cache: bool = False
     """Keep the KV of prompts until memory is needed, and share it with prompts that begin alike."""
+    prefix_cache_policy: str = "lru"
+    """Order in which cached blocks give way (`kv.eviction.EVICTION_POLICIES`)."""
     threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -74,9 +82,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         alone = self.layout.accelerators == 1 and self.instance is None
         if self.prefix_cache and (not alone or self.event_log is not None):
+            raise ConfigError(PREFIX_CACHE_ALONE)
+        if self.prefix_cache_policy not in EVICTION_POLICIES:
             raise ConfigError(
-                "prefix-cache needs an engine of one process, outside of clusters and without an event log: leave out "
-                "the parallel sizes and event-log, or prefix-cache"
+                f"prefix-cache-policy must be one of {', '.join(EVICTION_POLICIES)}, not {self.prefix_cache_policy!r}"
             )
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
         for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):

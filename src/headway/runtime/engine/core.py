@@ -19,12 +19,13 @@ from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.kv.prefix_index import block_keys
+from headway.kv.prefix_index import TextKeys
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import OutputTracker
+from headway.runtime.engine.prefix_lookups import PrefixLookups
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.rejections import check_tokens, rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
@@ -35,13 +36,15 @@ log = logging.getLogger("headway.engine")
 class _ScheduledOutput(OutputTracker):
     """Output state of a request inside the engine."""
 
-    __slots__ = ("submit",)
+    __slots__ = ("keys", "submit")
 
-    def __init__(self, submit: SubmitRequest, info: EngineInfo) -> None:
+    def __init__(self, submit: SubmitRequest, info: EngineInfo, keys: TextKeys | None) -> None:
         super().__init__(
             submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
         )
         self.submit = submit
+        # Keys of prompt and answer in the prefix cache; None: it takes no part in that.
+        self.keys = keys
 
 
 class EngineCore:
@@ -69,6 +72,7 @@ class EngineCore:
         sends them after the step's deltas and empties the list."""
         self._clock = clock
         self._log = log
+        self._prefixes = PrefixLookups(scheduler.block_managers[0], scheduler.latency, info.t_target_s)
         self._live: dict[str, _ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
@@ -123,13 +127,14 @@ class EngineCore:
         # A decode computes its last known token itself: KV of all tokens before it must be here.
         if submit.phase == "decode" and self.kv_incomplete(submit.id, known_tokens - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
+        keys, cached = self._prefixes.look_up(submit, prompt)
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
             # For the scheduler, output known before is part of the prompt: its KV is recomputed or staged alike.
             prompt_tokens=known_tokens,
             max_output_tokens=1 if submit.phase == "prefill" else most - len(submit.output),
-            cached_tokens=known_tokens - 1 if submit.phase == "decode" else self._look_up(submit, prompt),
+            cached_tokens=known_tokens - 1 if submit.phase == "decode" else cached,
             slo=submit.slo,
             priority=submit.priority,
         )
@@ -139,10 +144,9 @@ class EngineCore:
             self.scheduler.add(Span.whole(request), now, submit.phase)
         except RequestError:
             self.executor.forget(submit.id)
-            if (cache := self.scheduler.block_managers[0].cache) is not None:
-                cache.forget(submit.id)
+            self._prefixes.forget(submit.id)
             raise
-        self._live[submit.id] = _ScheduledOutput(submit, self.info)
+        self._live[submit.id] = _ScheduledOutput(submit, self.info, keys)
         if submit.timeout_s is not None:
             # The time of receipt identifies the request: an id may be reused before its time-out expires.
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
@@ -159,16 +163,6 @@ class EngineCore:
                 priority=request.priority,
                 **({} if submit.phase == "all" else {"phase": submit.phase}),
             )
-
-    def _look_up(self, submit: SubmitRequest, prompt: memoryview) -> int:
-        """Register a prompt with the prefix cache, if it may use one. Return how many of its tokens are cached."""
-        block_manager = self.scheduler.block_managers[0]
-        # Scores of the prompt need its logits, which cached KV has not.
-        scored = submit.params.prompt_logprobs is not None
-        if block_manager.cache is None or not submit.prefix_cache or scored:
-            return 0
-        keys = block_keys(prompt, block_manager.block_tokens, submit.cache_salt)
-        return block_manager.cache.register(submit.id, keys, submit.prompt_tokens + len(submit.output))
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
@@ -283,7 +277,7 @@ class EngineCore:
             deltas.extend(self._emit(emitted, now, submitted_s, progress))
         for event in self.scheduler.complete(batch.id, progress, now, result.elapsed_s):
             if event.kind == "started" and event.request in self._live:
-                self._live[event.request].first_scheduled_s = submitted_s
+                self._started(self._live[event.request], submitted_s)
             elif event.kind in ("finished", "aborted"):
                 self.executor.forget(event.request)
             elif event.kind == "staged":
@@ -303,13 +297,22 @@ class EngineCore:
             progress.append(RequestProgress(emitted.request, 0, True))
             return []
         # A request may emit in its first batch: the "started" event comes after the tokens.
-        if live.first_scheduled_s is None:
-            live.first_scheduled_s = submitted_s
+        self._started(live, submitted_s)
+        if live.keys is not None:
+            live.keys.append(emitted.token)
         delta = live.take(emitted, now)
         progress.append(RequestProgress(emitted.request, 1, delta.finish is not None))
         if delta.finish is not None:
             del self._live[emitted.request]
         return [delta]
+
+    def _started(self, live: _ScheduledOutput, submitted_s: float) -> None:
+        """Note a request's first batch, and what of its prompt came from the prefix cache."""
+        if live.first_scheduled_s is not None:
+            return
+        live.first_scheduled_s = submitted_s
+        if live.keys is not None:
+            live.cached_tokens, live.saved_s = self._prefixes.taken(live.submit.id)
 
     def _expire_timeouts(self) -> list[OutputDelta]:
         deltas = []
@@ -328,7 +331,11 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot for metrics."""
+        caches = [manager.cache for manager in self.scheduler.block_managers if manager.cache is not None]
         return EngineStats(
+            prefix_queries_total=sum(cache.queried_tokens for cache in caches),
+            prefix_hits_total=sum(cache.hit_tokens for cache in caches),
+            kv_tokens_cached=sum(block_manager.cached_tokens for block_manager in self.scheduler.block_managers),
             running=self.scheduler.running,
             waiting=self.scheduler.waiting,
             in_flight=len(self._batches),

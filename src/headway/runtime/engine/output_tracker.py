@@ -16,7 +16,7 @@ class OutputTracker:
     emitted: output tokens emitted before. room: output tokens that fit the model's context behind the prompt.
     """
 
-    __slots__ = ("_room", "_stops", "emitted", "first_scheduled_s", "params")
+    __slots__ = ("_room", "_stops", "cached_tokens", "emitted", "first_scheduled_s", "params", "saved_s")
 
     def __init__(self, params: SamplingParams, emitted: int, room: int, eos: tuple[int, ...]) -> None:
         self.params = params
@@ -24,6 +24,8 @@ class OutputTracker:
         self._room = room
         self.emitted = emitted
         self.first_scheduled_s: float | None = None
+        # See `OutputDelta`.
+        self.cached_tokens, self.saved_s = 0, 0.0
 
     def take(self, emitted: EmittedToken, now: float) -> OutputDelta:
         """Return the delta of a token that was sampled at `now`; `finish` is set where it is the last."""
@@ -37,6 +39,8 @@ class OutputTracker:
         elif self.emitted >= min(self.params.max_tokens, self._room):
             finish = "length"
         logprobs = None if emitted.logprobs is None else (emitted.logprobs,)
+        # Sent with the first token only: `emitted` is 1 then, or 0 if that token is a stop token.
+        first = self.emitted + stop == 1
         return OutputDelta(
             id=emitted.request,
             tokens=() if stop else (emitted.token,),
@@ -45,6 +49,7 @@ class OutputTracker:
             finish=finish,
             stop_token=emitted.token if stop else None,
             emitted_s=now,
-            # Sent with the first token only: `emitted` is 1 then, or 0 if that token is a stop token.
-            first_scheduled_s=self.first_scheduled_s if self.emitted + stop == 1 else None,
+            first_scheduled_s=self.first_scheduled_s if first else None,
+            cached_tokens=self.cached_tokens if first else 0,
+            saved_s=self.saved_s if first else 0.0,
         )

@@ -76,6 +76,10 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
     """The request's field at fault, with `rejected == "invalid"`."""
     first_scheduled_s: float | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache. Sent with the first token."""
+    saved_s: float = 0.0
+    """Seconds that the latency model says these would have taken alone."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +91,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Batches submitted to the executor and not completed."""
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
+    kv_tokens_cached: int = 0
+    """Tokens of cached prefixes that no request uses; they give way when memory is needed."""
+    prefix_queries_total: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits_total: int = 0
+    """Tokens of these that were there."""
     prefill_tokens_total: int = 0
     run_tokens_total: int = 0
     """The part of `prefill_tokens_total` computed as this instance's share of spans, outside its scheduler."""
