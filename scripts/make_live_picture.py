@@ -18,6 +18,7 @@ import uvicorn
 from scripts.headless_browser import browser, missing_browser
 
 from headway.policy.iteration.config import SchedulerConfig
+from headway.serving.live.engine_recording import EngineRecording
 from headway.serving.live.log_player import LogPlayer
 from headway.serving.live.watch import create_app
 from headway.sim.faults import small_machine
@@ -61,9 +62,8 @@ def main() -> int:
     if (why := missing_browser()) is not None:
         print(why, file=sys.stderr)
         return 1
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(LogPlayer(chats_and_documents(), "chats and documents")), port=0, log_level="error")
-    )
+    player = LogPlayer(EngineRecording(chats_and_documents()), "chats and documents")
+    server = uvicorn.Server(uvicorn.Config(create_app(player), port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

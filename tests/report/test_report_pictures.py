@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
+from tests.helpers.live_feeds import logged_events
 
+from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
 from headway.sim.report.convoy_plot import convoy_figure
 from headway.sim.report.convoy_table import convoy_table
@@ -102,3 +105,18 @@ def test_durations_are_written_in_fitting_units() -> None:
     ]
     assert [tokens(n) for n in (200, 9_999, 32_768, 1_000_000)] == ["200", "9,999", "32.8K", "1M"]
     assert [tick(s) for s in (0.03, 1.0)] == ["30 ms", "1 s"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_an_explanation_is_drawn_with_its_causes(tmp_path: Path, suffix: str) -> None:
+    log, picture = tmp_path / "log", tmp_path / "made" / f"why{suffix}"
+    log.write_bytes(b"\n".join(msgspec.json.encode(event) for event in logged_events(policy="fcfs")))
+    assert main(["why", "r3", "--log", str(log), "--picture", str(picture)]) == 0
+    assert picture.stat().st_size > 5_000
+
+
+def test_a_picture_of_another_kind_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", "r3", "--log", "none", "--picture", str(tmp_path / "why.pdf")]) == 2
+    assert "ends in .png or .svg" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from tests.helpers.live_feeds import logged_events
 from tests.helpers.polling import until
 
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
+from headway.serving.live.engine_recording import EngineRecording
 from headway.serving.live.log_player import LogPlayer
 from headway.serving.live.watch import create_app
 from headway.sim.replay import replay
@@ -47,7 +48,7 @@ def tab() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def log_page() -> Iterator[str]:
     """The address of a log's page."""
-    app = create_app(LogPlayer(replay(logged_events(), detail=True), "convoy.jsonl"))
+    app = create_app(LogPlayer(EngineRecording(replay(logged_events(), detail=True)), "convoy.jsonl"))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -35,7 +35,7 @@ def test_a_quantile_of_the_histogram_is_within_five_per_cent(values: list[float]
 def test_an_explanation_from_samples_agrees_with_that_of_the_log_within_a_millisecond(policy: str) -> None:
     feed, run = sampled_feed(logged_events(policy=policy))
     for record in run.records:
-        shown, told = feed.explain(record.id, 100.0), explain(run, record.id)
+        shown, told = feed.explain(record.id), explain(run, record.id)
         assert shown.ttft_s == pytest.approx(told.ttft_s, abs=1e-9)
         assert sum(one.seconds for one in shown.to_first_token) == pytest.approx(told.ttft_s, abs=1e-3)
         assert own_s(shown.to_first_token) == pytest.approx(own_s(told.to_first_token), abs=1e-3)
@@ -44,7 +44,7 @@ def test_an_explanation_from_samples_agrees_with_that_of_the_log_within_a_millis
         assert sum(one.seconds for one in shown.worst_gap) == pytest.approx(
             sum(one.seconds for one in told.worst_gap), abs=1e-3
         )
-    behind = shares(feed.explain("r3", 100.0).to_first_token)
+    behind = shares(feed.explain("r3").to_first_token)
     assert (next(iter(behind)) == "queued behind r0") == (policy == "fcfs")
 
 
@@ -125,7 +125,7 @@ def test_a_feed_keeps_no_more_than_its_limits() -> None:
     assert filled == MOST
     assert len(feed.page(5_000.0, after=feed.page(0.0)["cursor"])["blocks"]) == 0
     with pytest.raises(ConfigError, match="no longer kept"):
-        feed.explain("request-1500-0", 5_000.0)
+        feed.explain("request-1500-0")
 
 
 @pytest.mark.long

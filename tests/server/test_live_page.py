@@ -14,6 +14,7 @@ from tests.helpers.live_feeds import logged_events, sampled_feed
 
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
 from headway.serving.live import pages
+from headway.serving.live.engine_recording import EngineRecording
 from headway.serving.live.log_player import LogPlayer
 from headway.serving.live.watch import create_app
 from headway.sim.replay import replay
@@ -128,7 +129,7 @@ async def test_with_an_event_log_the_log_explains_and_simulates(
 
 async def test_a_log_is_shown_as_of_any_time_and_back_again() -> None:
     events = logged_events()
-    player = LogPlayer(replay(events, detail=True), "log")
+    player = LogPlayer(EngineRecording(replay(events, detail=True)), "log")
     start, end = player.span
     assert player.page(0, 0, None)["now_s"] == start
     whole = player.page(0, 0, end)
@@ -150,7 +151,7 @@ async def test_a_log_is_shown_as_of_any_time_and_back_again() -> None:
 async def test_the_page_of_a_log_is_the_same_page() -> None:
     import httpx
 
-    app = create_app(LogPlayer(replay(logged_events(), detail=True), "log"))
+    app = create_app(LogPlayer(EngineRecording(replay(logged_events(), detail=True)), "log"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         assert "live.js" in (await client.get("/", follow_redirects=True)).text
         assert (await client.get("/v1/live?at=1")).json()["title"] == "log"

@@ -12,16 +12,28 @@ from headway.core.output_file import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", type=Path, help="an event log of `headway serve --event-log`, or of the vLLM plug-in")
+    parser.add_argument(
+        "log",
+        type=Path,
+        help="event log of `headway serve` or `cluster` (--event-log), or of the vLLM plug-in",
+    )
     parser.add_argument("--out", type=Path, default=Path("trace.json"), metavar="FILE", help="default: trace.json")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from headway.sim.cluster_log import is_cluster_log, read_cluster
     from headway.sim.replay import read_log
+    from headway.sim.report.cluster_trace import cluster_trace_events
     from headway.sim.report.live_trace import live_trace_events, timeline
 
+    if is_cluster_log(arguments.log):
+        run = read_cluster(arguments.log)
+        write_output(arguments.out, msgspec.json.encode(cluster_trace_events(run)))
+        counts = f"{len(run.spans)} spans, {len(run.transfers)} KV transfers, {len(run.requests)} requests"
+        print(f"{len(run.instances)} instances, {counts}: {arguments.out}")
+        return 0
     trace = timeline(of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
@@ -32,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the events of an engine's log. Raises ConfigError for a controller's log, which has no batches to draw."""
+    """Yield the events of an engine's log. Raises ConfigError for a router's log, which has no batches."""
     from headway.control.log_reader import SCHEMAS
 
     for event in events:
         # Only the first line of a controller's log has its schema.
         if event.get("schema") in SCHEMAS:
             raise ConfigError(
-                f"{path} is the log of a cluster's router; its instances', which can be drawn, are {path}.0, {path}.1 "
+                f"{path} is the log of a cluster's router; those of its instances' schedulers are {path}.0, {path}.1 "
                 "and so on"
             )
         yield event

@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "log",
         type=Path,
-        help="event log of `headway serve` or `headway simulate` (--event-log), or of the vLLM plug-in",
+        help="event log of `headway serve`, `cluster` or `simulate` (--event-log), or of the vLLM plug-in",
     )
     parser.add_argument("--port", type=int, default=8010, help="port on 127.0.0.1; 0 picks a free one (default: 8010)")
 
@@ -19,12 +19,18 @@ def run(arguments: argparse.Namespace) -> int:
     import sys
 
     from headway.cli.trace import of_an_engine
+    from headway.serving.live.cluster_recording import ClusterRecording
+    from headway.serving.live.engine_recording import EngineRecording
     from headway.serving.live.watch import serve
+    from headway.sim.cluster_log import is_cluster_log, read_cluster
     from headway.sim.replay import read_log, replay
 
+    if is_cluster_log(arguments.log):
+        serve(ClusterRecording(read_cluster(arguments.log)), arguments.log.name, arguments.port)
+        return 0
     run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
     if run.differences:
         # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
         print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
-    serve(run, arguments.log.name, arguments.port)
+    serve(EngineRecording(run), arguments.log.name, arguments.port)
     return 0

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs, write_output
+
+if TYPE_CHECKING:
+    from headway.sim.counterfactual import CounterfactualOutcome
+    from headway.sim.explanation import RequestExplanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="event log of `headway serve` or `headway simulate` (--event-log), or of the vLLM plug-in",
+        help="event log of `headway serve`, `cluster` or `simulate` (--event-log), or of the vLLM plug-in",
     )
     parser.add_argument(
         "--under",
@@ -22,26 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY|SETTING=VALUE",
         help="simulate the same requests under fcfs, t_target_ms=100, …; may be repeated",
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as FILE.png or FILE.svg")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it as JSON ('-': stdout, no text)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import sys
-
     import msgspec
 
-    from headway.cli.trace import of_an_engine
-    from headway.sim.counterfactual import outcomes
-    from headway.sim.explanation import explain
-    from headway.sim.replay import read_log, replay
     from headway.sim.report.why_text import why_json, why_text
 
-    run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
-    if run.differences:
-        # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
-        print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
-    told = explain(run, arguments.request)
-    simulated = outcomes(run, told.record.id, arguments.under) if arguments.under else []
+    check_outputs(arguments.json, arguments.picture)
+    if arguments.picture is not None and arguments.picture.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture {arguments.picture}: name a file that ends in .png or .svg")
+    told, simulated = _explanation(arguments)
     if arguments.json is None or str(arguments.json) != "-":
         print(why_text(told, simulated))
     if arguments.json is not None:
@@ -49,5 +51,31 @@ def run(arguments: argparse.Namespace) -> int:
         if str(arguments.json) == "-":
             sys.stdout.buffer.write(body)
         else:
-            arguments.json.write_bytes(body)
+            write_output(arguments.json, body)
+    if arguments.picture is not None:
+        from headway.sim.report.why_picture import draw_why
+
+        draw_why(told, arguments.picture)
     return 0
+
+
+def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:
+    """Return the explanation, and what `--under` asks for."""
+    from headway.cli.trace import of_an_engine
+    from headway.sim.cluster_log import is_cluster_log, read_cluster
+    from headway.sim.counterfactual import outcomes
+    from headway.sim.explanation import explain
+    from headway.sim.replay import read_log, replay
+
+    if is_cluster_log(arguments.log):
+        from headway.serving.live.cluster_recording import ClusterRecording
+
+        if arguments.under:
+            raise ConfigError("--under simulates the log of one engine, not of a cluster")
+        return ClusterRecording(read_cluster(arguments.log)).explain(arguments.request), []
+    run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
+    if run.differences:
+        # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
+        print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
+    told = explain(run, arguments.request)
+    return told, outcomes(run, told.record.id, arguments.under) if arguments.under else []

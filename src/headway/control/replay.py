@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,6 +43,22 @@ class ReplayDifference:
         return f"decision {self.decision} at {self.at_s:.6f} s: recorded {self.recorded}, replayed {self.replayed}"
 
 
+class ReplayObserver(Protocol):
+    """Called with what the instances do in a replay. Times are the log's, seconds."""
+
+    def span_begun(self, entry: SpanEntry, now: float) -> None:
+        """A span, with those batched with it, begins on its group, or goes on."""
+
+    def span_ended(self, entry: SpanEntry, now: float) -> None:
+        """It ends, pauses or is stopped."""
+
+    def kv_sent(self, kv_slice: KvSlice, now: float) -> None:
+        """A KV slice that was granted at `kv_slice.began_s` has arrived."""
+
+    def called(self, call: dict[str, Any], now: float) -> None:
+        """A callback of the log is about to be made."""
+
+
 class _DecisionDiffersError(Exception):
     def __init__(self, recorded: object, replayed: object) -> None:
         super().__init__(recorded, replayed)
@@ -57,6 +73,7 @@ class ReplayResult:
         lines: Iterable[bytes | str],
         make: Callable[[ReplayResult], PlacementPolicy],
         on_note: Callable[[str], None] | None = None,
+        observer: ReplayObserver | None = None,
     ) -> None:
         """lines: the log; a torn last line is left out. make: makes the policy as the driver made it; called with this
         object, whose `controller` and `about` are set. on_note: called with each note of the driver. Raises
@@ -66,12 +83,12 @@ class ReplayResult:
         self.about: Any = header["about"]
         # decisions so far, all the same as recorded
         self.decisions = 0
-        self._on_note = on_note
+        self._on_note, self._observer = on_note, observer
         instances = msgspec.convert(header["instances"], list[ClusterInstance])
         cluster = ClusterState(instances, msgspec.convert(header["links"], ClusterLinks))
         for instance in header["lost"]:
             cluster.remove(instance)
-        self._backend = _LoggedBackend(log.answers, lambda name: self.controller.cancel(name))
+        self._backend = _LoggedBackend(log.answers, lambda name: self.controller.cancel(name), observer)
         self.controller = ClusterController(
             cluster,
             self._backend,
@@ -109,6 +126,10 @@ class ReplayResult:
             return ReplayDifference(self.decisions, self.controller.state.now, self._decided[self.decisions], None)
         return None
 
+    def next_decision(self) -> Any:
+        """Return the next recorded decision, [event, actions] or a wake-up time. Raises IndexError at the log's end."""
+        return self._decided[self.decisions]
+
     # -- the policy ---------------------------------------------------------------------------------------------------
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
@@ -135,6 +156,8 @@ class ReplayResult:
     # -- the driver ---------------------------------------------------------------------------------------------------
 
     def _do(self, call: dict[str, Any]) -> None:
+        if self._observer is not None:
+            self._observer.called(call, call["t"])
         self._handlers[call["do"]](call, call["t"])
 
     def _callbacks(self) -> dict[str, Callable[[dict[str, Any], float], object]]:
@@ -165,12 +188,16 @@ class ReplayResult:
     def _sent(self, call: dict[str, Any], now: float) -> None:
         kv_slice = self._backend.sending.pop(call["kv_slice"], None)
         if kv_slice is not None:
+            if self._observer is not None:
+                self._observer.kv_sent(kv_slice, now)
             self.controller.sent(kv_slice, now)
 
     def _running(self, call: dict[str, Any]) -> SpanEntry:
         entry = self._backend.running.pop((call["request"], call["index"]), None)
         if entry is None or entry.state != "running":
             raise _DecisionDiffersError(call, "it does not run")
+        if self._observer is not None:
+            self._observer.span_ended(entry, call["t"])
         return entry
 
     def _request(self, call: dict[str, Any]) -> ControlledRequest:
@@ -183,8 +210,10 @@ class ReplayResult:
 class _LoggedBackend(InstanceBackend):
     """A backend that gives the recorded answers, and computes and sends nothing."""
 
-    def __init__(self, answers: dict[str, list[Any]], cancel: Callable[[str], None]) -> None:
-        self._cancel = cancel
+    def __init__(
+        self, answers: dict[str, list[Any]], cancel: Callable[[str], None], observer: ReplayObserver | None
+    ) -> None:
+        self._cancel, self._observer = cancel, observer
         # (number of the question, answer) pairs; a number never reached ends each list
         self._answers = {question: iter([*logged, (1 << 62, None)]) for question, logged in answers.items()}
         self._next = {question: next(each) for question, each in self._answers.items()}
@@ -229,12 +258,16 @@ class _LoggedBackend(InstanceBackend):
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         self.running[entry.owner, entry.index] = entry
+        if self._observer is not None:
+            self._observer.span_begun(entry, now)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
         self._answer("pause")
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         self.running.pop((entry.owner, entry.index), None)
+        if self._observer is not None:
+            self._observer.span_ended(entry, now)
 
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         self._answer("enter")

@@ -287,7 +287,7 @@ class ClusterClient:
             attempt = self._live.attempts.get(message.id)
             if self._receive_samples is not None and attempt is not None:
                 # Before the controller, which may forget the attempt.
-                samples = samples_of(message, attempt)
+                samples = samples_of(number, message, attempt)
                 if samples is not None:
                     self._receive_samples(number, samples)
             self._live.said(number, message)

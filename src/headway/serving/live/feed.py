@@ -83,6 +83,19 @@ class FollowedRequest:
     met: bool | None = None
     """Whether it got the latencies that it asked for; None: it asked for none, or has not ended."""
 
+    def kept(self, ok: bool) -> bool | None:
+        """Return whether it got its latencies, as `GenerationRecord.objectives` counts: TTFT and mean gap. None: it
+        asked for none. ok: it ended well."""
+        if self.ttft_slo_s is None and self.tbt_slo_s is None:
+            return None
+        if not ok or self.first_token_s is None or self.last_token_s is None:
+            return False
+        mean_s = (self.last_token_s - self.first_token_s) / max(1, self.output_tokens - 1)
+        first_s = self.first_token_s - self.arrival_s
+        return (self.ttft_slo_s is None or first_s <= self.ttft_slo_s) and (
+            self.tbt_slo_s is None or mean_s <= self.tbt_slo_s
+        )
+
     def row(self) -> dict[str, Any]:
         """Return it as the page has it."""
         gap = self.worst_gap
@@ -164,6 +177,11 @@ class LiveFeed:
                 request.worst_gap = (request.last_token_s, at_s)
         request.last_token_s = at_s
         request.output_tokens += count
+
+    def finished(self, name: str, at_s: float, error: str | None) -> None:
+        """Note the end of a request of a log."""
+        if name in self._live:
+            self.ended(name, at_s, error or "ended", self._live[name].kept(error is None))
 
     def ended(self, name: str, at_s: float, reason: str, met: bool | None) -> None:
         """Note the end of a request; met: whether it got the latencies that it asked for, None: it asked for none."""
@@ -256,15 +274,16 @@ class LiveFeed:
             "missed": self.missed_total,
         }
 
-    def explain(self, request_id: str, now: float) -> RequestExplanation:
+    def explain(self, request_id: str) -> RequestExplanation:
         """Explain a followed request by the samples that are kept. Raises ConfigError for any other."""
         known = {**self._ended, **self._live}
         request = known[find(known.keys(), request_id, "the last minutes' feed")]
-        own = {request.id}
         around = [one for one in self._blocks if one.sample.end_s > request.arrival_s]
-        places = {
-            one.instance for one in around for chunk in one.sample.chunks if self.name_of(chunk.request) in own
-        } or {one.instance for one in around}
+        transfers = [one.moved for one in self._transfers if one.request == request.id]
+        computed_on = {one.instance for one in around for chunk in one.sample.chunks if chunk.request == request.id}
+        # Where its prompt is computed; with its first token it may go elsewhere.
+        before = computed_on or {one.instance for one in around}
+        after = {one.target for one in transfers} or before
         if self._blocks and len(self._blocks) == MOST_BLOCKS and self._blocks[0].sample.start_s > request.arrival_s:
             raise ConfigError(f"{request.id}: its first iterations are no longer kept; serve with --event-log for that")
         first, last = request.first_token_s, request.last_token_s
@@ -279,11 +298,15 @@ class LiveFeed:
             error=None if first is not None else request.reason or "it still waits",
         )
         around_it = RequestSurroundings(
-            [_step(one, known.values()) for one in around if one.instance in places],
+            [
+                _step(one, known.values())
+                for one in around
+                if one.instance in (before if first is None or one.sample.end_s <= first else after)
+            ],
             self.policy,
             self.aim_s,
             longs={one.id for one in known.values() if one.prompt_tokens > self.long_tokens},
-            transfers=[one.moved for one in self._transfers if one.request == request.id],
+            transfers=transfers,
         )
         return explain_record(record, around_it, request.worst_gap)
 

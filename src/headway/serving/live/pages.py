@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from headway.core.errors import ConfigError
 from headway.serving.errors import ApiError, json_response
 
 HEADERS = {
@@ -39,7 +40,7 @@ class LivePage(Protocol):
         """Return what is new (`LiveFeed.page`). at_s: the log's time to show; None, or a server: now."""
 
     async def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """Return the JSON of `headway why`. Raises ApiError for an unknown request."""
+        """Return the JSON of `headway why`. Raises ConfigError or ApiError for an unknown request."""
 
 
 def add_routes(app: FastAPI, live: LivePage) -> None:
@@ -57,7 +58,10 @@ def add_routes(app: FastAPI, live: LivePage) -> None:
     async def why(request: Request) -> Response:
         """The JSON of `headway why`: intervals and causes of its time to first token and of its worst gap. With
         `--event-log` from all of the log, and with `?under=fcfs` simulated otherwise; without from the last minutes."""
-        body = await live.why(request.path_params["request_id"], request.query_params.getlist("under"))
+        try:
+            body = await live.why(request.path_params["request_id"], request.query_params.getlist("under"))
+        except ConfigError as error:
+            raise ApiError(404, str(error)) from None
         return json_response(body)
 
     app.add_api_route("/v1/live", data, methods=["GET"], response_model=None, summary="What the live page shows")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import ConfigError, UnavailableError
+from headway.core.errors import UnavailableError
 from headway.runtime.cluster.cluster_report import InstanceAdmin
 from headway.runtime.engine.protocol import EngineClient, EngineSamples, SampledEngine
 from headway.serving.errors import ApiError
@@ -76,10 +76,7 @@ class ServerFeed:
             return body
         if under:
             raise ApiError(400, "counterfactuals need the decisions: serve one engine with --event-log FILE", "under")
-        try:
-            return why_json(self.feed.explain(request_id, time.monotonic()))
-        except ConfigError as error:
-            raise ApiError(404, str(error)) from None
+        return why_json(self.feed.explain(request_id))
 
     def _sampled(self, instance: int, samples: EngineSamples) -> None:
         self.feed.sampled(instance, samples)

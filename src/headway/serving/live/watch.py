@@ -13,10 +13,9 @@ from headway.serving.access_control import AccessControl
 from headway.serving.auth_middleware import AuthMiddleware
 from headway.serving.binding import bind, release, url
 from headway.serving.errors import as_api_error, error_response
-from headway.serving.live.log_player import LogPlayer
+from headway.serving.live.log_player import LogPlayer, Recording
 from headway.serving.live.pages import LivePage, add_routes
 from headway.serving.settings import ServerSettings
-from headway.sim.replayed_run import ReplayedRun
 
 _HOST = "127.0.0.1"
 _SETTINGS: dict[str, Any] = {"host": _HOST}
@@ -32,11 +31,11 @@ def create_app(live: LivePage) -> FastAPI:
     return app
 
 
-def serve(run: ReplayedRun, title: str, port: int) -> None:
-    """Show a replayed run until interrupted. Raises ConfigError for a port that cannot be had, and an empty run."""
+def serve(recording: Recording, title: str, port: int) -> None:
+    """Show a recording until interrupted. Raises ConfigError for a port that cannot be had, and an empty run."""
     import uvicorn
 
-    app = create_app(LogPlayer(run, title))
+    app = create_app(LogPlayer(recording, title))
     sockets = bind(_HOST, port)
     try:
         print(f"{url(_HOST, sockets[0])}/ui/ shows {title} (Ctrl-C ends it)", flush=True)

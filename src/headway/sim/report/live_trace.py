@@ -40,6 +40,12 @@ class StageSlice:
         own = f"{prefill} prefill + {words}" if self.chunks else words
         return f"{own} + {self.assisted} assisted" if self.assisted else own
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a click on it shows."""
+        chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in self.chunks)
+        return {"batch": self.batch, "chunks": chunks, "predicted_ms": self.predicted_s * 1e3}
+
 
 @dataclass
 class _RequestSpan:
@@ -162,29 +168,21 @@ def _meet(left: list[Interval], right: list[Interval]) -> list[Interval]:
 
 
 def _names(trace: LiveTimeline) -> Iterator[dict[str, Any]]:
-    yield _meta("process_name", REQUESTS, 0, "requests")
+    yield meta_event("process_name", REQUESTS, 0, "requests")
     for group, stage in sorted({(one.group, one.stage) for one in trace.slices}):
-        yield _meta("process_name", group + 1, 0, f"group {group}")
-        yield _meta("thread_name", group + 1, stage + 1, f"stage {stage}")
+        yield meta_event("process_name", group + 1, 0, f"group {group}")
+        yield meta_event("thread_name", group + 1, stage + 1, f"stage {stage}")
 
 
-def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def meta_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _batches(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
     for one in trace.slices:
-        chunks = ", ".join(f"{name}[{start}:{start + tokens}]" for name, start, tokens in one.chunks)
-        yield {
-            "ph": "X",
-            "name": one.name,
-            "cat": "prefill" if one.chunks else "decode",
-            "pid": one.group + 1,
-            "tid": one.stage + 1,
-            "ts": _us(one.start_s - zero),
-            "dur": _us(one.end_s - one.start_s),
-            "args": {"batch": one.batch, "chunks": chunks, "predicted_ms": one.predicted_s * 1e3},
-        }
+        kind, start_s, end_s = "prefill" if one.chunks else "decode", one.start_s - zero, one.end_s - zero
+        yield duration_event(one.name, kind, one.group + 1, one.stage + 1, start_s, end_s, one.about)
 
 
 def _joins(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
@@ -195,7 +193,7 @@ def _joins(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
             "name": f"group {join.group} joins {join.request}",
             "pid": join.group + 1,
             "tid": 1,
-            "ts": _us(join.at_s - zero),
+            "ts": microseconds(join.at_s - zero),
             "args": {"from_token": join.start},
         }
 
@@ -204,13 +202,22 @@ def _requests(trace: LiveTimeline, zero: float) -> Iterator[dict[str, Any]]:
     last = max((one.end_s for one in trace.slices), default=zero)
     for name, life in trace.requests.items():
         common = {"cat": "request", "id": name, "pid": REQUESTS, "tid": 0, "name": name}
-        yield {**common, "ph": "b", "ts": _us(life.arrival_s - zero), "args": {"prompt": life.prompt}}
+        yield {**common, "ph": "b", "ts": microseconds(life.arrival_s - zero), "args": {"prompt": life.prompt}}
         if life.first_chunk_s is not None:
             args = {"what": "first chunk"}
-            yield {**common, "ph": "n", "ts": _us(life.first_chunk_s - zero), "args": args}
+            yield {**common, "ph": "n", "ts": microseconds(life.first_chunk_s - zero), "args": args}
         end_s = last if life.end_s is None else life.end_s
-        yield {**common, "ph": "e", "ts": _us(end_s - zero), "args": {"error": life.error}}
+        yield {**common, "ph": "e", "ts": microseconds(end_s - zero), "args": {"error": life.error}}
 
 
-def _us(seconds: float) -> float:
+def duration_event(
+    name: str, category: str, process: int, thread: int, start_s: float, end_s: float, about: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a slice of a thread. about: what a click on it shows."""
+    where = {"pid": process, "tid": thread, "ts": microseconds(start_s), "dur": microseconds(end_s - start_s)}
+    return {"ph": "X", "name": name, "cat": category, **where, "args": about}
+
+
+def microseconds(seconds: float) -> float:
+    """Return a time as the format has it."""
     return round(seconds * 1e6, 3)

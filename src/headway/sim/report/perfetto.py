@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from headway.sim.report.live_trace import REQUESTS, meta_event, microseconds
 from headway.sim.result import SimResult
-
-REQUESTS = 0
 
 
 def trace_events(result: SimResult) -> dict[str, Any]:
@@ -25,25 +24,17 @@ def trace_events(result: SimResult) -> dict[str, Any]:
 
 
 def _names(result: SimResult) -> Iterator[dict[str, Any]]:
-    yield _meta("process_name", REQUESTS, 0, "requests")
+    yield meta_event("process_name", REQUESTS, 0, "requests")
     for replica in range(len(result.replicas)):
-        yield _meta("process_name", replica + 1, 0, f"replica {replica}")
+        yield meta_event("process_name", replica + 1, 0, f"replica {replica}")
         for group in range(result.groups):
             for stage in range(result.stages):
                 name = f"group {group} stage {stage}" if result.groups > 1 else f"stage {stage}"
-                yield _meta("thread_name", replica + 1, _lane(result, group, stage), name)
+                yield meta_event("thread_name", replica + 1, _lane(result, group, stage), name)
 
 
 def _lane(result: SimResult, group: int, stage: int) -> int:
     return group * result.stages + stage + 1
-
-
-def _meta(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def _batches(result: SimResult) -> Iterator[dict[str, Any]]:
@@ -60,8 +51,8 @@ def _batches(result: SimResult) -> Iterator[dict[str, Any]]:
                 "cat": "prefill" if row.chunks else "decode",
                 "pid": row.replica + 1,
                 "tid": _lane(result, group, stage),
-                "ts": _us(start_s),
-                "dur": _us(until_s - start_s),
+                "ts": microseconds(start_s),
+                "dur": microseconds(until_s - start_s),
                 "args": {
                     "batch": row.batch,
                     "chunks": chunks,
@@ -74,7 +65,7 @@ def _batches(result: SimResult) -> Iterator[dict[str, Any]]:
             "name": "decodes",
             "pid": row.replica + 1,
             "tid": 0,
-            "ts": _us(row.stages[0][0]),
+            "ts": microseconds(row.stages[0][0]),
             "args": {"decodes": row.decodes},
         }
 
@@ -87,7 +78,7 @@ def _joins(result: SimResult) -> Iterator[dict[str, Any]]:
             "name": f"group {join.group} joins {join.request}",
             "pid": join.replica + 1,
             "tid": _lane(result, join.group, 0),
-            "ts": _us(join.at_s),
+            "ts": microseconds(join.at_s),
             "args": {"from_token": join.start, "groups": join.groups},
         }
 
@@ -100,7 +91,7 @@ def _requests(result: SimResult) -> Iterator[dict[str, Any]]:
         ends = (record.finish_s, record.token_s[-1] if record.token_s else None, record.arrival_s)
         end_s = next(end for end in ends if end is not None)
         args = {"prompt": record.prompt_tokens, "output": record.output_tokens, "error": record.error or ""}
-        yield {**common, "ph": "b", "ts": _us(record.arrival_s), "args": args}
+        yield {**common, "ph": "b", "ts": microseconds(record.arrival_s), "args": args}
         if record.token_s:
-            yield {**common, "ph": "n", "ts": _us(record.token_s[0]), "args": {"what": "first token"}}
-        yield {**common, "ph": "e", "ts": _us(end_s)}
+            yield {**common, "ph": "n", "ts": microseconds(record.token_s[0]), "args": {"what": "first token"}}
+        yield {**common, "ph": "e", "ts": microseconds(end_s)}

@@ -48,12 +48,12 @@ def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
     if told.ttft_s is None:
         lines.append(f"No first token: {record.error}. Until the end of the log it spent")
     else:
-        aim = "by the machine" if told.aim_s is None else _ms(told.aim_s)
-        lines.append(f"First token after {_ms(told.ttft_s)} (policy {told.policy}, aim {aim}):")
+        aim = "by the machine" if told.aim_s is None else duration(told.aim_s)
+        lines.append(f"First token after {duration(told.ttft_s)} (policy {told.policy}, aim {aim}):")
     lines += _table(told.to_first_token)
     lines += ["", "From its arrival:", *_life(told.to_first_token, record.arrival_s)]
     if told.worst_gap:
-        lines += ["", f"Worst gap between tokens {_ms(_seconds(told.worst_gap))}:", *_table(told.worst_gap)]
+        lines += ["", f"Worst gap between tokens {duration(_seconds(told.worst_gap))}:", *_table(told.worst_gap)]
         lines += _life(told.worst_gap, record.arrival_s)
     if told.preemptions:
         lines += ["", f"Its KV was freed {told.preemptions} times and computed again."]
@@ -64,8 +64,8 @@ def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
 
 
 def _outcome(one: CounterfactualOutcome) -> str:
-    first = "no first token" if one.ttft_s is None else f"first token after {_ms(one.ttft_s)}"
-    return first if one.worst_gap_s is None else f"{first}, worst gap {_ms(one.worst_gap_s)}"
+    first = "no first token" if one.ttft_s is None else f"first token after {duration(one.ttft_s)}"
+    return first if one.worst_gap_s is None else f"{first}, worst gap {duration(one.worst_gap_s)}"
 
 
 def _table(intervals: Sequence[LifeInterval]) -> list[str]:
@@ -75,14 +75,18 @@ def _table(intervals: Sequence[LifeInterval]) -> list[str]:
     rest = sum(found.values()) - sum(seconds for _, seconds in shown)
     if len(found) > len(shown):
         shown.append((f"{len(found) - len(shown)} further causes", rest))
-    return [f"  {_ms(seconds):>10}  {seconds / whole if whole else 0:4.0%}  {label}" for label, seconds in shown]
+    return [f"  {duration(seconds):>10}  {seconds / whole if whole else 0:4.0%}  {label}" for label, seconds in shown]
 
 
 def _life(intervals: Sequence[LifeInterval], zero_s: float) -> list[str]:
     joined = merged(intervals)
-    lines = [f"  +{one.start_s - zero_s:.3f} s  {_ms(one.seconds):>9}  {_words(one)}" for one in joined[:_MOST_LINES]]
+    lines = [
+        f"  +{one.start_s - zero_s:.3f} s  {duration(one.seconds):>9}  {_words(one)}" for one in joined[:_MOST_LINES]
+    ]
     if len(joined) > _MOST_LINES:
-        lines.append(f"  … {len(joined) - _MOST_LINES} more, {_ms(_seconds(joined[_MOST_LINES:]))} (all with --json)")
+        lines.append(
+            f"  … {len(joined) - _MOST_LINES} more, {duration(_seconds(joined[_MOST_LINES:]))} (all with --json)"
+        )
     return lines
 
 
@@ -140,5 +144,6 @@ def _seconds(intervals: Sequence[LifeInterval]) -> float:
     return sum(one.seconds for one in intervals)
 
 
-def _ms(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a duration as milliseconds, or as seconds from ten of them on."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"

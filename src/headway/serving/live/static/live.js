@@ -70,7 +70,7 @@ const tiles = (told) => {
     [seconds(over(4, most)), "TBT, P99"],
     [share(kept), met + missed ? `of ${met + missed} SLOs kept` : "SLOs: none asked", kept === null ? "" : kept < 0.9 ? "bad" : "good"],
     [`${count(rate(8))} + ${count(rate(9))}`, "tokens/s in + out"],
-    [share(kv), `KV: ${count(used)} of ${count(total)}`, "", kv],
+    [share(kv), total ? `KV: ${count(used)} of ${count(total)}` : "KV: not in the log", "", kv],
   ];
   element("tiles").title = "Latencies and SLOs of the last minute";
   element("tiles").replaceChildren(...shown.map(([value, words, kind, meter]) => {
