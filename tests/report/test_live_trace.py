@@ -59,7 +59,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"schema": "headway.cluster.log/2", "layers": 1}, "events.jsonl: its first line is not that of a cluster's log"),
+        ({"schema": "headway.cluster.log/2", "layers": 1}, "its first line is not that of a cluster's log"),
         ({"event": "start"}, "says of no request and no batch"),
     ],
 )
