@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.core.sse import SseEvent, SseParser
 from headway.serving.load.client import LoadRequest
-from headway.serving.load.sse import SseEvent, SseParser
 from headway.serving.load.stream import StreamedAnswer
 
 STREAM = (

@@ -22,6 +22,7 @@ from tests.helpers.host_agent_process import NODES, TOKEN
 from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError
+from headway.core.ports import free_port
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.launch import host_launcher
 from headway.runtime.cluster.live_instance import LiveInstance
@@ -45,7 +46,6 @@ from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.network import HostEndpoint
 from headway.runtime.launcher.remote_engine import RemoteEngine
 from headway.runtime.launcher.secret import guard_client, peers_secret
-from headway.serving.load.server_process import free_port
 
 HOST_OF = {0: 0, 1: 1, 2: 2, 3: 2}
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.helpers.polling import until
 
 from headway.core.errors import CheckpointError, ConfigError
+from headway.core.ports import free_port
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.embedded import model_path
 from headway.runtime.executor.rank_config import RankConfig
@@ -34,7 +35,6 @@ from headway.runtime.launcher.rank_launcher import RankLauncher
 from headway.runtime.launcher.remote_rank import RemoteProcess
 from headway.runtime.launcher.secret import check_token, guard_client, new_token
 from headway.runtime.model.identity import identity
-from headway.serving.load.server_process import free_port
 
 LAYOUT = ParallelLayout(tp=2)
 TOKEN = new_token()

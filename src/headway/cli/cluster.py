@@ -8,13 +8,14 @@ from pathlib import Path
 from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError
-from headway.core.settings import resolve
+from headway.core.settings import flag_of, resolve
 from headway.core.strict_yaml import read_yaml
 from headway.runtime.build import hosts
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
+from headway.serving.settings import EndpointSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve, or run `--dry-run` or `--replay`; return the exit status."""
     where = str(arguments.file)
     file = cluster_file(read_yaml(where, "pools: [{count: 2}]"), where)
+    if file.behind_http:
+        return _serve_http(file, where, arguments)
     # Precedence: flags, environment, then the file's `serve` section.
     flags = given_flags(ServeSettings, arguments)
     settings = resolve(ServeSettings, flags=flags, environment=environment(), file=file.serve, origin=f"{where}: serve")
@@ -61,6 +64,24 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.serving.launch import serve_cluster
 
     return serve_cluster(file, where, config, settings, allow_public=arguments.allow_public)
+
+
+def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) -> int:
+    """Serve servers behind HTTP, whose engines have settings of their own. Raises ConfigError."""
+    if arguments.dry_run or arguments.replay is not None:
+        raise ConfigError("--dry-run and --replay are of instances of backend native")
+    variables, flags = environment(), given_flags(ServeSettings, arguments)
+    settings = resolve(ServeSettings, flags=flags, environment=variables, file=file.serve, origin=f"{where}: serve")
+    foreign = sorted(settings.model_fields_set - EndpointSettings.model_fields.keys())
+    if foreign:
+        raise ConfigError(
+            f"{where}: {flag_of(foreign[0])} is of an engine; those of backend vllm have their own settings: say "
+            "it under a pool's `serve`, or where its servers are started"
+        )
+    from headway.serving.launch import serve_http_cluster
+
+    model, key = model_folder(model_of(file, arguments.file.parent)), variables.get("HEADWAY_INSTANCE_API_KEY")
+    return serve_http_cluster(file, model, settings.server_settings(), api_key=key, allow_public=arguments.allow_public)
 
 
 def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings) -> str:

@@ -17,6 +17,7 @@ from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
+from headway.policy.placement.capabilities import ALL_CAPABILITIES, Capability
 
 
 class ActionImpossible(Exception):  # noqa: N818 - caught where it is raised for
@@ -39,6 +40,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, gc=False):
 class InstanceBackend(Protocol):
     """Predictions, actions and notifications that a controller needs; one backend for each controller. `now`: the time,
     in seconds, given to the controller with the callback that led to the call."""
+
+    capabilities: frozenset[Capability] = ALL_CAPABILITIES
+    """What its instances can do; actions that need more are refused before they reach it."""
 
     # -- predictions --------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
+from headway.policy.placement.capabilities import ALL_CAPABILITIES
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
 
@@ -72,6 +73,7 @@ class ClusterController:
         self.refused = 0  # actions that were refused
         self.decision_s: list[float] = []  # time of each call of the policy, if there is a stopwatch
         self._backend = backend
+        self._limited = backend.capabilities != ALL_CAPABILITIES
         self._stopwatch = stopwatch
         self._pending_events = self.state.pending_events
         self._migrations = KvMigrations(self.state)
@@ -274,18 +276,38 @@ class ClusterController:
     def do(self, action: Action) -> None:
         """Carry out one action, or add `ActionRefused` to the pending events."""
         try:
+            if self._limited:
+                self._check_capable(action)
             self._handlers[type(action)](action)
         except ActionImpossible as why:
             self.refused += 1
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
             self._pending_events.append(ActionRefused(name, action.name, str(why)))
 
+    def _check_capable(self, action: Action) -> None:
+        """Raise ActionImpossible for an action that the backend's instances cannot carry out."""
+        has = self._backend.capabilities
+        if isinstance(action, CommitSpans | EnqueueRequest | HoldGroup) and "groups" not in has:
+            groups = [span.group for span in action.spans] if isinstance(action, CommitSpans) else [action.group]
+            if any(len(group) > 1 for group in groups):
+                raise ActionImpossible("its instances do not compute together")
+        if isinstance(action, CommitSpans) and "spans" not in has:
+            request = self.state.request(action.request).request
+            if len(action.spans) > 1 or action.spans[0].end != request.prompt_tokens or action.batched_with:
+                raise ActionImpossible("its instances compute whole prompts")
+        if isinstance(action, TransferKv) and "kv_transfer" not in has:
+            raise ActionImpossible("its instances move no KV")
+
     def _preempt(self, action: PreemptRequest) -> None:
         controlled = self.state.request(action.request)
         entry = next((e for e in controlled.entries if e.state == "running"), None)
         if entry is not None:
+            if "pause" not in self._backend.capabilities:
+                raise ActionImpossible("its instances do not pause a prefill")
             self._dispatcher.preempt(entry)
         elif controlled.resident and controlled.phase == "decode":
+            if "decode_pause" not in self._backend.capabilities:
+                raise ActionImpossible("its instances do not pause a decode")
             self._residency.preempt(controlled)
         else:
             raise ActionImpossible(f"{action.request} does not run")

@@ -172,7 +172,7 @@ class RecordingBackend(InstanceBackend):
     """A backend that logs its answers. Calls without an answer pass through: a replay derives them from the log."""
 
     def __init__(self, backend: InstanceBackend, write: Callable[[dict[str, Any]], None]) -> None:
-        self._backend, self._write = backend, write
+        self._backend, self._write, self.capabilities = backend, write, backend.capabilities
         # forgetting: `forget` is under way. cancels: the backend has cancelled the request's transfers in it.
         self.forgetting = self.cancels = False
         # number of questions of each kind so far

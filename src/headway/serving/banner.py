@@ -13,7 +13,9 @@ def banner(server: ServerContext, url: str) -> str:
     """Return the lines. url: where the server listens. Called when the engine is ready."""
     info, settings = server.engine.info, server.settings
     engine: object = server.engine
-    kind = f"native, {len(engine.report().instances)} instances" if isinstance(engine, InstanceAdmin) else "native"
+    kind = "vllm" if info.device == "http" else "native"
+    if isinstance(engine, InstanceAdmin):
+        kind += f", {len(engine.report().instances)} instances"
     lines = ["", f"Headway serves {', '.join(server.models())} at {url}", ""]
     lines += [line("engine", kind), *summary(info)]
     lines += [line("pages", f"{url}/ (links to /ui, /docs, /metrics, /health)"), "", example(server, url), ""]

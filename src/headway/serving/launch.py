@@ -87,6 +87,31 @@ def serve_cluster(
     return _exit_status(client.failure, started)
 
 
+def serve_http_cluster(
+    file: ClusterFile, model: str, settings: ServerSettings, *, api_key: str | None, allow_public: bool
+) -> int:
+    """Serve a cluster of servers with vLLM's HTTP API until a signal; return the exit status.
+
+    model: the checkpoint's folder; api_key: sent to the instances. Raises ConfigError when the cluster cannot start.
+    """
+    with _bound(settings, allow_public) as sockets:
+        from headway.runtime.build.http_instances import instance_settings, rules_of
+        from headway.runtime.http_cluster.http_cluster import HttpCluster
+        from headway.vllm.latency import EngineFacts, machine_rates
+
+        # Where they compute is not known: the rates are this processor's until each instance has been measured.
+        rates = machine_rates(EngineFacts(hf_config={}, dtype_bytes=4, device_name="cpu"))
+        folder = ScratchFolder("headway-cluster-")
+        try:
+            client = HttpCluster(
+                instance_settings(file, model, folder.path), rules_of(file, model, rates), api_key=api_key
+            )
+            started = _serve(client, model, settings, sockets, allow_public)
+        finally:
+            folder.close()
+    return _exit_status(client.failure, started)
+
+
 @contextmanager
 def _bound(settings: ServerSettings, allow_public: bool) -> Iterator[list[socket]]:
     """Bind the settings' address for the duration of the context.

@@ -5,12 +5,10 @@ The model runs in this process (`single_process`) or in several (`multi_process`
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -33,7 +31,7 @@ from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.runtime import embedded
+from headway.runtime.build.checkpoint_facts import eos_ids, model_name
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.iteration_sampler import IterationSampler
@@ -232,25 +230,3 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
             tokens, gib(tokens * per_token), shape.max_model_len, gib(shape.max_model_len * per_token),
         )  # fmt: skip
     return blocks
-
-
-def eos_ids(folder: Path) -> tuple[int, ...]:
-    """Return the token ids that end an answer, from generation_config.json, else config.json; empty for neither."""
-    # generation_config.json lists all end tokens of a chat model, config.json often only one.
-    for name in ("generation_config.json", "config.json"):
-        try:
-            data: dict[str, Any] = json.loads((folder / name).read_text())
-        except (OSError, ValueError):
-            continue
-        value = data.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list):
-            return tuple(int(v) for v in value)
-    return ()
-
-
-def model_name(folder: str) -> str:
-    """Return a model's default name: its folder's last part."""
-    path = Path(folder).resolve()
-    return "headway-embedded" if path == embedded.model_path().resolve() else path.name

@@ -11,19 +11,19 @@ def summary(info: EngineInfo, groups: str | None = None) -> list[str]:
     per_token = info.kv_bytes // info.kv_tokens_total
     size = f"{info.parameters / 1e6:.1f} M parameters"
     cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
-    aim = f"iterations of {info.t_target_s * 1e3:.0f} ms beside decodes"
+    aim = f", iterations of {info.t_target_s * 1e3:.0f} ms beside decodes" if info.t_target_s else ""
     processor = f"{info.processor or 'not known'}{f', {info.kernels}' if info.kernels else ''}"
     lines = [
         ("model", info.model),
         ("architecture", f"{info.architecture}, {size}, {info.dtype} on {info.device}"),
         ("processor", processor),
         ("layout", info.layout),
-        ("weights", gib(info.weights_bytes)),
+        ("weights", gib(info.weights_bytes) if info.weights_bytes else None),
         ("KV cache", f"{cache}, in blocks of {info.kv_block_tokens}"),
         ("KV groups", groups),
         ("memory available", gib(available_bytes())),
         ("longest context", f"{info.max_model_len:,} tokens, output included"),
-        ("policy", f"{info.policy}, {info.chunking} chunks, {info.mode} mode, {aim}"),
+        ("policy", f"{info.policy}, {info.chunking} chunks, {info.mode} mode{aim}"),
         ("latency from", info.profile),
     ]
     return [line(name, value) for name, value in lines if value]

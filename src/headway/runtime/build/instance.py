@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.clock import ClockProtocol
-from headway.runtime.build.engine import eos_ids
+from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig, InstanceConfig

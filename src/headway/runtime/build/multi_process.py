@@ -12,7 +12,8 @@ from headway.core.errors import CheckpointError
 from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
+from headway.runtime.build.checkpoint_facts import eos_ids
+from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.cuda_probe import look_apart
 from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters

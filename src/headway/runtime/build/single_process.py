@@ -11,7 +11,8 @@ import torch
 from headway.perf.hardware.device import choose
 from headway.perf.hardware.memory import available_bytes
 from headway.runtime.attention.base import kernels_of, make_backend
-from headway.runtime.build.engine import LoadedModel, backend_name, eos_ids, kv_blocks
+from headway.runtime.build.checkpoint_facts import eos_ids
+from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.cuda_probe import look
 from headway.runtime.executor.measure import measure

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
+from headway.policy.placement.capabilities import HTTP_CAPABILITIES, missing_for
 from headway.policy.placement.registry import check_options
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
@@ -32,6 +33,19 @@ class InstancePool(FileSection):
 
     count: Annotated[int, Field(ge=1, le=LARGEST_POOL)] = Field(default=1, description="number of instances")
     role: Role = Field(default="mixed", description="`mixed`, `prefill` or `decode`")
+    backend: Literal["native", "vllm"] = Field(
+        default="native",
+        description="what computes: Headway's engine, or servers with vLLM's HTTP API, each of which serves whole "
+        "requests; all pools have the same",
+    )
+    urls: tuple[str, ...] = Field(
+        default=(), description="backend vllm: addresses of running servers, one an instance; none: they are started"
+    )
+    command: str | None = Field(
+        default=None,
+        description="backend vllm: what starts one of `count` servers, with `{model}`, `{port}` and `{index}` filled "
+        "in; null: `headway serve --engine vllm`, with the pool's `serve` as flags",
+    )
     host: Annotated[int, Field(ge=0)] = Field(
         default=0, description="the --node-rank of the host that the instances run on"
     )
@@ -43,6 +57,27 @@ class InstancePool(FileSection):
         description="instances that policies take for one node, at most `count`; null: one node with all others of "
         "the host that do not say",
     )
+
+    @model_validator(mode="after")
+    def _servers_belong_to_vllm(self) -> InstancePool:
+        given = [name for name in ("urls", "command") if getattr(self, name)]
+        if self.backend == "native" and given:
+            raise ValueError(f"{given[0]} is of servers behind HTTP: say `backend: vllm` too")
+        if len(given) > 1 or (given and self.serve):
+            raise ValueError(f"with {given[0]}, the servers' settings are not the pool's: leave out command and serve")
+        if self.urls and self.count not in (1, len(self.urls)):
+            raise ValueError(f"count is {self.count}, and there are {len(self.urls)} urls: leave count out")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")
+        if self.backend == "vllm" and (self.role != "mixed" or self.host or self.per_node is not None):
+            raise ValueError("backend vllm: instances serve whole requests: leave out role, host and per_node")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Number of instances."""
+        return len(self.urls) or self.count
 
     @model_validator(mode="after")
     def _nodes_are_not_larger_than_the_pool(self) -> InstancePool:
@@ -81,6 +116,11 @@ class ClusterFile(FileSection):
     )
 
     @property
+    def behind_http(self) -> bool:
+        """Whether the instances are servers with vLLM's HTTP API."""
+        return self.pools[0].backend == "vllm"
+
+    @property
     def hosts(self) -> set[int]:
         """Those that instances are on."""
         return {pool.host for pool in self.pools}
@@ -91,6 +131,8 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
     file = validated(ClusterFile, data, where)
     if not file.pools:
         raise ConfigError(f"{where}: pools is empty: name at least one, such as `- {{count: 2}}`")
+    if len({pool.backend for pool in file.pools}) > 1:
+        raise ConfigError(f"{where}: pools: some are of backend vllm and some are not; all have to be of one backend")
     try:
         check_connector(file.kv_connector)
     except ConfigError as error:
@@ -105,6 +147,10 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         check_options(name, file.options)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if file.behind_http:
+        missing = missing_for(name, file.options, HTTP_CAPABILITIES)
+        if missing is not None:
+            raise ConfigError(f"{where}: on instances of backend vllm, which serve whole requests, {name} {missing}")
     if roles == {"decode"}:
         raise ConfigError(f"{where}: pools: all are of role decode; one has to prefill (role prefill or mixed)")
     prefill = sum(pool.count for pool in file.pools if pool.role != "decode")

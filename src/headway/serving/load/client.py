@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from headway.core.sse import SseParser
 from headway.serving.load.endpoint import server_root
-from headway.serving.load.sse import SseParser
 from headway.serving.load.stream import StreamedAnswer
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 

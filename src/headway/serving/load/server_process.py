@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from headway.core.errors import HeadwayError
+from headway.core.ports import free_port
 
 SERVE: tuple[str, ...] = (sys.executable, "-m", "headway.cli.main", "serve")
 KEPT_STDERR_CHARS = 4000
@@ -24,14 +24,6 @@ KEPT_STDERR_CHARS = 4000
 
 class ServerError(HeadwayError):
     """The server did not start; the message ends with the end of its output."""
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on loopback at present."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        # Another process may take the port before the server binds it; the start then fails with its message.
-        return int(probe.getsockname()[1])
 
 
 class ServerProcess:

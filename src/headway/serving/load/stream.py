@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.serving.load.sse import SseEvent
+from headway.core.sse import SseEvent
 from headway.sim.metrics import RequestRecord
 
 if TYPE_CHECKING:

@@ -1,0 +1,117 @@
+"""A request of a cluster of HTTP instances: what its client is sent, and the stream that computes it now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from headway.control.queue_entries import SpanEntry
+from headway.control.request import ControlledRequest
+from headway.control.request_lifecycle import RequestLifecycle
+from headway.core.request import Request
+from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
+from headway.runtime.http_cluster.completion_body import begins_anew
+
+
+class AnswerStream:
+    """One attempt's connection to an instance. What comes after `close` is not heard."""
+
+    __slots__ = ("first", "instance", "sent_s", "task")
+
+    def __init__(self, instance: int, sent_s: float) -> None:
+        self.instance, self.sent_s = instance, sent_s
+        self.first = False
+        """Whether the prompt is computed."""
+        self.task: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Close the connection, which ends the request on the instance."""
+        if self.task is not None:
+            self.task.cancel()
+
+
+class HttpRequest:
+    """One request from its acceptance to its end."""
+
+    __slots__ = ("_attempt", "_before", "_first_s", "_news", "controlled", "entry", "life", "prompt", "stranded",
+                 "stream", "submit")  # fmt: skip
+
+    def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
+        self.submit, self.prompt = submit, prompt
+        params = submit.params
+        self.life = RequestLifecycle(
+            params.max_tokens, params.min_tokens, submit.output, restarts=begins_anew(submit) and params.max_tokens > 1
+        )
+        self.controlled: ControlledRequest | None = None
+        """The controller's state of the attempt under way."""
+        self.entry: SpanEntry | None = None
+        """The span that computes the prompt, if the policy has committed one."""
+        self.stream: AnswerStream | None = None
+        self.stranded = 0
+        """How often no instance was chosen for it though there was one."""
+        self._attempt = 0
+        self._before = 0
+        self._first_s: float | None = None
+        self._news: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+
+    def attempt(self) -> Request:
+        """Return another attempt as the controller's request, whose prompt is the prompt and all output so far."""
+        self._attempt += 1
+        self.controlled, self.entry, self.stream = None, None, None
+        self._before = len(self.life.output)
+        submit = self.submit
+        return Request(
+            id=f"{submit.id}#{self._attempt}",
+            arrival_s=submit.received_s,
+            prompt_tokens=submit.prompt_tokens + self._before,
+            max_output_tokens=max(1, submit.params.max_tokens - self._before),
+            slo=submit.slo,
+            priority=submit.priority,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the attempt."""
+        return f"{self.submit.id}#{self._attempt}"
+
+    @property
+    def attempt_tokens(self) -> int:
+        """Output tokens since the attempt began."""
+        return len(self.life.output) - self._before
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has as many tokens as it may have: only its end is missing."""
+        return len(self.life.output) >= self.submit.params.max_tokens
+
+    def begun(self, now: float) -> None:
+        """Record that an instance has accepted it."""
+        self._first_s = self._first_s or now
+
+    def send(self, tokens: tuple[int, ...], finish: FinishReason | None = None, stop_token: int | None = None) -> None:
+        """Send output to the client."""
+        first_s, self._first_s = (self._first_s, None) if tokens else (None, self._first_s)
+        now = time.monotonic()
+        self._news.put_nowait(
+            OutputDelta(
+                id=self.submit.id, tokens=tokens, finish=finish, stop_token=stop_token, emitted_s=now,
+                first_scheduled_s=first_s,
+            )
+        )  # fmt: skip
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error. No effect when it has ended."""
+        if not self.life.over:
+            self.life.fail()
+            self._news.put_nowait(error)
+
+    async def answer(self) -> AsyncIterator[OutputDelta]:
+        """Yield the client's deltas up to the last one. Raises the error that the request failed with."""
+        while True:
+            delta = await self._news.get()
+            if isinstance(delta, Exception):
+                raise delta
+            yield delta
+            if delta.finish is not None:
+                return

@@ -1,0 +1,110 @@
+"""Predicted prefill time of each HTTP instance: a latency model times a factor, learned from its first tokens."""
+
+from __future__ import annotations
+
+from headway.perf.latency.groups import GroupLatency, GroupShape
+
+ALONE = GroupShape(1)
+_LEARNING_RATE = 0.3
+"""Weight of the newest measurement, after the first."""
+_LEAST_LEFT = 0.05
+"""Least share of the predicted time that is left while a prompt is computed, however late it is."""
+
+
+class LearnedLatency(GroupLatency):
+    """A latency model times the instances' mean factor: what a policy plans with. One for each cluster."""
+
+    def __init__(self, base: GroupLatency) -> None:
+        self.base = base
+        self._factors: dict[int, float] = {}
+        """Measured over predicted seconds of each instance that was measured."""
+
+    @property
+    def source(self) -> str:
+        return f"{self.base.source}, times {self.factor():.3g} as measured"
+
+    def factor(self, instance: int | None = None) -> float:
+        """Return an instance's factor; the mean of all where it was not measured, or for None."""
+        known = self._factors
+        if instance in known:
+            return known[instance]
+        return sum(known.values()) / len(known) if known else 1.0
+
+    def learn(self, instance: int, prompt_tokens: int, measured_s: float) -> None:
+        """Take in the time of a prompt that an instance computed alone."""
+        ratio = measured_s / max(self.base.prefill_s(0, prompt_tokens, ALONE), 1e-9)
+        before = self._factors.get(instance)
+        self._factors[instance] = ratio if before is None else before + _LEARNING_RATE * (ratio - before)
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return self.base.prefill_s(past, tokens, group) * self.factor()
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return self.base.solve_tokens(past, budget_s / self.factor(), group)
+
+    def prompt_s(self, instance: int, prompt_tokens: int) -> float:
+        """Return the seconds of a whole prompt, alone on an instance."""
+        return self.base.prefill_s(0, prompt_tokens, ALONE) * self.factor(instance)
+
+
+class PrefillQueue:
+    """Prompts on one instance without a first token, and when they are expected to be computed.
+
+    They count as computed one after another: where they share iterations, the last one ends at the same time."""
+
+    def __init__(self, instance: int, latency: LearnedLatency) -> None:
+        self._instance, self._latency = instance, latency
+        self._waiting: dict[str, tuple[int, float]] = {}
+        """Prompt tokens and predicted seconds, by request."""
+        self._resident: set[str] = set()
+        self._since_s = 0.0
+        """Since when the present prompts are computed."""
+        self._alone: tuple[str, float] | None = None
+        """The request that has been alone since it was sent, and when that was."""
+
+    def add(self, request: str, prompt_tokens: int, now: float) -> None:
+        """Add a request that was sent to the instance."""
+        # With decodes beside it, a prompt takes longer than the model says.
+        self._alone = None if self._resident else (request, now)
+        if not self._waiting:
+            self._since_s = now
+        self._waiting[request] = (prompt_tokens, self._latency.prompt_s(self._instance, prompt_tokens))
+        self._resident.add(request)
+
+    def first_token(self, request: str, now: float) -> None:
+        """Record that a prompt is computed. Harmless when repeated."""
+        tokens, _ = self._waiting.pop(request, (0, 0.0))
+        if tokens and self._alone is not None and self._alone[0] == request:
+            self._latency.learn(self._instance, tokens, now - self._alone[1])
+        self._since_s = now
+
+    def remove(self, request: str, now: float) -> None:
+        """Remove a request that has ended or left. Harmless when repeated."""
+        if self._waiting.pop(request, None) is not None:
+            self._since_s = now
+        self._resident.discard(request)
+
+    def clear(self) -> None:
+        """Remove all requests: the instance is gone."""
+        self._waiting.clear()
+        self._resident.clear()
+
+    @property
+    def requests(self) -> int:
+        """Number of requests on the instance."""
+        return len(self._resident)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens without a first token."""
+        return sum(tokens for tokens, _ in self._waiting.values())
+
+    @property
+    def unanswered(self) -> int:
+        """Number of requests without a first token."""
+        return len(self._waiting)
+
+    def left_s(self, now: float) -> float:
+        """Return the predicted seconds until all prompts are computed; 0.0 without any."""
+        total = sum(seconds for _, seconds in self._waiting.values())
+        return max(total - (now - self._since_s), _LEAST_LEFT * total)

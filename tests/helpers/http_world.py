@@ -1,0 +1,68 @@
+"""A cluster of token servers, as an engine: for tests of `headway.runtime.http_cluster`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from tests.helpers.token_server import TokenServer
+
+from headway.core.sampling import SamplingParams
+from headway.perf.latency.roofline import MachineRates
+from headway.runtime.build.http_instances import rules_of
+from headway.runtime.cluster.cluster_file import ClusterFile
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.http_cluster.http_cluster import HttpCluster, HttpInstanceSettings
+
+RATES = MachineRates(linear_flops=1e10, attention_flops=1e10, bandwidth=1e10, name="a made-up machine")
+
+
+def request(name: str, prompt: Sequence[int], output: int, **params: Any) -> SubmitRequest:
+    fields: dict[str, Any] = {"max_tokens": output, "temperature": 0.0, **params}
+    timeout_s = fields.pop("timeout_s", None)
+    return SubmitRequest(
+        id=name, prompt_tokens=len(prompt), params=SamplingParams(**fields), received_s=0.0, timeout_s=timeout_s
+    )
+
+
+async def ask(cluster: HttpCluster, name: str, prompt: Sequence[int], output: int, **params: Any) -> list[int]:
+    """The tokens of one answer."""
+    tokens: list[int] = []
+    async with aclosing(stream(cluster, name, prompt, output, **params)) as pieces:
+        async for piece in pieces:
+            tokens += piece
+    return tokens
+
+
+async def stream(
+    cluster: HttpCluster, name: str, prompt: Sequence[int], output: int, **params: Any
+) -> AsyncIterator[tuple[int, ...]]:
+    """The tokens of each delta."""
+    submit = request(name, prompt, output, **params)
+    async with aclosing(cluster.generate(submit, array("i", prompt).tobytes())) as deltas:
+        async for delta in deltas:
+            yield delta.tokens
+
+
+@asynccontextmanager
+async def cluster_of(
+    servers: Sequence[TokenServer], placement: str = "jsq", options: dict[str, Any] | None = None, wait: bool = True
+) -> AsyncIterator[HttpCluster]:
+    """A started cluster of these servers, which are started too and end with the block."""
+    for server in servers:
+        await server.start()
+    urls = [server.url for server in servers]
+    pools = [{"backend": "vllm", "urls": urls}]
+    file = ClusterFile.model_validate({"pools": pools, "placement": placement, "options": options or {}})
+    rules = rules_of(file, str(model_path()), RATES)
+    cluster = HttpCluster([HttpInstanceSettings(0, url) for url in urls], rules)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.close()
+        for server in servers:
+            await server.stop()

@@ -1,0 +1,147 @@
+"""Pools of `backend: vllm` in a cluster file: what they may say, the commands of their servers, and load pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.policy.placement import registry
+from headway.policy.placement.capabilities import ALL_CAPABILITIES, HTTP_CAPABILITIES, missing_for
+from headway.runtime.build.http_instances import instance_settings
+from headway.runtime.cluster.cluster_file import cluster_file
+from headway.runtime.http_cluster.prefill_queue import LearnedLatency, PrefillQueue
+from headway.runtime.http_cluster.server_command import server_words
+from headway.runtime.http_cluster.server_metrics import ServerLoad, parse_load
+
+URL = "http://127.0.0.1:1"
+
+
+class RowLatency(GroupLatency):
+    """10 ms a row."""
+
+    source = "made up"
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        return 0.01 * tokens
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return int(budget_s / 0.01)
+
+
+ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"pools": [{"urls": [URL]}]}, "say `backend: vllm` too"),
+        ({"pools": [{"backend": "vllm", "urls": ["10.0.0.1:8000"]}]}, "no address such as"),
+        ({"pools": [{"backend": "vllm", "urls": [URL], "command": "x"}]}, "leave out command"),
+        ({"pools": [{"backend": "vllm", "urls": [URL], "count": 2}]}, "there are 1 urls"),
+        ({"pools": [{"backend": "vllm", "role": "decode"}]}, "leave out role"),
+        ({"pools": [{"backend": "vllm"}, {}]}, "all have to be of one backend"),
+        ({"pools": [{"backend": "vllm"}], "placement": "weave"}, "weave cannot work"),
+        ({"pools": [{"backend": "vllm"}], "placement": "fifo"}, "fifo needs the options `long_sp: 1`"),
+        ({"pools": [{"backend": "vllm"}], "placement": "pecsched"}, "`disaggregate: false`"),
+    ],
+)
+def test_what_servers_behind_http_cannot_do_is_one_sentence(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cluster_file(data, "cluster.yaml")
+
+
+def test_policies_of_whole_requests_are_accepted() -> None:
+    for name, options in (("jsq", {}), ("fifo", {"long_sp": 1}), ("pecsched", ALONE)):
+        pools = [{"backend": "vllm", "urls": [URL]}]
+        assert cluster_file({"pools": pools, "placement": name, "options": options}, "c").behind_http
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_native_instances_lack_nothing_for_any_policy(name: str) -> None:
+    assert missing_for(name, {}, ALL_CAPABILITIES) is None
+    if name != "jsq":
+        assert missing_for(name, {}, HTTP_CAPABILITIES) is not None
+
+
+def test_a_setting_of_an_engine_is_refused_for_servers_with_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"pools: [{{backend: vllm, urls: ['{URL}']}}]\nserve: {{max_model_len: 8k}}\n")
+    assert main(["cluster", str(path)]) == 2
+    assert "--max-model-len is of an engine" in capsys.readouterr().err
+    assert main(["cluster", str(path), "--dry-run"]) == 2
+    assert "--dry-run and --replay" in capsys.readouterr().err
+
+
+def test_the_marks_of_a_command_are_filled_in_and_other_braces_stay() -> None:
+    words = server_words("vllm serve {model} --port={port} -x '{\"a\": {}}' {index}", {}, "m", 3, 80)
+    assert words == ["vllm", "serve", "m", "--port=80", "-x", '{"a": {}}', "3"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        server_words("vllm 'serve", {}, "m", 0, 80)
+
+
+def test_without_a_command_the_pools_settings_are_flags() -> None:
+    words = server_words(None, {"t_target_ms": 40, "enforce-eager": True, "off": False}, "m", 0, 80)
+    said = "serve m --engine vllm --host 127.0.0.1 --t-target-ms 40 --enforce-eager --port 80"
+    assert words[3:] == said.split()
+
+
+def test_instances_are_numbered_over_the_pools(tmp_path: Path) -> None:
+    pools = [{"backend": "vllm", "urls": [URL, f"{URL}2"]}, {"backend": "vllm", "count": 2, "command": "x {index}"}]
+    found = instance_settings(cluster_file({"pools": pools}, "c"), "m", tmp_path)
+    assert [each.pool for each in found] == [0, 0, 1, 1]
+    assert [each.process.words for each in found if each.process is not None] == [["x", "2"], ["x", "3"]]
+
+
+def test_a_metrics_page_of_several_engines_is_summed() -> None:
+    page = """# HELP vllm:num_requests_running Running.
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0"} 2.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:cache_config_info{block_size="16",num_gpu_blocks="100",engine="0"} 1.0
+vllm:cache_config_info{block_size="16",num_gpu_blocks="None",engine="1"} 1.0
+vllm:prompt_tokens_total{engine="0"} 1e3
+vllm:broken x
+"""
+    assert parse_load(page) == ServerLoad(4, 2, 0.5, 1600, 16, 1000, 0)
+    assert parse_load("nothing here") == ServerLoad()
+
+
+def test_an_instances_factor_is_learnt_from_prompts_that_it_computes_alone() -> None:
+    latency = LearnedLatency(RowLatency())
+    fast, slow = PrefillQueue(0, latency), PrefillQueue(1, latency)
+    base = latency.prompt_s(0, 100)
+    slow.add("a", 100, 0.0)
+    slow.first_token("a", 4 * base)
+    assert latency.prompt_s(1, 100) == pytest.approx(4 * base)
+    # Not measured yet: as the others.
+    assert latency.prompt_s(0, 100) == pytest.approx(4 * base)
+    fast.add("b", 100, 0.0)
+    fast.first_token("b", base)
+    assert latency.prompt_s(0, 100) == pytest.approx(base)
+    # "a" still decodes: what it makes others wait is no property of prompts.
+    slow.add("c", 100, 10.0)
+    slow.first_token("c", 10.0 + 50 * base)
+    assert latency.prompt_s(1, 100) == pytest.approx(4 * base)
+
+
+def test_what_is_left_of_a_queue_shrinks_with_time_and_with_first_tokens() -> None:
+    queue = PrefillQueue(0, LearnedLatency(RowLatency()))
+    assert queue.left_s(5.0) == 0.0
+    queue.add("a", 10, 0.0)
+    alone = queue.left_s(0.0)
+    queue.add("b", 10, 0.0)
+    assert queue.left_s(0.0) == pytest.approx(2 * alone)
+    assert queue.left_s(alone / 2) == pytest.approx(1.5 * alone)
+    assert 0 < queue.left_s(1e6) < alone
+    queue.remove("b", 1.0)
+    queue.remove("b", 1.0)
+    assert (queue.queued_tokens, queue.requests) == (10, 1)
