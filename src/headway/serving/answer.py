@@ -111,6 +111,8 @@ async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Re
             raise
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
         request.scope["headway.log"]["records"] = records
+        if server.tracer is not None:
+            server.tracer.follow(request.headers, request_id, job, records)
         form = make_format(job, server, request_id)
         journaled = await _journaled(server, request, form, job)
         if journaled is not None:

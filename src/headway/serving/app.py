@@ -31,6 +31,7 @@ from headway.serving.live import pages
 from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
+from headway.serving.request_tracing import open_tracer
 from headway.serving.response_format import ResponseBody, ResponseFormat, parse_response
 from headway.serving.settings import ServerSettings
 from headway.serving.status_line import StatusLine
@@ -67,6 +68,8 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
     if settings.live_page:
         server.live = ServerFeed(engine, None if settings.event_log is None else Path(settings.event_log))
+    if settings.otlp_traces_endpoint is not None:
+        server.tracer = open_tracer(settings.otlp_traces_endpoint, operations.package_version())
     if settings.journal is not None:
         server.unbound_journal = RequestJournal(Path(settings.journal))
 
@@ -89,6 +92,8 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             server.close_journal()
             recovered_requests.stop_all(server)
             server.bodies.close()
+            if server.tracer is not None:
+                server.tracer.close()
             await engine.close()
 
     app = FastAPI(

@@ -22,6 +22,7 @@ from headway.serving.journal_writer import JournalWriter
 from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.prompts import PromptReader
+from headway.serving.request_tracing import RequestTracer
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 
@@ -56,6 +57,8 @@ class ServerContext:
     """Tasks that compute answers, for cancellation at shutdown."""
     live: ServerFeed | None = None
     """The live page's data; None: it is off."""
+    tracer: RequestTracer | None = None
+    """None without `--otlp-traces-endpoint`."""
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
     _reader: PromptReader | None = field(default=None)
 

@@ -93,6 +93,11 @@ class EndpointSettings(SettingsModel):
         10.0, ge=0, description="seconds between status lines in the log while there is work; 0: none"
     )
     live_page: Flag = Field(True, description="serve the live page at /ui, with its data and explanations under /v1")
+    otlp_traces_endpoint: Text | None = Field(
+        None,
+        description="send a span of each request there (OTLP over HTTP, such as http://localhost:4318/v1/traces)",
+        json_schema_extra={"metavar": "URL"},
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="debug, info, warning or error")
     log_format: Literal["text", "json"] = Field("text", description="text (key=value) or json (one object a line)")
 
