@@ -37,10 +37,10 @@ def main() -> None:
         for i in range(a.waiting):
             engine.add(f"long{i}", a.prompt, 1)
         for phase in ("first steps", "later"):
-            engine.scheduler.headway_decision_s.clear()
+            engine.scheduler.headway_stats.decision_s.clear()
             for _ in range(a.steps):
                 engine.step()
-            times = sorted(engine.scheduler.headway_decision_s)
+            times = sorted(engine.scheduler.headway_stats.decision_s)
             quantiles = ", ".join(f"P{q} {1e6 * times[int(len(times) * q / 100)]:.0f} us" for q in (50, 90, 99))
             waiting = len(engine.scheduler.waiting)
             errors = engine.scheduler.headway_errors

@@ -32,6 +32,12 @@ def decidable(request: Any) -> bool:
     )
 
 
+def engine_index(vllm_config: Any) -> int:
+    """Return the number of this engine among those of a data-parallel server."""
+    parallel = vllm_config.parallel_config
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
 def engine_facts(vllm_config: Any) -> EngineFacts:
     from vllm.platforms import current_platform
 

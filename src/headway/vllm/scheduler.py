@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +21,14 @@ from headway.core.request import Request
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.host_stats import HostStats
 from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
 from headway.vllm import adapter, version_check
 from headway.vllm.latency import latency_model
+from headway.vllm.metrics import SnapshotFile, snapshot_path
 from headway.vllm.slo import read_slo
 
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
@@ -69,8 +70,7 @@ class HeadwaySchedulerMethods:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.headway_errors = 0
-        self.headway_decision_s: deque[float] = deque(maxlen=4096)
-        """Seconds that the policy took in each of the last steps."""
+        self.headway_stats = HostStats()
         self._headway_settings: VllmSettings = read_settings(vllm_config.additional_config)
         self._headway_latency, start = latency_model(self._headway_settings, adapter.engine_facts(vllm_config))
         self.waiting = _GatedRequestQueue(self.waiting)
@@ -80,8 +80,8 @@ class HeadwaySchedulerMethods:
         self._headway_off: set[str] = set()
         # Requests that wait for a grammar to be compiled, by id.
         self._headway_blocked: dict[str, Any] = {}
-        self._headway_error_share = 0.0
         self._headway_reported_s = 0.0
+        self._headway_snapshots = SnapshotFile(snapshot_path(vllm_config, adapter.engine_index(vllm_config)))
         self._headway_log = self._open_log(vllm_config)
         self._headway = self._make_driver()
         aim_ms = self._headway_settings.t_target_ms
@@ -111,9 +111,11 @@ class HeadwaySchedulerMethods:
         decided_s = self.headway_stopwatch()
         output = super().schedule(*args, **kwargs)
         returned_s = self.headway_stopwatch()
+        # Outside `schedule()` the queue is everyone who waits.
+        self.waiting.open()
         if self._headway_plan is not None and output.total_num_scheduled_tokens:
             self._guard(self._note, output, began_s)
-        self.headway_decision_s.append(decided_s - started_s + self.headway_stopwatch() - returned_s)
+        self.headway_stats.decided(decided_s - started_s + self.headway_stopwatch() - returned_s)
         return output
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -122,7 +124,8 @@ class HeadwaySchedulerMethods:
         vLLM calls this last in both of its loops; of several wrappers the least cap wins."""
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         quota = self._quota(request)
-        if quota is None or tokens <= quota:
+        # A quota to the prompt's end takes the speculative tokens with it that vLLM adds there.
+        if quota is None or tokens <= quota or request.num_tokens - num_computed_tokens <= quota:
             return tokens
         # Ask again for the smaller chunk: vLLM's own reserve depends on its end.
         return min(quota, super()._reserve_prefill_lookahead(request, num_computed_tokens, quota))
@@ -151,6 +154,11 @@ class HeadwaySchedulerMethods:
         if self._headway_active and scheduler_output.total_num_scheduled_tokens:
             self._guard(self._measured, scheduler_output, self.headway_clock())
         return outputs
+
+    def shutdown(self: Any) -> None:
+        """End the engine."""
+        super().shutdown()
+        self._headway_snapshots.close()
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
@@ -183,6 +191,7 @@ class HeadwaySchedulerMethods:
         # Ended requests first: their blocks are free again.
         for name in sorted(self.finished_req_ids):  # a set: its order must not reach the policy
             driver.ended(name)
+            self.headway_stats.slo.ended(name, now)
             self._headway_off.discard(name)
             self._headway_blocked.pop(name, None)
         if self._headway_blocked:
@@ -216,25 +225,26 @@ class HeadwaySchedulerMethods:
             self._headway_off.difference_update(output.num_scheduled_tokens)
         load = driver.scheduled(plan, output.num_scheduled_tokens)
         self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
+        self.headway_stats.slo.scheduled(id(output), driver.completed)
 
     def _measured(self: Any, output: Any, now: float) -> None:
         """Pass the measured duration of a step to the latency model, and log errors every `_REPORT_S`."""
+        stats: HostStats = self.headway_stats
+        stats.slo.returned(id(output), now)
+        if self._headway_snapshots.due(now):
+            self._headway_snapshots.write(now, stats.snapshot(self.headway_errors))
         step = self._headway_clock.returned(id(output), now)
         if step is None or self._headway is None:
             return
         load, seconds, predicted_s = step
         self._headway.observed(load, seconds)
-        # Exponential mean of the relative error over about 50 steps.
-        self._headway_error_share += 0.02 * (
-            abs(seconds - predicted_s) / max(seconds, 1e-6) - self._headway_error_share
-        )
+        stats.measured(seconds, predicted_s)
         if now - self._headway_reported_s >= _REPORT_S:
             self._headway_reported_s = now
-            times = sorted(self.headway_decision_s)
             logger.info(
                 "Headway: decisions take %.0f us (median), step times are predicted to %.0f%%, %d policy errors",
-                1e6 * times[len(times) // 2],
-                100 * self._headway_error_share,
+                1e6 * stats.median_s,
+                100 * stats.error_share,
                 self.headway_errors,
             )
 
@@ -247,7 +257,7 @@ class HeadwaySchedulerMethods:
         elif request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             self._headway_blocked[request.request_id] = request
         elif self._headway is not None:  # else all requests enter when the driver is made
-            cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            cached = self._cached_tokens(request)
             self._headway.enter(self._facts(request, cached), request)
 
     def _enter_unblocked(self: Any) -> None:
@@ -260,7 +270,7 @@ class HeadwaySchedulerMethods:
             if isinstance(grammar, Exception):
                 self._headway_off.add(name)
             else:
-                cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+                cached = self._cached_tokens(request)
                 self._headway.enter(self._facts(request, cached), request)
 
     def _rebuild(self: Any) -> None:
@@ -310,6 +320,12 @@ class HeadwaySchedulerMethods:
         asynchronous = vllm_config.scheduler_config.async_scheduling
         host = {"engine": "vllm", "version": adapter.version(), "asynchronous": asynchronous}
         return DriverLog(event_sink(f"{path}{rank}"), lambda: self.headway_clock(), host)
+
+    def _cached_tokens(self: Any, request: Any) -> int:
+        """Return how many tokens of a prompt need no work: the hit, less a window that some models compute again."""
+        cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+        replayed = getattr(self, "prefix_replay_tokens", 0)
+        return 0 if cached <= replayed else int(cached - replayed)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
         """Return how many free blocks a request needs for so many tokens, as vLLM counts (windows, prefix hits)."""

@@ -16,6 +16,7 @@ from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
 from headway.policy.hosted.pledged_pool import PledgedKvPool
 from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.prefill import PrefillState
 
 VllmRequest = Any
 """`vllm.v1.request.Request`, or the simulator's `VllmRequestState`."""
@@ -40,6 +41,8 @@ class PolicyDriver:
         self.prefills: dict[str, VllmRequest] = {}
         # Requests that have had their first token.
         self.decoding: set[str] = set()
+        # Requests whose prompt was completed by the last `advance`.
+        self.completed: list[tuple[PrefillState, VllmRequest]] = []
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.prefills or request_id in self.decoding
@@ -129,6 +132,7 @@ class PolicyDriver:
         tokens = sum(chunks.values())
         exact = sum(plan.quotas.values()) == tokens and plan.load.tokens == tokens + rows
         load = plan.load if exact else self._real_load(plan, chunks, others, rows)
+        self.completed = []
         for name in sorted(chunks, key=self._place(plan)) if len(chunks) > 1 else chunks:
             self._advance(name)
         self.policy.began()
@@ -150,6 +154,8 @@ class PolicyDriver:
             return
         self.policy.moved(name, known)
         self.policy.decoding(name)
+        if state is not None:
+            self.completed.append((state, request))
         self.pool.complete(name)
         self.decoding.add(name)
         del self.prefills[name]

@@ -73,6 +73,10 @@ class GatedQueueMethods:
     def __bool__(self) -> bool:
         return bool(self._all if self._visible is None else self._visible)
 
+    def __getitem__(self, place: int) -> VllmRequest:
+        """A request by its place among all: a first-come queue of vLLM's can be indexed."""
+        return self._all[place]
+
     def __len__(self) -> int:
         return len(self._all)
 
