@@ -11,7 +11,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm test-vllm check format bench docs figures lock sbom package embedded clean
+.PHONY: help setup demo test test-long vllm test-vllm check format bench clients docs figures lock sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ format: setup ## format the code
 
 bench: setup ## the figures that the README states, on this machine (about 10 minutes)
 	@$(BIN)/python -m benchmarks.run
+
+clients: setup ## third-party clients, each in an environment of its own, against a server; writes their table
+	@$(BIN)/python -m benchmarks.clients.run
 
 docs: setup ## the reference pages from the code, then the documentation site in build/site (strict)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'

@@ -3,7 +3,7 @@
     python scripts/make_checkpoint.py --hidden 512 --layers 8 --heads 8 --kv-heads 2 --mlp 1536 --vocab 4096 \
         --dtype bfloat16 --out out/reference
 
-The tokenizer that goes with it has one word a token (t0, t1, …), so that text round-trips and answers can be counted.
+The tokenizer that goes with it has one word a token (t3, t4, …), so that text round-trips and answers can be counted.
 The same arguments give the same bytes.
 """
 
@@ -16,27 +16,31 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+SPECIAL = ("<s>", "</s>", "<unk>")
+"""Tokens 0, 1, 2: none is the beginning of a word, since tokenizers look for them inside words too."""
+
 
 def write_tokenizer(vocab: int, out: Path) -> None:
     """One word for each id, separated by spaces."""
-    words = {f"t{i}": i for i in range(vocab)}
+    words = {SPECIAL[i] if i < len(SPECIAL) else f"t{i}": i for i in range(vocab)}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": i, "content": f"t{i}", "single_word": False, "lstrip": False, "rstrip": False,
+            {"id": i, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True}
-            for i in (0, 1)
+            for i, content in enumerate(SPECIAL)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
     }  # fmt: skip
     (out / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= dict(zip(("bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -333,6 +333,8 @@ def metrics_page() -> str:
 
 def engine_double() -> Any:
     """What a scrape asks of an engine client, a cluster's included."""
+    from headway.perf.hardware.models import model
+    from headway.perf.hardware.utilisation import UtilisationBase
     from headway.runtime.engine.protocol import EngineStats
 
     instance: Any = SimpleNamespace(id=0, role="mixed", node=0, state="ready")
@@ -344,7 +346,10 @@ def engine_double() -> Any:
         state = "ready"
         stats = EngineStats(stage_busy_s=((0, 0, 0.0),))
 
-        info = SimpleNamespace(model="", kv_tokens_total=64, kv_block_tokens=64, dtype="float32")
+        info = SimpleNamespace(
+            model="", kv_tokens_total=64, kv_block_tokens=64, dtype="float32",
+            utilisation=UtilisationBase(shape=model("llama-3-8b"), peak_flops=1.0, peak_bandwidth=1.0, origin=""),
+        )  # fmt: skip
 
         def report(self) -> Any:
             return SimpleNamespace(instances=[instance])

@@ -12,6 +12,8 @@ import msgspec
 
 from headway.core.errors import UnavailableError
 from headway.core.sampling import TokenLogprobs
+from headway.perf.hardware.models import model
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 
 INFO = EngineInfo(
@@ -33,6 +35,7 @@ INFO = EngineInfo(
     weights_bytes=4,
     kv_bytes=4,
     eos_token_ids=(1,),
+    utilisation=UtilisationBase(shape=model("llama-3-8b"), peak_flops=1e15, peak_bandwidth=1e12, origin="a data sheet"),
 )
 
 Script = Callable[[SubmitRequest, list[int]], Iterable[OutputDelta]]

@@ -32,7 +32,7 @@ async def test_our_dashboard_asks_for_metrics_that_are_exposed(connect: Any, eng
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     expressions += [each["query"] for each in board["templating"]["list"]]
     asked = {name for each in expressions for name in re.findall(r"headway_\w+", each)}
-    assert len(board["panels"]) == 12
+    assert len(board["panels"]) == 13
     assert len(asked) > 15
     assert asked - await exposed(connect) == set()
 

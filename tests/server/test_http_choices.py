@@ -80,6 +80,28 @@ async def test_echo_puts_the_prompt_and_its_scores_before_the_answer(connect: An
     assert joined == logprobs["token_logprobs"]
 
 
+async def test_max_tokens_0_answers_with_the_prompt_and_its_scores_alone(
+    connect: Any, whole: FakeEngine, ids: Any
+) -> None:
+    prompt = ids("hello wörld")
+    body = {**BODY, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+    async with connect(served_model_name=("m",)) as client:
+        answer = (await client.post(PATH, json=body)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = events((await client.post(PATH, json={**body, **options})).text)
+        nothing = (await client.post(PATH, json={**BODY, "max_tokens": 0})).json()["error"]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 0}
+        refused = (await client.post("/v1/chat/completions", json=chat)).json()["error"]
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hello wörld", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, *(-float(token) for token in prompt[1:])]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert "".join(each["choices"][0]["text"] for each in streamed[:-1]) == "hello wörld"
+    assert streamed[-1]["usage"] == answer["usage"]
+    assert (nothing["param"], refused["param"]) == ("max_tokens", "max_tokens")
+    assert "needs 'echo' or 'prompt_logprobs'" in nothing["message"]
+
+
 async def test_prompt_logprobs_are_a_field_of_their_own_without_echo(connect: Any, whole: FakeEngine) -> None:
     async with connect(served_model_name=("m",)) as client:
         (choice,) = (await client.post(PATH, json={**BODY, "prompt_logprobs": 1})).json()["choices"]

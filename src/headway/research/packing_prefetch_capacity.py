@@ -20,13 +20,13 @@ from headway.perf.accelerator.operators import OperatorSetting
 from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import simulate_stage
 from headway.perf.accelerator.timeline import Mode
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import RequestRecord
 from headway.sim.result import SimResult
-from headway.sim.spec import UtilisationBase
 from headway.sim.workload import TraceRequest
 
 STEP = 1.2

@@ -35,9 +35,12 @@ def parse_completion(fields: BodyFields, context: RequestContext, prompts: Promp
         _check_scoring(context, "echo" if body.prompt_logprobs is None else "prompt_logprobs")
     elif body.echo and context.settings.journal is not None:
         _check_scoring(context, "echo")
+    if body.max_tokens == 0 and not body.echo and scored is None:
+        raise RequestError("'max_tokens' 0 needs 'echo' or 'prompt_logprobs': the answer would be empty", "max_tokens")
     params = sampling_params(
         body,
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        # One token is computed all the same, and left out of the answer.
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
         vocab_size=context.info.vocab_size,
         prompt_logprobs=scored,

@@ -56,7 +56,7 @@ async def generate(
     try:
         async with aclosing(deltas):
             async for delta in deltas:
-                _observe(delta, job, record)
+                delta = _observed(delta, job, record)
                 if journaled is not None:
                     await journaled.write(index, delta)
                 piece = assembler.feed(delta)
@@ -112,12 +112,19 @@ def _submission(
     )
 
 
-def _observe(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -> None:
-    """Add a delta to the record. Raises ApiError when it ends the request without an answer."""
+def _observed(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) -> OutputDelta:
+    """Add a delta to the record and return what of it is answered. Raises ApiError when it ends without an answer."""
     record.observe(delta)
     if delta.finish in ("abort", "timeout", "error"):
         record.finish(delta.finish)
         raise _failure(delta, job)
+    if not job.text.prompt_only:
+        return delta
+    # Metrics count the token, which was computed; the answer's usage does not.
+    record.output_tokens = 0
+    return msgspec.structs.replace(
+        delta, tokens=(), logprobs=None, stop_token=None, finish=None if delta.finish is None else "length"
+    )
 
 
 class AnswerAssembler:

@@ -36,6 +36,8 @@ class TextOptions:
     return_token_ids: bool = False
     echo: bool = False
     """Whether the answer begins with the prompt."""
+    prompt_only: bool = False
+    """Whether the answer has no tokens of the model's: the one that the engine computes is left out."""
     prompt_logprobs: bool = False
     """Whether choices have the prompt's log-probabilities in a field of their own."""
 
@@ -116,6 +118,7 @@ def build_job(
             min_tokens=params.min_tokens,
             return_token_ids=body.return_token_ids,
             echo=getattr(body, "echo", False),
+            prompt_only=body.max_tokens == 0,
             prompt_logprobs=getattr(body, "prompt_logprobs", None) is not None,
         ),
         slo=read_slo(context.headers, body.slo, settings),

@@ -18,6 +18,7 @@ from headway.serving.generation_job import GenerationJob
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.instance_metrics import InstanceCollector
 from headway.serving.slo_metrics import ClassMetrics
+from headway.serving.utilisation_metrics import UtilisationCollector
 
 PREFIX = "headway_"
 ALIAS_PREFIX = "vllm:"
@@ -111,6 +112,7 @@ class ServerMetrics:
             ("status",), registry=inner,
         )  # fmt: skip
         inner.register(_EngineCollector(engine))
+        inner.register(UtilisationCollector(PREFIX, engine))
         if isinstance(engine, InstanceAdmin):
             inner.register(InstanceCollector(engine))
         self._registry.register(_AliasedRegistry(inner, engine, served_as))

@@ -138,6 +138,9 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Raw = Field(description="text or an array of token ids, or an array of several of these")
+    max_tokens: int | None = Field(
+        None, ge=0, le=_INT32, description="most output tokens; 0: the prompt alone, with echo or prompt_logprobs"
+    )
     add_special_tokens: bool = Field(True, description="the tokenizer's special tokens before a text")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="log-probabilities of so many alternatives")
     echo: bool = Field(False, description="the prompt before the answer; with logprobs, the prompt's tokens too")

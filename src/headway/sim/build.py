@@ -16,6 +16,7 @@ from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.links import link
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency import store
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.layout import ParallelLayout, cut
@@ -32,7 +33,7 @@ from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import LatencySection, ModelSection, Scenario
 from headway.sim.simulation import simulate
-from headway.sim.spec import InstanceSpec, RunSpec, UtilisationBase
+from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.section import VllmSection
 from headway.sim.vllm.spec import VllmSpec, stock_flags
 from headway.sim.workload import TraceRequest

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import PERCENTILES
-from headway.sim.spec import UtilisationBase
 
 
 class IterationRecord(NamedTuple):
@@ -117,9 +117,8 @@ class SimResult:
         # model FLOPs: recomputed tokens count as well, since they were computed
         if self.utilisation_base is None or not self.duration_s:
             return None
-        shape = self.utilisation_base.shape
         flops = sum(
-            shape.linear_flops(use.prefill_tokens + use.decode_tokens) + shape.pairs_flops(use.attention_pairs)
+            self.utilisation_base.flops(use.prefill_tokens + use.decode_tokens, use.attention_pairs)
             for use in self.replicas
         )
         return flops / (self.duration_s * self.utilisation_base.peak_flops * len(self.replicas))
@@ -129,11 +128,9 @@ class SimResult:
         """Memory bandwidth utilisation over the whole run, all devices; None without a utilisation_base."""
         if self.utilisation_base is None or not self.duration_s:
             return None
-        shape = self.utilisation_base.shape
-        weights = shape.parameters * shape.dtype_bytes
         # every forward pass reads all weights once
         passes = sum(use.iterations + use.more_passes for use in self.replicas)
-        read = passes * weights + sum(use.kv_read_tokens * shape.kv_bytes_per_token for use in self.replicas)
+        read = self.utilisation_base.bytes_read(passes, sum(use.kv_read_tokens for use in self.replicas))
         return read / (self.duration_s * self.utilisation_base.peak_bandwidth * len(self.replicas))
 
     def use_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
@@ -14,17 +14,6 @@ from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
 from headway.sim.vllm.spec import VllmSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class UtilisationBase:
-    """The denominators of utilisation: all devices of one instance together."""
-
-    shape: ModelShape
-    peak_flops: float
-    """FLOP/s. MFU: model FLOPs (matrix products and causal attention) over this."""
-    peak_bandwidth: float
-    """Bytes/s. MBU: bytes of weights (once an iteration) and of KV that decodes and chunks read, over this."""
 
 
 @dataclass(frozen=True, kw_only=True)

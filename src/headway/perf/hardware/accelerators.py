@@ -125,3 +125,20 @@ def accelerator(name: str) -> AcceleratorSpec:
     if key not in ACCELERATORS:
         raise ConfigError(f"unknown accelerator {name!r}; known: {', '.join((*ACCELERATORS, *ALIASES))}")
     return ACCELERATORS[key]
+
+
+def of_device(name: str) -> AcceleratorSpec | None:
+    """Return the accelerator that a driver calls `name` ("NVIDIA H100 80GB HBM3"); None: no data sheet of it is known.
+
+    Forms of less power or bandwidth (PCIe, NVL, MIG slices) have other peaks, and count as unknown.
+    """
+    words = name.upper().replace("-", " ").split()
+    if any(word in ("PCIE", "NVL", "MIG", "GH200") for word in words):
+        return None
+    for spec in ACCELERATORS.values():
+        die, size = spec.name.upper().split("-")
+        # H200 has one size only, which its name leaves out.
+        sizes = [word for word in words if word.endswith("GB") and word[:-2].isdigit()]
+        if die in words and (not sizes or size in sizes):
+            return spec
+    return None

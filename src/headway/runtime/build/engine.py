@@ -22,6 +22,7 @@ from headway.kv.prefix_cache import PrefixCache
 from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
+from headway.perf.hardware.utilisation import utilisation_base
 from headway.perf.latency import store
 from headway.perf.latency.base import LatencyModel, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
@@ -150,6 +151,9 @@ def _engine(
         processor=built.processor or processor_name(),
         kernels=built.kernels,
         profile=source.provenance,
+        utilisation=utilisation_base(
+            built.shape.model_shape(built.dtype), config.layout.accelerators, built.processor, built.measure
+        ),
         latency=describe(latency),
     )
     restarts = RestartLimit(config.max_restarts, "the workers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headway.perf.hardware.memory import available_bytes, gib
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.runtime.engine.protocol import EngineInfo
 
 
@@ -25,6 +26,7 @@ def summary(info: EngineInfo, groups: str | None = None) -> list[str]:
         ("longest context", f"{info.max_model_len:,} tokens, output included"),
         ("policy", f"{info.policy}, {info.chunking} chunks, {info.mode} mode{aim}"),
         ("latency from", info.profile),
+        ("peak", None if info.utilisation is None else peaks(info.utilisation)),
     ]
     return [line(name, value) for name, value in lines if value]
 
@@ -32,3 +34,8 @@ def summary(info: EngineInfo, groups: str | None = None) -> list[str]:
 def line(name: str, value: str) -> str:
     """Return a name and its value in the columns of `summary`."""
     return f"{name:<20} {value}"
+
+
+def peaks(base: UtilisationBase) -> str:
+    """Return what MFU and MBU are shares of."""
+    return f"{base.peak_flops / 1e9:,.0f} GFLOP/s, {base.peak_bandwidth / 1e9:,.0f} GB/s ({base.origin})"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from headway.core.errors import ConfigError
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.runtime.engine.protocol import EngineInfo, EngineStats
 
 _SAME = ("model", "architecture", "dtype", "vocab_size", "parameters", "eos_token_ids")
@@ -32,7 +34,21 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     layouts = ", ".join(f"{count} x {name}" for name, count in sorted(Counter(i.layout for i in infos).items()))
     sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
     longest = min(info.max_model_len for info in infos)
-    return msgspec.structs.replace(first, **sums, max_model_len=longest, layout=layouts, latency=None)
+    return msgspec.structs.replace(
+        first, **sums, max_model_len=longest, layout=layouts, latency=None, utilisation=_merged_base(infos)
+    )
+
+
+def _merged_base(infos: Sequence[EngineInfo]) -> UtilisationBase | None:
+    """Return the peaks of all instances together; None where one is not known."""
+    bases = [info.utilisation for info in infos if info.utilisation is not None]
+    if len(bases) < len(infos):
+        return None
+    return replace(
+        bases[0],
+        peak_flops=sum(base.peak_flops for base in bases),
+        peak_bandwidth=sum(base.peak_bandwidth for base in bases),
+    )
 
 
 def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:

@@ -20,6 +20,7 @@ from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.prefix_index import TextKeys
+from headway.perf.hardware.utilisation import AttentionWork
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
@@ -363,6 +364,10 @@ class EngineCore:
         self._count("prefill_tokens_total", prefill)
         self._count("decode_tokens_total", decodes)
         self._count("iterations_total", 1)
+        work = AttentionWork.of(batch)
+        self._count("passes_total", sum(part.tokens > 0 for part in batch.parts))
+        self._count("kv_read_tokens_total", work.kv_tokens)
+        self._count("attention_pairs_total", work.pairs)
         self._count("busy_s_total", elapsed_s)
         self._count("predicted_s_total", batch.predicted_s)
         self._stats["last_chunk_tokens"] = prefill

@@ -15,6 +15,7 @@ import msgspec
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams, TokenLogprobs
 from headway.core.span import Phase
+from headway.perf.hardware.utilisation import UtilisationBase
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Rejection = Literal["invalid", "overloaded", "unavailable"]
@@ -102,6 +103,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The part of `prefill_tokens_total` computed as this instance's share of spans, outside its scheduler."""
     decode_tokens_total: int = 0
     iterations_total: int = 0
+    passes_total: int = 0
+    """Forward passes of KV groups, which each read all weights; an iteration has one for each group that takes part."""
+    kv_read_tokens_total: int = 0
+    """Tokens whose KV attention read, and pairs of query and key, as `perf.hardware.utilisation.AttentionWork`; work on
+    spans, outside the scheduler, is not in them."""
+    attention_pairs_total: float = 0.0
     preemptions_total: int = 0
     recomputed_tokens_total: int = 0
     busy_s_total: float = 0.0
@@ -220,6 +227,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What computes attention and products, in words; empty: not known in this process."""
     profile: str = ""
     """Origin of the latency model's numbers, in words."""
+    utilisation: UtilisationBase | None = None
+    """What MFU and MBU are shares of; None: not known."""
     latency: dict[str, Any] | None = None
     """The latency model as data (`perf.latency.recorded`), for a cluster's controller."""
     peer_address: str | None = None

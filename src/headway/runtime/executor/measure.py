@@ -23,8 +23,15 @@ def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: in
     kind: "chunk", the attention of `first` tokens over `second` past ones; "decodes", of `first` requests with `second`
     past tokens each; "forward", a chunk of `first` tokens without history through the layers, one row to the LM head.
     "ask": the time added to the attention of `first` rows when KV group `second` attends them as well, over one token;
-    the rank in the same place of that group must run "visit" at the same time, which returns 0.
+    the rank in the same place of that group must run "visit" at the same time, which returns 0. "product": two square
+    matrices of `first` rows; "read": a matrix of `first` MiB times a vector: what the device can at best.
     """
+    if kind == "product":
+        # Where a device multiplies bf16 slower than float32, its peak is that of float32.
+        types = {worker.decoder.dtype, torch.float32}
+        return min(_fastest(_product(worker, first, first, first, dtype), repeats) for dtype in types)
+    if kind == "read":
+        return _fastest(_product(worker, first << 8, 1024, 1, torch.float32), repeats)
     if kind == "ask":
         return _asking(worker, first, second, repeats)
     if kind == "visit":
@@ -96,6 +103,21 @@ def _visiting(worker: ModelWorker, rows: int, owner: int) -> Callable[[], None]:
             plan = backend.share((), pool, (), [RemoteRows(owner, rows, [(0, 1)])])
             for layer in range(pool.layers):
                 backend.answer_queries(layer, plan)
+
+    return run
+
+
+def _product(worker: ModelWorker, rows: int, inner: int, columns: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a function that multiplies rows x inner by inner x columns."""
+    device = worker.decoder.device
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(inner, columns, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def run() -> None:
+        torch.mv(left, right[:, 0]) if columns == 1 else torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return run
 

@@ -150,8 +150,8 @@ class MeasureRequest(msgspec.Struct, frozen=True, array_like=True, tag="measure"
     """Measure an operation while there are no requests."""
 
     kind: str
-    """"chunk" (tokens, past), "decodes" (count, past), "forward" (rows), or, by two ranks at the same time, "ask"
-    (rows, remote group) and "visit" (rows, owner's group)."""
+    """"chunk" (tokens, past), "decodes" (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two
+    ranks at the same time, "ask" (rows, remote group) and "visit" (rows, owner's group)."""
     first: int
     """The first of the numbers in brackets."""
     second: int

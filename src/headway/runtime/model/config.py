@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.core.errors import CheckpointError, ConfigError
+from headway.perf.hardware.shapes import ModelShape
 from headway.runtime.model.family import FamilySpec, family_of
 from headway.runtime.model.fields import JsonFields
 from headway.runtime.model.rope_config import RopeConfig, read_rope
@@ -49,6 +50,14 @@ class DecoderConfig:
     def longest(self) -> int:
         """The largest permitted `max_model_len`: the length that the position encoding supports."""
         return longest_of(self.rope, self.max_positions)
+
+    def model_shape(self, dtype: str) -> ModelShape:
+        """Return the dimensions by which work is counted. dtype: that weights and KV are held in."""
+        return ModelShape(
+            layers=self.layers, hidden=self.hidden_size, q_heads=self.q_heads, kv_heads=self.kv_heads,
+            head_dim=self.head_dim, mlp=self.mlp_size, vocab=self.vocab_size,
+            dtype_bytes=4 if dtype == "float32" else 2, tied_embeddings=self.tie_embeddings,
+        )  # fmt: skip
 
     def dtype_for(self, name: str) -> str:
         """Return the type to compute in, "float32" or "bfloat16", from a setting ("auto": the checkpoint's own)."""
