@@ -43,6 +43,14 @@ def test_a_library_is_built_once_in_a_private_folder(source: Path) -> None:
     assert made.stat().st_ino == before
 
 
+def test_steps_are_reported_while_a_library_is_built_and_not_afterwards(source: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    for _ in range(2):
+        compiled(one_of(source), lambda done, total: steps.append((done, total)))
+    # One file to compile, and linking.
+    assert steps == [(0, 2), (1, 2)]
+
+
 def test_a_file_that_others_could_have_written_is_built_anew(source: Path) -> None:
     compiled(one_of(source))
     (made,) = (source.parent / "cache" / "headway").glob("one-*.so")

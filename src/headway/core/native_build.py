@@ -11,9 +11,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -74,7 +75,11 @@ LIBRARIES = {
 """What a platform wheel has compiled, by name."""
 
 
-def compiled(library: NativeLibrary) -> ctypes.CDLL | None:
+Done = Callable[[int, int], object]
+"""Called with the steps that are done, and all, while a library is compiled."""
+
+
+def compiled(library: NativeLibrary, done: Done | None = None) -> ctypes.CDLL | None:
     """Return a library, from the wheel or else compiled here; None where it cannot be, and a line in the log says why.
 
     The first call ever without a wheel's library compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns
@@ -94,7 +99,7 @@ def compiled(library: NativeLibrary) -> ctypes.CDLL | None:
         _log.info("no C++ compiler: %s are off", library.what)
         return None
     try:
-        return ctypes.CDLL(str(_cached(compiler, library)))
+        return ctypes.CDLL(str(_cached(compiler, library, done)))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s are off: %s", library.what, getattr(error, "stderr", None) or error)
         return None
@@ -105,7 +110,7 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
-def _cached(compiler: str, library: NativeLibrary) -> Path:
+def _cached(compiler: str, library: NativeLibrary, done: Done | None) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
     # Everything that the machine code depends on.
     identity = _hash([*library.texts(), compiler, *FLAGS, *library.flags, platform.machine(), _processor()])
@@ -114,11 +119,13 @@ def _cached(compiler: str, library: NativeLibrary) -> Path:
     if _is_own(target):
         return target
     _log.info("compiling %s for this processor, once: it takes some seconds", library.name)
-    build(compiler, library, target, ("-march=native",))
+    build(compiler, library, target, ("-march=native",), done)
     return target
 
 
-def build(compiler: str, library: NativeLibrary, target: Path, processor: Sequence[str]) -> None:
+def build(
+    compiler: str, library: NativeLibrary, target: Path, processor: Sequence[str], done: Done | None = None
+) -> None:
     """Compile a library to `target` in an existing folder. processor: flags that name it. Raises SubprocessError."""
     sources = library.sources()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(len(sources)) as side_by_side:
@@ -128,7 +135,10 @@ def build(compiler: str, library: NativeLibrary, target: Path, processor: Sequen
             (compiler, *FLAGS, *processor, *library.flags, "-c", str(path), "-o", made)
             for path, made in zip(sources, objects, strict=True)
         ]
-        list(side_by_side.map(_compile, steps))
+        for count, _ in enumerate(chain([None], side_by_side.map(_compile, steps))):
+            if done is not None:
+                # Linking is the last step.
+                done(count, len(steps) + 1)
         # OpenMP's runtime is torch's, which is loaded first: not linked in, or a process would have two.
         _compile((compiler, "-shared", *objects, "-o", str(linked)))
         # Atomic: processes that build at once replace each other's equal file, and none loads half of one.

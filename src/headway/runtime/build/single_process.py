@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from headway.perf.hardware.device import choose
 from headway.perf.hardware.memory import available_bytes
 from headway.runtime.attention.base import kernels_of, make_backend
+from headway.runtime.attention.native import build_library
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
@@ -20,7 +20,7 @@ from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
-from headway.sim.report.progress import terminal_bar
+from headway.sim.report.progress import StepBar
 
 
 def build_one(config: EngineConfig) -> LoadedModel:
@@ -29,19 +29,18 @@ def build_one(config: EngineConfig) -> LoadedModel:
         torch.set_num_threads(config.threads)
     team = ThreadPinning(torch.get_num_threads())
     devices = choose(config.device, 1, look)
-    backend = make_backend(backend_name(config, devices))
+    name = backend_name(config, devices)
+    # Instances of a cluster start side by side: their bars would overwrite each other.
+    alone = config.instance is None
+    if name == "cpu":
+        with StepBar("compiling kernels for this processor, once: steps", shown=alone) as compiling:
+            build_library(compiling)
+    backend = make_backend(name)
     device = "cpu" if devices is None else f"cuda:{devices.first}"
     if devices is not None:
         torch.cuda.set_device(device)
-    # Instances of a cluster load side by side: their bars would overwrite each other.
-    with terminal_bar("loading weights, layers") if config.instance is None else nullcontext() as bar:
-        task = bar.add_task("", total=None) if bar is not None else None
-
-        def loaded(done: int, total: int) -> None:
-            if bar is not None and task is not None:
-                bar.update(task, completed=done, total=total)
-
-        decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend, loaded=loaded)
+    with StepBar("loading weights, layers", shown=alone) as loading:
+        decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend, loaded=loading)
     # Measured after loading: the weights are no longer part of what is free.
     free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
     # A pool of one slot has the size of one token.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
 def terminal_bar(text: str) -> Progress:
@@ -20,6 +20,31 @@ def terminal_bar(text: str) -> Progress:
         disable=not console.is_terminal,
         transient=True,
     )
+
+
+class StepBar:
+    """A bar that appears with its first step. A context manager, called with the steps done, and all."""
+
+    def __init__(self, text: str, *, shown: bool = True) -> None:
+        """shown: False: nothing is drawn."""
+        self._bar = terminal_bar(text)
+        self._shown = shown
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._shown:
+            return
+        if self._task is None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total)
+        self._bar.update(self._task, completed=done, total=total)
 
 
 class LoadProgress:

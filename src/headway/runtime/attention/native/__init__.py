@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headway.core.native_build import LIBRARIES, compiled
+from headway.core.native_build import LIBRARIES, Done, compiled
 
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -51,10 +51,18 @@ def kernels() -> CompiledKernels | None:
 
     HEADWAY_NATIVE=0 in the environment turns them off (`core.native_build`).
     """
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    library = compiled(LIBRARIES["kernels"])
+    library = build_library()
     if library is None:
         return None
     # A compiler that does not know AVX-512 BF16 builds a library without the kernels, on a processor that has it.
     return CompiledKernels(library) if library.headway_supported() else None
+
+
+def build_library(done: Done | None = None) -> ctypes.CDLL | None:
+    """Return the library, compiled where neither the wheel nor the cache has it; None where it cannot be built or run.
+
+    done: called with the steps done, and all, while it is compiled.
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    return compiled(LIBRARIES["kernels"], done)
