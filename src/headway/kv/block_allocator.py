@@ -80,6 +80,12 @@ class BlockAllocator:
                 high, count = i + 1, count + behind[1]
             self._free[low:high] = [(first, count)]
 
+    def has_run(self, blocks: int, at: int | None = None) -> bool:
+        """Return whether so many free blocks lie side by side.
+
+        `at`: the block behind a run that they are to extend: they must begin there, or leave room to go on."""
+        return any(count >= blocks for first, count in self._free if at is None or first == at or count > blocks)
+
     def free_runs(self) -> tuple[Run, ...]:
         """Return the free runs, in order."""
         return tuple(self._free)

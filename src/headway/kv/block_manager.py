@@ -14,6 +14,9 @@ from headway.kv.block_allocator import BlockTables, Run, joined_runs
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import PrefixNode
 
+_EVICTED_TOGETHER = 16
+"""Least blocks to evict where free ones lie scattered."""
+
 
 class KvLease:
     """A request's right to KV blocks. Created and changed by `BlockManager` only."""
@@ -121,7 +124,7 @@ class BlockManager:
         lease = KvLease(request, tip, shared * self.block_tokens)
         self._leases[request] = lease
         if self.cache is not None and tip is not None and shared:
-            runs = joined_runs(self.cache.index.path(tip))
+            runs = self.cache.shared_runs(request)
             self._tables.share(request, runs)
             self._ops.append(KvOp("share", request, shared, runs=runs))
             lease.blocks = shared
@@ -225,6 +228,18 @@ class BlockManager:
         self._tables.evict(runs)
         self._ops.append(KvOp("evict", "", 0, runs=runs))
 
+    def _make_room(self, cache: PrefixCache, blocks: int, runs: tuple[Run, ...]) -> None:
+        """Evict until `blocks` are free, and some more if these would lie scattered: each run costs attention a call.
+
+        `runs`: those that the blocks are to extend."""
+        allocator = self._tables.allocator
+        self._evict(blocks - allocator.free_blocks)
+        # Prefixes are evicted from their ends, where their blocks lie side by side: a few more make a longer run.
+        step = max(blocks, _EVICTED_TOGETHER)
+        for _ in range(2):
+            if blocks and cache.index.evictable and not allocator.has_run(blocks, sum(runs[-1]) if runs else None):
+                self._evict(min(step, cache.index.evictable))
+
     def _own(self, lease: KvLease) -> None:
         """Raise InvariantError unless the lease is current: a freed one must not touch a successor of the same name."""
         if self._leases.get(lease.request) is not lease:
@@ -232,7 +247,8 @@ class BlockManager:
 
     def _add(self, lease: KvLease, blocks: int, verb: KvVerb, start: int = 0) -> None:
         """Allocate blocks to a lease and record the operation. Cached blocks are evicted to make room."""
-        self._evict(blocks - self._tables.allocator.free_blocks)
+        if self.cache is not None:
+            self._make_room(self.cache, blocks, self._tables.runs(lease.request) if lease.blocks else ())
         self._tables.add(lease.request, blocks)
         self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks

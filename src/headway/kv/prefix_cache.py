@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
+from headway.kv.block_allocator import Run, joined_runs
 from headway.kv.eviction import EvictionPolicy
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
 
@@ -19,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 class _PrefixEntry:
     """One request's prefix. It waits, or holds KV."""
 
-    __slots__ = ("computing", "counted", "keys", "prompt_tokens", "shareable", "tip", "used", "waiting")
+    __slots__ = ("computing", "counted", "keys", "prompt_tokens", "runs", "shareable", "tip", "used", "waiting")
 
     def __init__(self, keys: Sequence[Hashable], prompt_tokens: int, shareable: int, tip: PrefixNode) -> None:
         # Keys of its blocks, those of its prompt first.
@@ -34,6 +35,8 @@ class _PrefixEntry:
         self.counted = False
         # (tip, epoch, blocks of the match that others use): memo of `in_use`.
         self.used: tuple[PrefixNode, int, int] | None = None
+        # (tip, blocks of its prefix): made when the request comes, so that deciding that it begins takes less.
+        self.runs: tuple[PrefixNode, tuple[Run, ...]] = (tip, ())
         # Key of the next block of a prompt that it is computing.
         self.computing: Hashable | None = None
 
@@ -72,6 +75,7 @@ class PrefixCache:
         entry = _PrefixEntry(keys, prompt_tokens, shareable, self.index.root)
         self._entries[request] = entry
         entry.tip = self.index.match(keys[:shareable])
+        entry.runs = (entry.tip, joined_runs(self.index.path(entry.tip)))
         self._watch(request, entry)
         return entry.tip.depth * self._block_tokens
 
@@ -115,7 +119,7 @@ class PrefixCache:
     def in_use(self, request: str) -> int:
         """Return how many blocks of a waiting request's match other requests use: they take no free block."""
         entry = self._entries.get(request)
-        if entry is None or not entry.waiting:
+        if entry is None or not entry.waiting or not self.index.in_use:
             return 0
         used = entry.used
         if used is not None and used[0] is entry.tip and used[1] == self._epoch:
@@ -148,6 +152,12 @@ class PrefixCache:
         self.index.acquire(entry.tip)
         self._start_computing(request, entry)
         return entry.tip
+
+    def shared_runs(self, request: str) -> tuple[Run, ...]:
+        """Return the cached blocks with which a request that has just begun, begins."""
+        entry = self._entries[request]
+        tip, runs = entry.runs
+        return runs if tip is entry.tip else joined_runs(self.index.path(entry.tip))
 
     def cancel(self, request: str) -> None:
         """Undo `begin` for a request that got no KV after all."""

@@ -141,14 +141,16 @@ class PrefixIndex:
 
     def acquire(self, node: PrefixNode) -> None:
         """Keep a prefix from eviction until `release`. O(blocks that were unused)."""
-        while node.parent is not None:
-            node.users += 1
-            if node.users > 1:
-                return
-            self.in_use += 1
+        begun = 0
+        while (parent := node.parent) is not None:
+            node.users = users = node.users + 1
+            if users > 1:
+                break
+            begun += 1
             if node.ticket != _UNLISTED:
                 self._unlist(node)
-            node = node.parent
+            node = parent
+        self.in_use += begun
 
     def release(self, node: PrefixNode) -> None:
         """Undo one `acquire`. O(blocks that become unused)."""
