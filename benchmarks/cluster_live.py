@@ -45,7 +45,7 @@ from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, node
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.protocol import EngineClient, SubmitRequest
 from headway.serving.cluster_settings import instance_configs
 from headway.serving.load.machine import machine
 from headway.serving.serve_settings import ServeSettings
@@ -219,7 +219,7 @@ class Times:
         self.told: list[tuple[float, int]] = []
 
 
-async def ask(client: Watcher, name: str, request: TraceRequest, due_s: float) -> Times:
+async def ask(client: EngineClient, name: str, request: TraceRequest, due_s: float) -> Times:
     info, found = client.info, Times(request, due_s)
     ids = np.random.default_rng(request.prompt_tokens).integers(3, info.vocab_size, request.prompt_tokens, np.int32)
     await asyncio.sleep(due_s - time.monotonic())
@@ -232,7 +232,7 @@ async def ask(client: Watcher, name: str, request: TraceRequest, due_s: float) -
     return found
 
 
-async def convoy(client: Watcher, requests: Sequence[TraceRequest]) -> tuple[float, list[Times]]:
+async def convoy(client: EngineClient, requests: Sequence[TraceRequest]) -> tuple[float, list[Times]]:
     """All requests at their times; when the first was due."""
     try:
         await client.start()
@@ -263,18 +263,18 @@ def row_of(name: str, client: Watcher, times: Sequence[Times]) -> dict[str, Any]
     shares = client.shares()
     return {
         "policy": name,
-        "short_ttft_s": _points(waits["short"]),
-        "long_ttft_s": _points(waits["long"]),
-        "long_jct_s": _points(ends["long"]),
-        "short_second_s": _points(seconds),
-        "tbt_s": _points(gaps),
+        "short_ttft_s": points(waits["short"]),
+        "long_ttft_s": points(waits["long"]),
+        "long_jct_s": points(ends["long"]),
+        "short_second_s": points(seconds),
+        "tbt_s": points(gaps),
         "restarts": client.stats.engine_restarts_total,
         "pauses": len(shares),
         "saved_share": {"median": statistics.median(shares), "max": max(shares)} if shares else None,
     }
 
 
-def _points(values: Sequence[float]) -> dict[str, float] | None:
+def points(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     p50, p99 = np.percentile(values, (50, 99)).tolist()

@@ -38,6 +38,7 @@ def vllm_server(
     max_model_len: int,
     kv_gib: int = 4,
     threads: int = 0,
+    first_core: int = 0,
     log: Path | None = None,
 ) -> Iterator[str]:
     """The URL of a server that is ready. It listens on 127.0.0.1 only and ends with the block. `threads` 0: all cores.
@@ -57,7 +58,7 @@ def vllm_server(
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "0" if cores == 1 else f"0-{cores - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, cores),
         "VLLM_NO_USAGE_STATS": "1",
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
     }
@@ -76,6 +77,10 @@ def vllm_server(
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def _range(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
