@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -75,6 +75,18 @@ class ReplicaUse:
     """KV groups that joined a long request."""
 
 
+@dataclass
+class SpanWork:
+    """Work of a cluster's spans, which no scheduler counts, over all instances; parts of a span count as parts."""
+
+    tokens: float = 0.0
+    """Rows of forward passes."""
+    attention_pairs: float = 0.0
+    kv_read_tokens: float = 0.0
+    passes: float = 0.0
+    """Forward passes, each of which reads an instance's weights."""
+
+
 @dataclass(frozen=True)
 class SimResult:
     """One simulated run. Every request has a record: those that the window cut off have the error "unfinished"."""
@@ -85,6 +97,7 @@ class SimResult:
     """The window, or the time from the first arrival to the last end."""
     iterations: tuple[IterationRecord, ...] = ()
     utilisation_base: UtilisationBase | None = None
+    spans: SpanWork = field(default_factory=SpanWork)
     stages: int = 1
     groups: int = 1
 
@@ -117,7 +130,8 @@ class SimResult:
         # model FLOPs: recomputed tokens count as well, since they were computed
         if self.utilisation_base is None or not self.duration_s:
             return None
-        flops = sum(
+        flops = self.utilisation_base.flops(round(self.spans.tokens), self.spans.attention_pairs)
+        flops += sum(
             self.utilisation_base.flops(use.prefill_tokens + use.decode_tokens, use.attention_pairs)
             for use in self.replicas
         )
@@ -129,8 +143,9 @@ class SimResult:
         if self.utilisation_base is None or not self.duration_s:
             return None
         # every forward pass reads all weights once
-        passes = sum(use.iterations + use.more_passes for use in self.replicas)
-        read = self.utilisation_base.bytes_read(passes, sum(use.kv_read_tokens for use in self.replicas))
+        passes = self.spans.passes + sum(use.iterations + use.more_passes for use in self.replicas)
+        kv_tokens = self.spans.kv_read_tokens + sum(use.kv_read_tokens for use in self.replicas)
+        read = self.utilisation_base.bytes_read(round(passes), round(kv_tokens))
         return read / (self.duration_s * self.utilisation_base.peak_bandwidth * len(self.replicas))
 
     def use_json(self) -> dict[str, Any]:

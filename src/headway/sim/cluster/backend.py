@@ -17,6 +17,7 @@ from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
 from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
+from headway.sim.result import SpanWork
 
 if TYPE_CHECKING:
     from headway.sim.cluster.simulation import ClusterSimulation
@@ -33,6 +34,7 @@ class SimulatedBackend(InstanceBackend):
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
         self.noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans")
         self.spans = self.chunked = 0
+        self.work = SpanWork()
         self.busy_s_of = [0.0] * count
         self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
         # engines, by index, that may start a batch at the end of this instant

@@ -29,7 +29,7 @@ from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory
 from headway.sim.requests import requests_of
 from headway.sim.scenario import PoolSection, Scenario
-from headway.sim.spec import InstanceSpec
+from headway.sim.spec import InstanceSpec, UtilisationBase
 from headway.sim.workload import TraceRequest
 
 
@@ -110,7 +110,14 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         links=links,
         backends=cluster.backends,
         rows=cluster.span_rows,
+        utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )
+
+
+def _utilisation_base(pools: Sequence[PoolSection], device: AcceleratorSpec, shape: ModelShape) -> UtilisationBase:
+    """Return the peaks of an instance in the mean over all: pools may differ in size."""
+    devices = sum(pool.count * pool.tp * pool.stages for pool in pools) / sum(pool.count for pool in pools)
+    return UtilisationBase(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices)
 
 
 def _instances(

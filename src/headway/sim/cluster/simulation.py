@@ -23,7 +23,7 @@ from headway.sim.cluster.backend import SimulatedBackend
 from headway.sim.cluster.instance import SimulatedInstance
 from headway.sim.cluster.request import SimRequest
 from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
-from headway.sim.cluster.spans import SimulatedSpan
+from headway.sim.cluster.spans import SimulatedSpan, count_work
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import NEVER, EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS
@@ -157,9 +157,12 @@ class ClusterSimulation(EventLoop):
             self.controller.span_paused(entry, layer, self.now, tokens, edges.elapsed_share(tokens, layer))
 
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
-        """Account for a span that has ended or paused: busy time and Gantt bar."""
+        """Account for a span that has ended or paused: busy time, work and Gantt bar."""
         run: SimulatedSpan = entry.backend_state
         self.backend.occupy(entry.group, -1)
+        share = run.computed_share(entry, self.now)
+        for member in (entry, *entry.batched_with):
+            count_work(self.backend.work, self.spec, member.span, share)
         for i in entry.group:
             self.bar(kind, i, run.began_s, entry.owner, f"{entry.span.start}:{entry.span.end}")
 
@@ -214,7 +217,13 @@ class ClusterSimulation(EventLoop):
         targets = self.run_spec.targets
         records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS)) for one in self.requests)
         uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
-        sim = SimResult(records=records, replicas=tuple(uses), duration_s=duration_s)
+        sim = SimResult(
+            records=records,
+            replicas=tuple(uses),
+            duration_s=duration_s,
+            utilisation_base=self.spec.utilisation_base,
+            spans=self.backend.work,
+        )
         return ClusterResult(
             sim=sim,
             instances=self.spec.instances,
@@ -244,6 +253,8 @@ class ClusterSimulation(EventLoop):
                 batches=total.batches + (use.batches if first else 0),
                 prefill_tokens=total.prefill_tokens + (use.prefill_tokens if first else 0),
                 decode_tokens=total.decode_tokens + (use.decode_tokens if first else 0),
+                kv_read_tokens=total.kv_read_tokens + (use.kv_read_tokens if first else 0),
+                attention_pairs=total.attention_pairs + (use.attention_pairs if first else 0.0),
                 preemptions=total.preemptions + (use.preemptions if first else 0),
                 recomputed_tokens=total.recomputed_tokens + (use.recomputed_tokens if first else 0),
                 kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens),

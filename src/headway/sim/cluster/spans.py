@@ -12,6 +12,19 @@ from headway.perf.latency.groups import GroupShape, batch_s
 from headway.perf.latency.pause_points import PausePoints, pause_points_of
 from headway.sim.cluster.balance import exposed_s
 from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.result import SpanWork
+
+
+def count_work(work: SpanWork, spec: ClusterSpec, span: Span, share: float) -> None:
+    """Add a share of one span's work."""
+    rows, size = span.end - span.start, len(span.group)
+    pieces = math.ceil(rows / (size * spec.rows)) if spec.rows else 1
+    work.tokens += share * rows
+    # Row r of the prompt attends to r + 1 tokens.
+    work.attention_pairs += share * rows * (span.start + span.end + 1) / 2
+    # Each instance of the group reads what its rows attend to; a piece attends to all up to its own end.
+    work.kv_read_tokens += share * size * (pieces * span.start + rows * (pieces + 1) / 2)
+    work.passes += share * size * pieces
 
 
 class SimulatedSpan:
@@ -30,6 +43,11 @@ class SimulatedSpan:
         """Number of starts, pauses and stops so far: scheduled ends that carry another number are stale."""
         self.deferred: list[KvSlice] = []
         """KV slices that are sent at the end of this span."""
+
+    def computed_share(self, entry: SpanEntry, now: float) -> float:
+        """Return the share of the span that its present stretch has computed by now."""
+        whole_s = entry.predicted_s * self.factor
+        return max(0.0, (now - self.began_s - entry.extra_s) / whole_s) if whole_s > 0 else 1.0
 
     def next_pause(self, entry: SpanEntry, now: float, points: PausePoints) -> tuple[float, int, int]:
         """Return (time, first token of the piece, layer) of the next pause point after `now`."""

@@ -10,7 +10,7 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.spec import InstanceSpec
+from headway.sim.spec import InstanceSpec, UtilisationBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class ClusterSpec:
     `perf.latency.pause_points`."""
     handshake: str = "handshake"
     """Order in which transfers are admitted at a receiver."""
+    utilisation_base: UtilisationBase | None = None
+    """Of an instance, in the mean over all; None: no utilisation is told."""
     balance: bool = True
     """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
