@@ -130,7 +130,7 @@ class SimResult:
         # model FLOPs: recomputed tokens count as well, since they were computed
         if self.utilisation_base is None or not self.duration_s:
             return None
-        flops = self.utilisation_base.flops(round(self.spans.tokens), self.spans.attention_pairs)
+        flops = self.utilisation_base.flops(self.spans.tokens, self.spans.attention_pairs)
         flops += sum(
             self.utilisation_base.flops(use.prefill_tokens + use.decode_tokens, use.attention_pairs)
             for use in self.replicas

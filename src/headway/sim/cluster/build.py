@@ -12,6 +12,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.links import link
 from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency
 from headway.perf.latency.layout import ParallelLayout
@@ -29,7 +30,7 @@ from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory
 from headway.sim.requests import requests_of
 from headway.sim.scenario import PoolSection, Scenario
-from headway.sim.spec import InstanceSpec, UtilisationBase
+from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.spec import InstanceSpec, UtilisationBase
+from headway.sim.spec import InstanceSpec
 
 
 @dataclass(frozen=True, kw_only=True)
