@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.counterfactual import outcomes, with_setting
 from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
 from headway.sim.faults import small_machine
+from headway.sim.noise import NoiseSpec
 from headway.sim.replay import replay
 from headway.sim.replayed_run import ReplayedRun
 from headway.sim.result import SimResult
@@ -30,13 +32,24 @@ CONVOY = [TraceRequest(0.0, 30_000, 8), *(TraceRequest(0.05 + 0.2 * i, 200, 16) 
 
 
 def logged(
-    workload: list[TraceRequest], kv_tokens: int = 60_000, log: Path | None = None, **fields: Any
+    workload: list[TraceRequest],
+    kv_tokens: int = 60_000,
+    log: Path | None = None,
+    noise: NoiseSpec = NoiseSpec(),  # noqa: B008 - frozen
+    seed: int = 0,
+    **fields: Any,
 ) -> tuple[SimResult, ReplayedRun]:
     """A simulated run, and the replay of its log."""
     fields = {"t_target_s": 0.02, "long_tokens": 4_000, "newcomer_wait_s": 0.0, **fields}
     events: list[dict[str, Any]] = []
-    spec = InstanceSpec(config=SchedulerConfig(**fields), latency=small_machine(), kv_tokens=kv_tokens, block_tokens=16)
-    run = RunSpec(timeout_s=60.0)
+    spec = InstanceSpec(
+        config=SchedulerConfig(**fields),
+        latency=small_machine(),
+        kv_tokens=kv_tokens,
+        block_tokens=16,
+        learns=noise != NoiseSpec(),
+    )
+    run = RunSpec(timeout_s=60.0, noise=noise, seed=seed)
     result = simulate(spec, workload, run, log=lambda kind, more: events.append({"event": kind, **more}))
     if log is not None:
         log.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -127,6 +140,20 @@ def test_the_counterfactual_is_what_an_actual_run_under_it_gives() -> None:
     assert slower.worst_gap_s is not None
     assert as_it_ran.worst_gap_s is not None
     assert slower.worst_gap_s > 2 * as_it_ran.worst_gap_s
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
+def test_a_counterfactual_holds_on_a_machine_that_is_not_as_its_profile_says(slower: float) -> None:
+    def ran(seed: int, policy: str) -> ReplayedRun:
+        _, run = logged(CONVOY, policy=policy, noise=NoiseSpec("lognormal", 0.05, slower), seed=seed)
+        return run
+
+    fifo, lars = ran(2, "fcfs"), ran(1, "lars")
+    chats = [f"r{i}" for i in range(1, 13)]
+    actual = statistics.median(explain(fifo, name).ttft_s or 0.0 for name in chats)
+    simulated = statistics.median(outcomes(lars, name, ["fcfs"])[1].ttft_s or 0.0 for name in chats)
+    assert actual > 20 * statistics.median(explain(lars, name).ttft_s or 0.0 for name in chats)
+    assert simulated == pytest.approx(actual, rel=0.15)
 
 
 def test_a_setting_is_read_by_its_type_and_unit() -> None:
