@@ -259,5 +259,5 @@ def test_open_binding_without_a_key_is_refused() -> None:
 def test_the_server_imports_neither_torch_nor_transformers() -> None:
     code = "import headway.serving.app, headway.serving.run, sys; print([m for m in sys.modules if '.' not in m])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for heavy in ("torch", "matplotlib", "transformers", "openai"):
+    for heavy in ("torch", "numpy", "matplotlib", "transformers", "openai"):
         assert f"'{heavy}'" not in loaded

@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from headway.core.errors import ConfigError
-from headway.runtime.engine.protocol import EngineSamples, IterationSample
+from headway.runtime.engine.protocol import EngineSamples, IterationSample, TransferSample
 from headway.serving.live.history import BUCKET_S, LatencyHistory
-from headway.sim.explanation import (
-    KvTransfer,
-    RequestExplanation,
-    RequestSurroundings,
-    explain_record,
-    find,
-)
-from headway.sim.metrics import RequestRecord
-from headway.sim.replayed_run import ReplayedChunk, ReplayedStep
+
+if TYPE_CHECKING:
+    from headway.sim.explanation import RequestExplanation
 
 MOST_BLOCKS = 20_000
 """Samples kept: at the sampler's limit of 640 a second those of the last half minute, usually of several minutes."""
@@ -56,7 +49,8 @@ class Transfer(NamedTuple):
 
     number: int
     request: str
-    moved: KvTransfer
+    target: int
+    sample: TransferSample
 
 
 @dataclass
@@ -217,8 +211,7 @@ class LiveFeed:
                 request.due_s, request.work_s = waiting.due_s, waiting.work_s
         for one in samples.transfers:
             self._count += 1
-            moved = KvTransfer(one.source, instance, one.start_s, one.end_s)
-            self._transfers.append(Transfer(self._count, self.name_of(one.request), moved))
+            self._transfers.append(Transfer(self._count, self.name_of(one.request), instance, one))
 
     def assess(self, assess: Callable[[FollowedRequest], None]) -> None:
         """Call `assess` with each request without a first token."""
@@ -263,7 +256,7 @@ class LiveFeed:
             "instances": [vars(one) for one in self.instances],
             "blocks": [_block_row(one) for one in blocks],
             "transfers": [
-                [one.request, one.moved.source, one.moved.target, one.moved.start_s, one.moved.end_s]
+                [one.request, one.sample.source, one.target, one.sample.start_s, one.sample.end_s]
                 for one in _after(self._transfers, after)
             ],
             "requests": [one.row() for one in (*live[:MOST_SENT_REQUESTS], *ended[:50])],
@@ -276,39 +269,19 @@ class LiveFeed:
 
     def explain(self, request_id: str) -> RequestExplanation:
         """Explain a followed request by the samples that are kept. Raises ConfigError for any other."""
-        known = {**self._ended, **self._live}
-        request = known[find(known.keys(), request_id, "the last minutes' feed")]
-        around = [one for one in self._blocks if one.sample.end_s > request.arrival_s]
-        transfers = [one.moved for one in self._transfers if one.request == request.id]
-        computed_on = {one.instance for one in around for chunk in one.sample.chunks if chunk.request == request.id}
-        # Where its prompt is computed; with its first token it may go elsewhere.
-        before = computed_on or {one.instance for one in around}
-        after = {one.target for one in transfers} or before
-        if self._blocks and len(self._blocks) == MOST_BLOCKS and self._blocks[0].sample.start_s > request.arrival_s:
-            raise ConfigError(f"{request.id}: its first iterations are no longer kept; serve with --event-log for that")
-        first, last = request.first_token_s, request.last_token_s
-        record = RequestRecord(
-            id=request.id,
-            klass=request.request_class,
-            arrival_s=request.arrival_s,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens,
-            token_s=() if first is None else (first,) if last is None or last == first else (first, last),
-            finish_s=request.ended_s,
-            error=None if first is not None else request.reason or "it still waits",
-        )
-        around_it = RequestSurroundings(
-            [
-                _step(one, known.values())
-                for one in around
-                if one.instance in (before if first is None or one.sample.end_s <= first else after)
-            ],
-            self.policy,
-            self.aim_s,
-            longs={one.id for one in known.values() if one.prompt_tokens > self.long_tokens},
-            transfers=transfers,
-        )
-        return explain_record(record, around_it, request.worst_gap)
+        return self.explanation(request_id)()
+
+    def explanation(self, request_id: str) -> Callable[[], RequestExplanation]:
+        """Return `explain` on copies, for another thread."""
+        known, blocks, transfers = {**self._ended, **self._live}, list(self._blocks), list(self._transfers)
+
+        def explain() -> RequestExplanation:
+            # Imported here: explanations bring numpy, which the server's process does without until it is asked.
+            from headway.serving.live.feed_explanation import explain_request
+
+            return explain_request(self, request_id, known, blocks, transfers)
+
+        return explain
 
     def _named(self, sample: IterationSample) -> IterationSample:
         """Return a sample whose chunks have the ids of followed requests."""
@@ -330,24 +303,6 @@ def _block_row(block: Block) -> list[Any]:
     chunks = [[chunk.request, chunk.start, chunk.tokens, chunk.remaining, chunk.limit] for chunk in one.chunks]
     times = [round(one.start_s, 6), round(one.end_s, 6), round(one.predicted_s, 6)]
     return [block.instance, one.group, one.stage, *times, one.decodes, one.iterations, chunks]
-
-
-def _step(block: Block, requests: Iterable[FollowedRequest]) -> ReplayedStep:
-    one = block.sample
-    decoding = frozenset(request.id for request in requests if _decodes(request, one.end_s))
-    chunks = tuple(
-        ReplayedChunk(c.request, c.start, c.tokens, c.remaining, c.tokens >= c.remaining, c.limit)  # type: ignore[arg-type]
-        for c in one.chunks
-    )
-    return ReplayedStep(block.number, one.decided_s, one.start_s, one.end_s, one.predicted_s, 0.0, decoding, chunks)
-
-
-def _decodes(request: FollowedRequest, at_s: float) -> bool:
-    """Whether an iteration that ended at `at_s` gave a request a token after its first."""
-    first_s, last_s, gap = request.first_token_s, request.last_token_s, request.worst_gap
-    if first_s is None or last_s is None or not first_s < at_s <= last_s:
-        return False
-    return gap is None or not gap[0] < at_s < gap[1]
 
 
 def instance_loads(reports: Sequence[Any]) -> list[InstanceLoad]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from headway.runtime.engine.protocol import EngineClient, EngineSamples, Sampled
 from headway.serving.errors import ApiError
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.live.feed import FollowedRequest, InstanceLoad, LiveFeed, instance_loads
-from headway.sim.report.why_text import why_json
 from headway.vllm.log_explanation import LogExplainer
 
 
@@ -76,7 +76,14 @@ class ServerFeed:
             return body
         if under:
             raise ApiError(400, "counterfactuals need the decisions: serve one engine with --event-log FILE", "under")
-        return why_json(self.feed.explain(request_id))
+        explain = self.feed.explanation(request_id)
+
+        def work() -> dict[str, Any]:
+            from headway.sim.report.why_text import why_json  # brings numpy
+
+            return why_json(explain())
+
+        return await asyncio.to_thread(work)
 
     def _sampled(self, instance: int, samples: EngineSamples) -> None:
         self.feed.sampled(instance, samples)
