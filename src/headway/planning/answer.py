@@ -152,8 +152,8 @@ def measure_line(job: SimulationJob, one: CandidateMeasure) -> str:
     """Return one line of a file of results."""
     seeds = [seed._asdict() for seed in one.seeds]
     return json.dumps(
-        {"candidate": asdict(one.candidate), "requests": job.requests, "to_the_end": job.to_the_end, "seeds": seeds,
-         "why": one.why}
+        {"candidate": asdict(one.candidate), "requests": job.requests, "to_the_end": job.to_the_end, "ratio": job.ratio,
+         "seeds": seeds, "why": one.why}
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
         one = CandidateMeasure(
             DeploymentCandidate(**data["candidate"]), tuple(_seed(seed) for seed in data["seeds"]), data["why"]
         )
-        known[one.candidate, data["requests"], data["to_the_end"]] = one
+        known[one.candidate, data["requests"], data["to_the_end"], data["ratio"]] = one
     return known
 
 

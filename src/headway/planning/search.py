@@ -2,9 +2,10 @@
 
 Levels of equal cost are searched in ascending order, so the first level with a plan has the cheapest one: no heuristic
 can miss it. Within a level the closed-form bound removes candidates that cannot do it, and simulations of the others
-stop as soon as a demand is certainly missed. Only a level that would take more than `search.effort` simulated requests
-is screened first, by successive halving: each round simulates twice as large a part of the workload and keeps the
-better half. The answer says so.
+stop as soon as a demand is certainly missed. They run in order of what they reach on a small part of the workload; once
+one meets all demands, others stop when their margin is certainly narrower, which is exact too (without `front`). Only a
+level that would take more than `search.effort` simulated requests is screened first, by successive halving: each round
+simulates twice as large a part of the workload and keeps the better half. The answer says so.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ from headway.planning.simulate import (
     tolerated,
     workload_of,
 )
-from headway.sim.runner import run_in_processes
+from headway.sim.runner import WorkerProcesses
 from headway.sim.workload import TraceRequest
 
 _FIRST_PART = 8
 """The first round of a screening simulates one part in so many of the workload."""
+_ORDER_PART = 32
+"""Candidates of a level are ordered by what they reach on one part in so many of the workload."""
+_ORDER_REQUESTS = 200
+"""Fewest requests of that part; a workload without so many is simulated in the order of the search space."""
+_FIRST_WAVE = 2
+"""Candidates of a level that run before a margin is known; each wave has twice as many as the one before."""
 _FEWEST = 4
 """Candidates that a screening always leaves."""
 _NEAREST = 3
@@ -74,7 +81,7 @@ class PlanSearch:
     ) -> None:
         self.question = question
         self.demands = question.demand_list()
-        self._jobs = jobs
+        self._workers = WorkerProcesses(jobs)
         self._on_measure = on_measure
         self._known = dict(known or {})
         self._workloads = [workload_of(question, seed) for seed in question.seeds]
@@ -90,6 +97,10 @@ class PlanSearch:
 
     def run(self) -> PlanResult:
         """Search. Deterministic; the number of processes changes nothing."""
+        with self._workers:
+            return self._search()
+
+    def _search(self) -> PlanResult:
         question = self.question
         space = list(candidates_of(question))
         if not space:
@@ -127,7 +138,31 @@ class PlanSearch:
         each = sum(map(len, self._workloads))
         if len(possible) * each > self.question.search.effort:
             possible = self._screen(possible)
-        return self._measure([SimulationJob(self.question, candidate) for candidate in possible])
+        if self.question.search.front:
+            return self._measure([SimulationJob(self.question, candidate) for candidate in possible])
+        return self._race(possible)
+
+    def _race(self, level: list[DeploymentCandidate]) -> list[CandidateMeasure]:
+        """Measure the candidates of one cost in waves; each stops where its margin is narrower than the best so far.
+
+        Exact: what stops has a ratio above the best's, so it is not the plan. Return them in the order of `level`,
+        which decides between equal margins."""
+        ordered, ratio, size, at = self._promising_first(level), 1.0, _FIRST_WAVE, 0
+        found: dict[DeploymentCandidate, CandidateMeasure] = {}
+        while at < len(ordered):
+            wave = ordered[at : at + size]
+            for one in self._measure([SimulationJob(self.question, c, ratio=ratio) for c in wave]):
+                found[one.candidate] = one
+            met = [one.ratio(self.demands) for one in found.values() if one.meets(self.demands)]
+            ratio, at, size = min(met, default=1.0), at + size, 2 * size
+        return [found[candidate] for candidate in level]
+
+    def _promising_first(self, level: list[DeploymentCandidate]) -> list[DeploymentCandidate]:
+        requests = len(self._workloads[0]) // _ORDER_PART
+        if len(level) <= _FIRST_WAVE or requests < _ORDER_REQUESTS:
+            return level
+        measured = self._measure([SimulationJob(self.question, c, requests) for c in level], keep=False)
+        return [one.candidate for one in sorted(measured, key=lambda one: one.rank(self.demands))]
 
     def _possible(self, candidate: DeploymentCandidate) -> bool:
         """Whether the closed-form bound leaves a chance to every demand on TTFT."""
@@ -157,11 +192,11 @@ class PlanSearch:
 
     def _measure(self, jobs: list[SimulationJob], keep: bool = True) -> list[CandidateMeasure]:
         """Simulate, in parallel, what is not known yet."""
-        missing = [job for job in jobs if (job.candidate, job.requests, job.to_the_end) not in self._known]
-        for job, one in zip(missing, run_in_processes(measure, missing, self._jobs), strict=True):
-            self._known[job.candidate, job.requests, job.to_the_end] = one
+        missing = [job for job in jobs if job.key not in self._known]
+        for job, one in zip(missing, self._workers.map(measure, missing), strict=True):
+            self._known[job.key] = one
             self._on_measure(job, one)
-        measured = [self._known[job.candidate, job.requests, job.to_the_end] for job in jobs]
+        measured = [self._known[job.key] for job in jobs]
         if keep:
             self._measures |= {one.candidate: one for one in measured}
         return measured

@@ -15,10 +15,10 @@ from headway.sim.build import instance_of, run_of
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.memory import InfeasibleError
-from headway.sim.metrics import RequestRecord
+from headway.sim.metrics import NO_TARGETS, RequestRecord
 from headway.sim.metrics import definitions as d
 from headway.sim.metrics.quantiles import quantile
-from headway.sim.records import SimulatedRequest
+from headway.sim.records import SimulatedRequest, record_of
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
 from headway.sim.simulation import InstanceSimulation
@@ -28,6 +28,9 @@ BACKLOG = "keeping up with arrivals"
 """What a candidate misses whose requests are not served long after the last one came. Percentiles of the gaps between
 tokens would not show it: a request that waits for hours for its second token has one long gap and hundreds of short
 ones."""
+
+OUTRUN = "the margin of another plan of this cost"
+"""What a candidate misses that was stopped because it can no longer be the plan with the widest margin."""
 
 _FAILED_S = 1e12
 """Latency of a request that failed: finite, so that percentiles can be interpolated."""
@@ -40,8 +43,8 @@ class SeedMeasure(NamedTuple):
     """The demanded percentile of each demand, seconds; infinite where too many requests failed. Empty: stopped
     before the end."""
     missed: str
-    """A demand's name: it could no longer be met, so that the run was stopped. `BACKLOG`: of a run that did not keep
-    up, stopped or not. Empty: neither."""
+    """A demand's name: it could no longer be met, so that the run was stopped. `OUTRUN`: stopped for another plan.
+    `BACKLOG`: of a run that did not keep up, stopped or not. Empty: none of these."""
     stopped_s: float
     """Virtual seconds at the end."""
     goodput_rps: float
@@ -99,10 +102,21 @@ class SimulationJob(NamedTuple):
     """Only the first so many requests; None: all of them."""
     to_the_end: bool = False
     """Do not stop when a demand cannot be met any more."""
+    ratio: float = 1.0
+    """Stop when some latency is certain to exceed this share of its limit: below 1, the best plan's of this cost."""
+
+    @property
+    def key(self) -> MeasureKey:
+        return self.candidate, self.requests, self.to_the_end, self.ratio
 
 
-MeasureKey = tuple[DeploymentCandidate, int | None, bool]
-"""What determines a measure of a question: the candidate, and the job's `requests` and `to_the_end`."""
+MeasureKey = tuple[DeploymentCandidate, int | None, bool, float]
+"""What determines a measure of a question: the candidate, and the job's `requests`, `to_the_end` and `ratio`."""
+
+_KEPT_WORKLOADS = 8
+"""Seeds of one question that are kept."""
+_workloads: dict[tuple[str, float | None, int], list[TraceRequest]] = {}
+"""Workloads by (section, window, seed): a process simulates many candidates on the same requests."""
 
 
 def measure(job: SimulationJob) -> CandidateMeasure:
@@ -119,8 +133,14 @@ def measure(job: SimulationJob) -> CandidateMeasure:
 
 
 def workload_of(question: PlanQuestion, seed: int) -> list[TraceRequest]:
-    """Return the requests of one seed, in order of arrival. Raises ConfigError if a demanded class has none."""
-    return requests_of(question.workload, question.window_s, seed)
+    """Return the requests of one seed, in order of arrival. Do not change the list: further calls return it too."""
+    key = (question.workload.model_dump_json(), question.window_s, seed)
+    found = _workloads.get(key)
+    if found is None:
+        if len(_workloads) >= _KEPT_WORKLOADS:
+            _workloads.clear()
+        found = _workloads[key] = requests_of(question.workload, question.window_s, seed)
+    return found
 
 
 def of_class(klass: str, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
@@ -154,7 +174,7 @@ def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
         single = simulation = InstanceSimulation(instance, requests, run, None)
         capacity = instance.kv_tokens * instance.config.kv_parallel
         live = lambda: single.tracks  # noqa: E731
-    watch = _DemandWatch(demands, requests, live)
+    watch = _DemandWatch(demands, requests, live, job.ratio)
     try:
         simulation.run_events(None if job.to_the_end else watch.look)
     except _HopelessError as stop:
@@ -230,36 +250,50 @@ def _first_token_s(one: SimulatedRequest) -> float | None:
 
 
 @dataclass
-class _TtftLimit:
-    """A demand on TTFT, and the requests that have missed it."""
+class _WatchedLimit:
+    """A demand, with what has exceeded its limit so far."""
 
     demand: LatencyDemand
+    limit_s: float
     tolerated: int
     missed: set[str] = field(default_factory=set)
+    """TTFT: requests that are late."""
+    over: int = 0
+    """Other metrics: values of ended requests above the limit."""
+
+    def counts(self, one: SimulatedRequest) -> bool:
+        """Return whether the demand is on this request's class."""
+        return self.demand.klass in ("all", one.source.klass)
 
 
 class _DemandWatch:
-    """Counts requests that have missed a limit on TTFT for certain, as a simulation goes on, and sees backlogs.
+    """Counts values that have exceeded a limit for certain, as a simulation goes on, and sees backlogs.
 
-    A request without a first token at arrival + limit has missed it whatever follows, so stopping then changes no
-    verdict."""
+    A request without a first token at arrival + limit has missed it whatever follows, and the gaps of an ended request
+    stay as they are, so stopping once there are more than the percentile tolerates changes no verdict."""
 
     def __init__(
         self,
         demands: Sequence[LatencyDemand],
         requests: Sequence[TraceRequest],
         live: Callable[[], Sequence[SimulatedRequest]],
+        ratio: float = 1.0,
     ) -> None:
+        """ratio: share of each limit that counts as missed."""
         self._live = live
+        self._ratio = ratio
         self._drained_by_s = drained_by_s(demands, requests)
         self._seen = 0
         # requests without a first token yet
         self._open: list[SimulatedRequest] = []
-        self._limits = [
-            _TtftLimit(demand, tolerated(len(of_class(demand.klass, requests)), demand.percent))
+        # requests that have not ended, looked at only for demands on other metrics than TTFT
+        self._running: list[SimulatedRequest] = []
+        limits = [
+            _WatchedLimit(demand, ratio * demand.limit_s, tolerated(_most_values(demand, requests), demand.percent))
             for demand in demands
-            if demand.metric == "ttft"
         ]
+        self._ttft = [limit for limit in limits if limit.demand.metric == "ttft"]
+        self._other = [limit for limit in limits if limit.demand.metric != "ttft"]
 
     def look(self, now_s: float, ended: int) -> None:
         """Raise _HopelessError once more requests have missed a limit than its percentile tolerates."""
@@ -267,6 +301,9 @@ class _DemandWatch:
             raise _HopelessError(BACKLOG, now_s)
         tracks = self._live()
         self._open += tracks[self._seen :]
+        if self._other:
+            self._running += tracks[self._seen :]
+            self._look_at_ended(now_s)
         self._seen = len(tracks)
         still: list[SimulatedRequest] = []
         for one in self._open:
@@ -279,10 +316,31 @@ class _DemandWatch:
                 still.append(one)
         self._open = still
 
+    def _look_at_ended(self, now_s: float) -> None:
+        for one in self._running:
+            if one.ended_s is None:
+                continue
+            record = record_of(one, NO_TARGETS)
+            for limit in self._other:
+                if limit.counts(one):
+                    limit.over += sum(value > limit.limit_s for value in values_of(limit.demand, record))
+                    self._check(limit, limit.over, now_s)
+        self._running = [one for one in self._running if one.ended_s is None]
+
     def _count(self, one: SimulatedRequest, ttft_s: float, now_s: float) -> None:
         """ttft_s: the time to first token, or a lower bound of it."""
-        for limit in self._limits:
-            if ttft_s > limit.demand.limit_s and limit.demand.klass in ("all", one.source.klass):
+        for limit in self._ttft:
+            if ttft_s > limit.limit_s and limit.counts(one):
                 limit.missed.add(one.request.id)
-                if len(limit.missed) > limit.tolerated:
-                    raise _HopelessError(limit.demand.name, now_s)
+                self._check(limit, len(limit.missed), now_s)
+
+    def _check(self, limit: _WatchedLimit, over: int, now_s: float) -> None:
+        if over > limit.tolerated:
+            raise _HopelessError(limit.demand.name if self._ratio >= 1 else OUTRUN, now_s)
+
+
+def _most_values(demand: LatencyDemand, requests: Sequence[TraceRequest]) -> int:
+    """Return the most values that a percentile of this demand can be taken of."""
+    mine = of_class(demand.klass, requests)
+    # a failed request counts as one value
+    return sum(max(1, one.output_tokens - 1) for one in mine) if demand.metric == "tbt" else len(mine)

@@ -11,6 +11,7 @@ import heapq
 
 from headway.core.batch import DecodeGroup
 from headway.core.request import Request
+from headway.perf.latency.base import LatencyModel
 from headway.sim.workload import TraceRequest
 
 
@@ -138,3 +139,30 @@ class DecodeCohorts:
             if track is not None and track.cohort is cohort and track.since + track.left == at:
                 return
             heapq.heappop(due)
+
+
+def repeat_decodes(
+    latency: LatencyModel,
+    decodes: DecodeGroup,
+    times: list[float],
+    between_s: tuple[float, float],
+    most: int,
+    busy_s: float,
+) -> tuple[float, float, int]:
+    """Repeat an iteration of the same decodes, on one stage and without noise: the simulator's innermost loop.
+
+    between_s: (end of the first iteration, time by which the last one must begin). times: gets the end of every
+    iteration but the last. Return the end of the last, `busy_s` with the further ones, and how many there are in all.
+    """
+    (end_s, quiet_s), count = between_s, len(decodes.members)
+    kv_sum, repeats = decodes.kv_sum, 1
+    rows_s, decode_s = latency.rows_s(count), latency.decode_steps(count)
+    while repeats < most and end_s < quiet_s:
+        # one more KV token for each decode than in the iteration before
+        kv_sum += count
+        stage_s = rows_s + decode_s(kv_sum)
+        times.append(end_s)
+        end_s += stage_s
+        busy_s += stage_s
+        repeats += 1
+    return end_s, busy_s, repeats

@@ -19,7 +19,7 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.parts import batch_loads, parts_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack
+from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack, repeat_decodes
 from headway.sim.engine_log import SimulatedEngineLog
 from headway.sim.noise import NoiseSource
 from headway.sim.pipeline import StagePipeline
@@ -46,11 +46,6 @@ class RunningBatch:
         """Seconds of the first iteration on one stage; reported to schedulers that correct their predictions."""
         self.repeats = repeats
         """Iterations of the same decodes that the batch stands for."""
-
-    @property
-    def cohort(self) -> DecodeCohort:
-        """The cohort of the first part."""
-        return self.cohorts[0]
 
 
 class SimulatedEngine:
@@ -108,7 +103,7 @@ class SimulatedEngine:
         """Abort a request; the scheduler drops it at once, or after its batch in flight completes."""
         # leave first: the token times up to now are copied from the cohort into the track
         self._cohorts.leave(track)
-        self._end(track, now, error)
+        track.ended_s, track.error = now, error
         if self._log is not None:
             self._log.aborted(track.request.id, now)
         self._apply_events(self.scheduler.abort(track.request.id, now))
@@ -160,7 +155,7 @@ class SimulatedEngine:
         return begun
 
     def _free(self, now: float) -> Sequence[int]:
-        """Return the indices of the KV groups whose stage 0 is free."""
+        """Return the KV groups whose stage 0 is free."""
         if len(self.pipelines) == 1:
             return SINGLE_GROUP if self.pipeline.free_s <= now else ()
         return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
@@ -188,7 +183,7 @@ class SimulatedEngine:
         elapsed_s = run.elapsed_s if self.spec.learns else None
         self._apply_events(self.scheduler.complete(batch.id, results, now, elapsed_s, run.repeats))
         for track in ended:
-            self._end(track, now, None)
+            track.ended_s = now
         return ended
 
     def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
@@ -212,7 +207,8 @@ class SimulatedEngine:
         engines of one stage that keep no iterations.
         """
         for run in self._in_flight.values():
-            times, first = run.cohort.times, len(run.cohort.times) - (run.repeats - 1)
+            times = run.cohorts[0].times
+            first = len(times) - (run.repeats - 1)
             # every member has left the cohort, which has dropped the times
             if first < 0:
                 continue
@@ -317,6 +313,12 @@ class SimulatedEngine:
         """
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
+        if single and self._exact and len(cohorts) == 1 and not hasattr(self.latency, "whole_s"):
+            end_s, self._busy_s, repeats = repeat_decodes(
+                self.latency, batch.parts[0].decodes, cohorts[0].times, (end_s, quiet_s), most, self._busy_s
+            )
+            self.pipeline.cut(end_s)
+            return end_s, repeats
         model, noise = self._actual_latency or self.latency, self._noises[batch.parts[0].group]
         loads = batch_loads(model, batch.parts, self.spec.exchange)
         counts = [len(part.decodes.members) for part in batch.parts]
@@ -366,9 +368,6 @@ class SimulatedEngine:
         if track.left <= 0:
             results.append(RequestProgress(chunk.request, 1, True))
             ended.append(track)
-
-    def _end(self, track: DecodeTrack, now: float, error: str | None) -> None:
-        track.ended_s, track.error = now, error
 
     def _apply_events(self, events: list[RequestEvent]) -> None:
         for event in events:

@@ -17,14 +17,35 @@ def run_in_processes(run: Callable[[Task], Result], tasks: Sequence[Task], jobs:
 
     Results do not depend on `jobs`. `run`, tasks and results must be picklable when `jobs` is above 1.
     """
-    if min(jobs, len(tasks)) <= 1:
-        # lazy and in this process: no start-up cost, and errors keep their traceback
-        yield from map(run, tasks)
-        return
-    # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        yield from pool.map(run, tasks)
+    with WorkerProcesses(min(jobs, len(tasks))) as workers:
+        yield from workers.map(run, tasks)
+
+
+class WorkerProcesses:
+    """Processes for several rounds of tasks, started with the first task and ended with the `with` block."""
+
+    def __init__(self, jobs: int) -> None:
+        """jobs: number of processes; at most 1: the caller's own."""
+        self._jobs = jobs
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> WorkerProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+    def map(self, run: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[Result]:
+        """See `run_in_processes`."""
+        if self._jobs <= 1 or not tasks:
+            # lazy and in this process: no start-up cost, and errors keep their traceback
+            return map(run, tasks)
+        if self._pool is None:
+            # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened
+            self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("spawn"))
+        return self._pool.map(run, tasks)
 
 
 class SimulationCache(Generic[Point, Result]):

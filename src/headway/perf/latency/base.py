@@ -81,6 +81,10 @@ class LatencyModel(Protocol):
         """Return `chunk_s` of one chunk."""
         return float(self.chunk_s(past, tokens, tokens)[0])
 
+    def decode_steps(self, decodes: int) -> Callable[[int], float]:
+        """Return `decode_s` of so many decodes as a function of `kv_sum`, for many steps of the same ones."""
+        return lambda kv_sum: self.decode_s(decodes, kv_sum)
+
     def least_rows_s(self, rows: int) -> float:
         """Return a lower bound of `rows_s` for every row count >= `rows`; non-decreasing in `rows`."""
         return 0.0

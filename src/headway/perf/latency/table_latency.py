@@ -151,6 +151,9 @@ class TableLatency(LatencyModel):
         fixed, per_request, per_token = self._decode
         return fixed + per_request * decodes + per_token * kv_sum
 
+    def decode_steps(self, decodes: int) -> Callable[[int], float]:
+        return super().decode_steps(decodes) if self._grid is None else self._grid.steps(decodes)
+
     def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Ignore the measurement: tables do not learn (see `corrected`)."""
 
@@ -182,6 +185,8 @@ class _BilinearGrid:
         self._counts, self._past = list(table.counts), list(table.past)
         self._rows = [list(row) for row in table.seconds]
         self._per_token = table.per_token
+        # Look-ups by number of requests.
+        self._steps: dict[int, Callable[[int], float]] = {}
         flat = [v for row in self._rows for v in row]
         shaped = len(self._rows) == len(self._counts) and all(len(row) == len(self._past) for row in self._rows)
         ascending = all(a < b for knots in (self._counts, self._past) for a, b in pairwise(knots))
@@ -189,19 +194,38 @@ class _BilinearGrid:
             raise ConfigError("the decode grid of a latency table is misshapen: profile again")
 
     def __call__(self, decodes: int, kv_sum: int) -> float:
-        counts, past = self._counts, self._past
-        mean = kv_sum / decodes if decodes else 0.0
+        steps = self._steps.get(decodes)
+        if steps is None:
+            steps = self._steps[decodes] = self.steps(decodes)
+        return steps(kv_sum)
+
+    def steps(self, decodes: int) -> Callable[[int], float]:
+        """Return the look-up of one number of requests, as a function of `kv_sum`."""
+        counts, past, per_token = self._counts, self._past, self._per_token
         # Clamp to the grid; tokens beyond it are added at the end at `per_token`.
-        n, p = min(max(decodes, counts[0]), counts[-1]), min(max(mean, past[0]), past[-1])
+        n = min(max(decodes, counts[0]), counts[-1])
         # The last cell's upper edge belongs to that cell: at most len - 2.
-        i = min(bisect_right(counts, n) - 1, len(counts) - 2)
-        j = min(bisect_right(past, p) - 1, len(past) - 2)
+        i, cells = min(bisect_right(counts, n) - 1, len(counts) - 2), len(past) - 2
         u = (n - counts[i]) / (counts[i + 1] - counts[i])
-        v = (p - past[j]) / (past[j + 1] - past[j])
         low, high = self._rows[i], self._rows[i + 1]
-        a = low[j] + (low[j + 1] - low[j]) * v
-        b = high[j] + (high[j + 1] - high[j]) * v
-        return a + (b - a) * u + max(0.0, kv_sum - n * p) * self._per_token
+        least, most = past[0], past[-1]
+
+        def seconds(kv_sum: int) -> float:
+            p = kv_sum / decodes if decodes else 0.0
+            if p < least:
+                p = least
+            elif p > most:
+                p = most
+            j = bisect_right(past, p) - 1
+            if j > cells:
+                j = cells
+            v = (p - past[j]) / (past[j + 1] - past[j])
+            a = low[j] + (low[j + 1] - low[j]) * v
+            b = high[j] + (high[j + 1] - high[j]) * v
+            beyond = kv_sum - n * p
+            return a + (b - a) * u + (beyond * per_token if beyond > 0.0 else 0.0)
+
+        return seconds
 
 
 def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: int, power: int = 1) -> Seconds:
