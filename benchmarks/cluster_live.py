@@ -219,12 +219,14 @@ class Times:
         self.told: list[tuple[float, int]] = []
 
 
-async def ask(client: EngineClient, name: str, request: TraceRequest, due_s: float) -> Times:
+async def ask(client: EngineClient, name: str, request: TraceRequest, due_s: float, salt: str = "") -> Times:
     info, found = client.info, Times(request, due_s)
     ids = np.random.default_rng(request.prompt_tokens).integers(3, info.vocab_size, request.prompt_tokens, np.int32)
     await asyncio.sleep(due_s - time.monotonic())
     params = SamplingParams(temperature=0.0, max_tokens=max(2, request.output_tokens), ignore_eos=True)
-    submit = SubmitRequest(id=name, received_s=due_s, prompt_tokens=request.prompt_tokens, params=params)
+    submit = SubmitRequest(
+        id=name, received_s=due_s, prompt_tokens=request.prompt_tokens, params=params, cache_salt=salt
+    )
     async for delta in client.generate(submit, ids.tobytes()):
         if delta.error is not None:
             raise SystemExit(f"{name}: {delta.error}")
@@ -232,15 +234,15 @@ async def ask(client: EngineClient, name: str, request: TraceRequest, due_s: flo
     return found
 
 
-async def convoy(client: EngineClient, requests: Sequence[TraceRequest]) -> tuple[float, list[Times]]:
-    """All requests at their times; when the first was due."""
+async def convoy(client: EngineClient, requests: Sequence[TraceRequest], salt: str = "") -> tuple[float, list[Times]]:
+    """All requests at their times; when the first was due. salt: of the prefixes that they share."""
     try:
         await client.start()
         warm = TraceRequest(0.0, 200, 4)
         await asyncio.gather(*(ask(client, f"warm{i}", warm, time.monotonic()) for i in range(4)))
         zero_s = time.monotonic() + 0.5
         asked = (
-            ask(client, f"{request.klass[0]}{i}", request, zero_s + request.arrival_s)
+            ask(client, f"{request.klass[0]}{i}", request, zero_s + request.arrival_s, salt)
             for i, request in enumerate(requests)
         )
         return zero_s, await asyncio.gather(*asked)

@@ -121,7 +121,7 @@ async def alone(urls: Sequence[str], requests: Sequence[TraceRequest], model: st
     spaced = [TraceRequest(0.0, each.prompt_tokens, each.output_tokens, each.klass) for each in requests]
     answers = []
     for request in spaced:
-        _, (times,) = await convoy(cluster(urls[:1], "jsq", model), [request])
+        _, (times,) = await convoy(cluster(urls[:1], "jsq", model), [request], "alone")
         answers.append([token for _, token in times.told])
     return answers
 
@@ -159,7 +159,7 @@ def main() -> int:
             print(f"# {scheduling}: two servers after {time.monotonic() - began_s:.0f} s", flush=True)
             expected = expected or asyncio.run(alone(urls, requests, a.model))
             for run in runs:
-                _, times = asyncio.run(convoy(cluster(urls, run.partition("/")[2], a.model), requests))
+                _, times = asyncio.run(convoy(cluster(urls, run.partition("/")[2], a.model), requests, run))
                 row = row_of(run, times)
                 first = rows[0] if rows else row
                 row["ratio"] = row["chat_ttft_s"]["p99"] / first["chat_ttft_s"]["p99"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,3 +157,12 @@ class TokenServer:
                 break
             await asyncio.sleep(self.gap_s)
         await response.write(b"data: [DONE]\n\n")
+
+
+async def _serve(port: int) -> None:
+    await TokenServer(port=port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

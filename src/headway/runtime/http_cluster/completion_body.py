@@ -54,6 +54,8 @@ def completion_body(
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
         "priority": submit.priority,
+        # One salt for all attempts: a request that shares no prefix still finds its own.
+        "cache_salt": submit.cache_salt if submit.prefix_cache else submit.id,
     }
     return body | {name: value for name, value in optional.items() if value}
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from headway.core.errors import ConfigError
 from headway.policy.placement.view import ClusterInstance
 from headway.runtime.cluster.live_instance import InstanceState
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
@@ -86,22 +85,19 @@ class HttpInstance:
 
     async def watch(self, listener: InstanceListener) -> None:
         """Start the server if it is ours, probe it, and report what becomes of it, until it is given up or leaves."""
-        try:
-            if self.process is not None:
-                await self.process.start()
-            while self.state not in ("failed", "left"):
-                await self._probe(listener)
-                self._due.clear()
-                # A second miss is not waited for.
-                if self._misses:
-                    continue
-                try:
-                    async with asyncio.timeout(EVERY_S):
-                        await self._due.wait()
-                except TimeoutError:
-                    continue
-        except ConfigError as error:
-            self._give_up(listener, str(error))
+        if self.process is not None:
+            await self.process.start()
+        while self.state not in ("failed", "left"):
+            await self._probe(listener)
+            self._due.clear()
+            # A second miss is not waited for.
+            if self._misses:
+                continue
+            try:
+                async with asyncio.timeout(EVERY_S):
+                    await self._due.wait()
+            except TimeoutError:
+                continue
 
     async def _probe(self, listener: InstanceListener) -> None:
         process = self.process

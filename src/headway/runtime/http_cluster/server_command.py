@@ -60,18 +60,19 @@ class ServerCommand:
         return self._process is not None and self._process.returncode is not None
 
     async def start(self) -> None:
-        """Start the process. Raises ConfigError where there is no such program."""
+        """Start the process."""
         with self._log.open("ab") as out:
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self.words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(f"{self.words[0]}: {error.strerror}: it is the pool's command") from None
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "headway.runtime.http_cluster.end_with_parent",
+                str(os.getpid()),
+                *self.words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def last_words(self) -> str:
         """Return the end of its output, as part of a sentence."""
