@@ -197,7 +197,7 @@ def test_slos_and_sampling_reach_the_instance() -> None:
         async with cluster_of([server]) as cluster:
             submit = request("r", PROMPT, 2, temperature=0.5, seed=7, top_k=3, min_tokens=1)
             submit = type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | {
-                "slo": Slo(ttft_s=0.5), "priority": 2,
+                "slo": Slo(ttft_s=0.5), "priority": 2, "cache_salt": "owner/salt",
             })  # fmt: skip
             from array import array
 
@@ -206,6 +206,10 @@ def test_slos_and_sampling_reach_the_instance() -> None:
             body, headers = server.seen[0].body, server.seen[0].headers
             assert (body["seed"], body["top_k"], body["temperature"], body["priority"]) == (7, 3, 0.5, 2)
             assert body["model"] == "tokens"
+            assert body["cache_salt"].isalnum()
+            assert len(body["cache_salt"]) <= 128
+            await ask(cluster, "s", PROMPT, 2)
+            assert "cache_salt" not in server.seen[1].body
             assert headers["x-llm-d-slo-ttft-ms"] == "500.000"
             assert headers["x-request-id"] == "r-1"
 

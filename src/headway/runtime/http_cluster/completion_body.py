@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
 from typing import Any
@@ -54,10 +55,17 @@ def completion_body(
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
         "priority": submit.priority,
-        # One salt for all attempts: a request that shares no prefix still finds its own.
-        "cache_salt": submit.cache_salt if submit.prefix_cache else submit.id,
+        "cache_salt": _salt(submit),
     }
     return body | {name: value for name, value in optional.items() if value}
+
+
+def _salt(submit: SubmitRequest) -> str:
+    """Return the salt of all attempts at a request, of letters and digits alone, as vLLM demands; empty: none.
+
+    A request that shares no prefix still finds its own after a pause."""
+    salt = submit.cache_salt if submit.prefix_cache else f"{submit.cache_salt} {submit.id}"
+    return hashlib.sha256(salt.encode()).hexdigest() if salt else ""
 
 
 def request_headers(submit: SubmitRequest, attempt: int, api_key: str | None) -> dict[str, str]:
