@@ -16,8 +16,11 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"
     command = ["profile", str(model), "--threads", "1", "--budget", "0.5", "--out", str(out)]
     assert main([*command, "--serve-for", "2"]) == 0
-    served = re.search(r"served for 2 s, ([\d,]+) iterations", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    served = re.search(r"served for 2 s, ([\d,]+) iterations", printed)
     assert served is not None
+    # The last lines are what the table comes to.
+    assert re.search(r"next chunk in iterations of \d+ ms, in tokens:  [\d,]+ after 0", printed.splitlines()[-1])
     iterations = served[1]
     source = store.load(out, None)
     assert source.provenance.endswith(f"corrected by {iterations} iterations of serving")

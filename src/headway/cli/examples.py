@@ -59,6 +59,10 @@ def described(path: Path) -> str:
     text = path.read_text()
     if path.suffix == ".json":
         return "a dashboard for Grafana"
+    if path.suffix == ".ipynb":
+        import json
+
+        return str(json.loads(text)["cells"][0]["source"][0]).strip("# \n") + " (a notebook)"
     comment = re.match(r'(?:#[^\n]*\n)+|"""[^"]*"""', text)
     words = re.sub(r'^#[ ]?|"""', "", comment[0], flags=re.MULTILINE) if comment else ""
     # The first line of some is the command that they are for.

@@ -17,6 +17,11 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.serve_settings import EngineSettings
 
+HEADLINE_PROMPTS = (2048, 16384)
+"""Prompts, in tokens, whose rate the headline has."""
+HEADLINE_DEPTHS = (0, 2048, 16384, 131072)
+"""Tokens of a document that are computed already, for its next chunk."""
+
 if TYPE_CHECKING:
     from headway.perf.latency.table_latency import TableSource
 
@@ -89,7 +94,34 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
     _print_table(source)
     print(f"written to {path}")
+    for line in headline(source, built.kv_tokens):
+        print(line)
     return 0
+
+
+def headline(source: TableSource, most: int) -> list[str]:
+    """Return what the table comes to: prefill rates of prompts, and the next chunk of a document by its depth.
+
+    most: tokens that the KV cache holds; depths beyond it are left out.
+    """
+    from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
+    from headway.perf.latency.prefill_cache import PrefillCache
+    from headway.perf.latency.table_latency import TableLatency
+    from headway.policy.iteration.config import SchedulerConfig
+    from headway.policy.iteration.efficient_chunks import reference_aim_s
+
+    latency, config = TableLatency(source), SchedulerConfig()
+    aim_s = reference_aim_s(config, latency)
+    alone = PrefillCache(latency, aim_s, max(config.min_chunk, 16))
+    prompts, depths = ([n for n in some if n < most] for some in (HEADLINE_PROMPTS, HEADLINE_DEPTHS))
+    rates = [f"{prompt / alone.total_s(prompt):,.0f} tokens/s for a prompt of {prompt:,}" for prompt in prompts]
+    sizes = (solve_tokens(latency, BatchLoad(), depth, MAX_CHUNK, aim_s)[0] for depth in depths)
+    chunks = [f"{max(config.min_chunk, size):,} after {depth:,}" for size, depth in zip(sizes, depths, strict=True)]
+    return [
+        "",
+        f"prefill, alone:  {'; '.join(rates) or 'no prompt so long fits'}",
+        f"next chunk in iterations of {aim_s * 1e3:.0f} ms, in tokens:  {'; '.join(chunks)}",
+    ]
 
 
 def _print_table(source: TableSource) -> None:

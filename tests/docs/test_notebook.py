@@ -1,0 +1,44 @@
+"""The notebook of examples/ runs from top to bottom as it stands, and keeps no output."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "chats-behind-documents.ipynb"
+
+
+def cells(kind: str) -> list[dict[str, Any]]:
+    book = json.loads(NOTEBOOK.read_text())
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+    return [cell for cell in book["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    names: dict[str, Any] = {}
+    for cell in cells("code"):
+        exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}: {cell['id']}", "exec"), names)
+    printed = capsys.readouterr().out
+    assert re.search(r"chat +\d+ requests, TTFT P50", printed)
+    # What the text promises: chats wait less under LARS, on the same requests.
+    fcfs, lars = (names["chats"][name] for name in ("fcfs", "lars"))
+    assert len(fcfs) == len(lars) > 20
+    assert None not in lars
+    assert max(lars) < max(wait for wait in fcfs if wait is not None)
+    assert names["figure"].axes[0].get_legend_handles_labels()[1] == ["fcfs", "lars"]
+
+
+def test_the_notebook_holds_no_output_and_names_what_there_is() -> None:
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
+    text = "".join("".join(cell["source"]) for cell in cells("markdown"))
+    paths = re.findall(r"`((?:docs|examples)/[\w./-]+\w)`", text)
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
