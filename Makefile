@@ -72,6 +72,7 @@ docs: setup ## the reference pages from the code, then the documentation site in
 figures: setup ## draw again the figures that README and docs show (minutes)
 	@$(BIN)/python scripts/make_diagrams.py
 	@$(BIN)/python scripts/make_figures.py
+	-@$(BIN)/python -m scripts.make_live_picture
 	@$(BIN)/python scripts/make_screens.py
 
 lock: setup ## requirements/*.lock: the versions of .venv, which CI and containers install

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from tests.helpers.live_feeds import logged_events, sampled_feed
 
 from headway.core.errors import ConfigError
+from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.iteration_sampler import MOST_SAMPLES, IterationSampler
-from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample, WaitingSample
+from headway.runtime.engine.protocol import (
+    ChunkSample,
+    EngineSamples,
+    IterationOutputs,
+    IterationSample,
+    TransferSample,
+    WaitingSample,
+)
 from headway.serving.live import feed as limits
 from headway.serving.live.feed import FollowedRequest, LiveFeed
 from headway.serving.live.history import MOST_BUCKETS, DurationHistogram
@@ -29,6 +37,15 @@ def test_a_quantile_of_the_histogram_is_within_five_per_cent(values: list[float]
     rank = min(len(values) - 1, max(0, -int(-share * len(values) // 1) - 1))
     exact = sorted(values)[rank]
     assert exact * 0.94 <= (histogram.quantile(share) or 0.0) <= exact * 1.06
+
+
+def test_kv_groups_have_lanes_of_their_own_and_explanations() -> None:
+    feed, run = sampled_feed(logged_events(kv_parallel=2, kv_shard_tokens=16_000))
+    assert {block[1] for block in feed.page(100.0)["blocks"]} == {0, 1}
+    for record in run.records:
+        told = feed.explain(record.id)
+        assert sum(one.seconds for one in told.to_first_token) == pytest.approx(told.ttft_s, abs=1e-3)
+        assert any(one.chunk is not None for one in told.to_first_token)
 
 
 @pytest.mark.parametrize("policy", ["lars", "fcfs"])
@@ -141,3 +158,20 @@ def test_memory_does_not_grow_after_the_first_minutes_of_an_hour_at_640_samples_
     print(f"\nfeed: {early / 1e6:.1f} MB after a minute and a half of load, {late / 1e6:.1f} MB an hour later")
     assert late < 1.15 * early + 4e6
     assert late < 40e6
+
+
+def test_samples_from_another_host_come_in_the_time_of_the_server() -> None:
+    sample = IterationSample(0, 0, 1.0, 2.0, 3.0, 0.5, 1)
+    message = IterationOutputs(samples=EngineSamples((sample,), (WaitingSample("r", 9.0, 0.5, 0, 10),)))
+    moved = by_our_clock(message, 100.0)
+    assert isinstance(moved, IterationOutputs)
+    assert moved.samples is not None
+    (shown,), (waiting,) = moved.samples.iterations, moved.samples.waiting
+    assert (shown.decided_s, shown.start_s, shown.end_s, shown.predicted_s) == (101.0, 102.0, 103.0, 0.5)
+    assert (waiting.due_s, waiting.work_s) == (109.0, 0.5)
+
+
+def test_a_requests_name_in_a_cluster_is_found_behind_its_attempts() -> None:
+    feed = LiveFeed()
+    feed.arrived(FollowedRequest("mine#3", "short", 0.0, 10))
+    assert [feed.name_of(name) for name in ("mine#3", "mine#3#1", "mine#3#2''")] == ["mine#3"] * 3
