@@ -58,6 +58,8 @@ class PrefixCache:
         self._by_next: dict[Hashable, set[str]] = {}
         # Requests that compute, by the key of the next block of their prompts.
         self._computing: dict[Hashable, str] = {}
+        # Ends of pinned prefixes, oldest pin first.
+        self._pins: dict[str, PrefixNode] = {}
         # Requests whose hit changed, in order; a dict for its order.
         self._changed: dict[str, None] = {}
         # Counts changes of which blocks are in use, except by extension of a request's own prefix.
@@ -137,6 +139,28 @@ class PrefixCache:
         if entry is None or not entry.waiting or entry.tip.depth >= entry.shareable:
             return None
         return self._computing.get(entry.keys[entry.tip.depth])
+
+    # -- pins ---------------------------------------------------------------------------------------------------
+
+    def pin(self, name: str, keys: Sequence[Hashable]) -> int:
+        """Keep the cached prefix of a text from eviction until `unpin`. Return how many of its blocks are cached."""
+        tip = self._pins[name] = self.index.match(keys)
+        self._epoch += 1
+        self.index.acquire(tip)
+        return tip.depth
+
+    def unpin(self, name: str) -> bool:
+        """Let a pinned prefix be evicted. False: there is none of this name."""
+        tip = self._pins.pop(name, None)
+        if tip is None:
+            return False
+        self.end(tip)
+        return True
+
+    @property
+    def pinned_blocks(self) -> dict[str, int]:
+        """Blocks of each pinned prefix, oldest pin first; blocks that several share count in each."""
+        return {name: tip.depth for name, tip in self._pins.items()}
 
     # -- requests that hold KV ----------------------------------------------------------------------------------
 

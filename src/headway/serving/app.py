@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from headway.core.errors import HeadwayError
 from headway.runtime.engine.protocol import EngineClient
-from headway.serving import instances, operations, recovered_requests, tokens
+from headway.serving import contexts, instances, operations, recovered_requests, tokens
 from headway.serving.access_control import AccessControl
 from headway.serving.answer import answer
 from headway.serving.auth_middleware import AuthMiddleware
@@ -113,8 +113,9 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
         )
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for each in (router, operations.router, tokens.router, recovered_requests.router, instances.router):
-        app.include_router(each)
+    for module in (operations, tokens, contexts, recovered_requests, instances):
+        app.include_router(module.router)
+    app.include_router(router)
     if server.live is not None:
         pages.add_routes(app, server.live)
     app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)

@@ -27,6 +27,7 @@ from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
+    from headway.serving.contexts import PreparedContext
     from headway.serving.recovered_requests import RecoveredRequest
 
 T = TypeVar("T")
@@ -53,6 +54,8 @@ class ServerContext:
     """Requests that an earlier server left in the journal, by number."""
     recovered: dict[tuple[str, str], RecoveredRequest] = field(default_factory=dict)
     """Requests taken over from an earlier server's journal, by owner and request id."""
+    contexts: dict[tuple[str, str], PreparedContext] = field(default_factory=dict)
+    """Prepared documents, by owner and id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
     """Tasks that compute answers, for cancellation at shutdown."""
     live: ServerFeed | None = None
@@ -98,6 +101,12 @@ class ServerContext:
             self.journal.close()
         elif self.unbound_journal is not None:
             self.unbound_journal.close()
+
+    def release_contexts(self) -> None:
+        """Let prepared documents go, also those that are still to be computed."""
+        for kept in self.contexts.values():
+            if kept.task is not None:
+                kept.task.cancel()
 
     def interrupt_clients(self) -> None:
         """Cancel all requests: clients get 503, or an error event in a stream. Closes the journal first. Idempotent."""

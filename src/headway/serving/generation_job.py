@@ -129,11 +129,16 @@ def build_job(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         choices=body.n,
-        # A salt that a client makes up cannot begin with another's key: hashes have no "/".
-        cache_salt=f"{context.owner}/{body.cache_salt or ''}",
+        cache_salt=salt_of(context.owner, body.cache_salt),
         cache_prompt=body.cache_prompt,
         request_class=read_class(body.request_class),
     )
+
+
+def salt_of(owner: str, given: str | None) -> str:
+    """Return the salt of a client's prompts in the prefix cache."""
+    # A salt that a client makes up cannot begin with another's key: hashes have no "/".
+    return f"{owner}/{given or ''}"
 
 
 def read_class(given: str | None) -> str | None:

@@ -130,6 +130,8 @@ class DrainingServer(uvicorn.Server):
         """Finish accepted requests, for at most `drain_timeout_s` seconds, then shut down."""
         try:
             async with asyncio.timeout(self._settings.drain_timeout_s):
+                # Nothing waits for them, and a drain waits for all that is to be computed.
+                self._context.release_contexts()
                 await self._context.engine.drain()
                 # The engine is empty before the clients have read everything: wait for their last bytes.
                 while self._context.in_flight:

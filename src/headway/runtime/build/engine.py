@@ -137,6 +137,7 @@ def _engine(
         vocab_size=built.shape.vocab_size,
         kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
+        prefix_cache=config.prefix_cache,
         policy=schedule.policy,
         chunking=schedule.chunking,
         mode=schedule.mode,

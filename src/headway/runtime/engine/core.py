@@ -19,33 +19,18 @@ from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.kv.prefix_index import TextKeys
 from headway.perf.hardware.utilisation import AttentionWork
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
-from headway.runtime.engine.output_tracker import OutputTracker
+from headway.runtime.engine.output_tracker import ScheduledOutput
 from headway.runtime.engine.prefix_lookups import PrefixLookups
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.rejections import check_tokens, rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
 
 log = logging.getLogger("headway.engine")
-
-
-class _ScheduledOutput(OutputTracker):
-    """Output state of a request inside the engine."""
-
-    __slots__ = ("keys", "submit")
-
-    def __init__(self, submit: SubmitRequest, info: EngineInfo, keys: TextKeys | None) -> None:
-        super().__init__(
-            submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
-        )
-        self.submit = submit
-        # Keys of prompt and answer in the prefix cache; None: it takes no part in that.
-        self.keys = keys
 
 
 class EngineCore:
@@ -73,8 +58,10 @@ class EngineCore:
         sends them after the step's deltas and empties the list."""
         self._clock = clock
         self._log = log
-        self._prefixes = PrefixLookups(scheduler.block_managers[0], scheduler.latency, info.t_target_s)
-        self._live: dict[str, _ScheduledOutput] = {}
+        self._prefixes = PrefixLookups(
+            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom
+        )
+        self._live: dict[str, ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
         self._stats: dict[str, int | float] = {}
@@ -147,7 +134,7 @@ class EngineCore:
             self.executor.forget(submit.id)
             self._prefixes.forget(submit.id)
             raise
-        self._live[submit.id] = _ScheduledOutput(submit, self.info, keys)
+        self._live[submit.id] = ScheduledOutput(submit, self.info, keys)
         if submit.timeout_s is not None:
             # The time of receipt identifies the request: an id may be reused before its time-out expires.
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
@@ -168,6 +155,7 @@ class EngineCore:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
         if self._live.pop(request_id, None) is None:
+            self._prefixes.unpin(request_id)
             return None
         now = self._clock.now()
         # False while a batch in flight computes the request: its completion event then drops it from the executor.
@@ -200,7 +188,7 @@ class EngineCore:
         `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). Batches are
         made while the executor would begin them at once, both before and after results are taken.
         """
-        deltas = self._expire_timeouts()
+        deltas = [*self._expire_timeouts(), *self._prefixes.drain_unpinned()]
         self._submit_batches()
         elsewhere = bool(self.executor.waits_on)
         if not (self._batches or elsewhere):
@@ -287,6 +275,8 @@ class EngineCore:
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)
         self._account(batch, result, now, progress)
+        # When the scheduler has let go of them: until then their blocks are in use anyway.
+        deltas += self._prefixes.pin_computed(now, self._live.values())
         return deltas
 
     def _emit(
@@ -301,13 +291,14 @@ class EngineCore:
         self._started(live, submitted_s)
         if live.keys is not None:
             live.keys.append(emitted.token)
-        delta = live.take(emitted, now)
-        progress.append(RequestProgress(emitted.request, 1, delta.finish is not None))
-        if delta.finish is not None:
+        delta = live.take(emitted, now) if not live.submit.pin else self._prefixes.computed(live, now)
+        ended = delta.finish is not None or live.submit.pin
+        progress.append(RequestProgress(emitted.request, 1, ended))
+        if ended:
             del self._live[emitted.request]
         return [delta]
 
-    def _started(self, live: _ScheduledOutput, submitted_s: float) -> None:
+    def _started(self, live: ScheduledOutput, submitted_s: float) -> None:
         """Note a request's first batch, and what of its prompt came from the prefix cache."""
         if live.first_scheduled_s is not None:
             return
@@ -355,8 +346,7 @@ class EngineCore:
 
     def _account(self, batch: Batch, result: StepResult, now: float, progress: list[RequestProgress]) -> None:
         elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
-        prefill = sum(chunk.tokens for chunk in chunks)
-        decodes = sum(part.decodes.count for part in batch.parts)
+        prefill, decodes = sum(chunk.tokens for chunk in chunks), sum(part.decodes.count for part in batch.parts)
         for part, stages in zip(batch.parts, result.stages, strict=False):
             for stage, (start_s, end_s) in enumerate(stages):
                 key = (part.group, stage)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.protocol import FinishReason, OutputDelta
+from headway.kv.prefix_index import TextKeys
+from headway.runtime.engine.protocol import EngineInfo, FinishReason, OutputDelta, SubmitRequest
 
 
 class OutputTracker:
@@ -53,3 +54,17 @@ class OutputTracker:
             cached_tokens=self.cached_tokens if first else 0,
             saved_s=self.saved_s if first else 0.0,
         )
+
+
+class ScheduledOutput(OutputTracker):
+    """Output state of a request inside the engine."""
+
+    __slots__ = ("keys", "submit")
+
+    def __init__(self, submit: SubmitRequest, info: EngineInfo, keys: TextKeys | None) -> None:
+        super().__init__(
+            submit.params, len(submit.output), info.max_model_len - submit.prompt_tokens, info.eos_token_ids
+        )
+        self.submit = submit
+        # Keys of prompt and answer in the prefix cache; None: it takes no part in that.
+        self.keys = keys

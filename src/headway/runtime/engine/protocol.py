@@ -36,6 +36,9 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests share cached prefixes with requests of the same salt only."""
     prefix_cache: bool = True
     """False: the request shares no cached prefix and leaves none, whatever the engine's setting."""
+    pin: bool = False
+    """Compute the prompt, keep its KV from eviction, and emit no token. The first delta says that it is done; the pin
+    lasts until the request is aborted, or until its end is sent because other requests need the memory."""
     resubmitted: bool = False
     """Accepted before, by an engine that is gone: no queue limit refuses it."""
     output: tuple[int, ...] = ()
@@ -208,6 +211,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     vocab_size: int
     kv_tokens_total: int
     kv_block_tokens: int
+    prefix_cache: bool = False
+    """Whether KV of prompts is kept for prompts that begin alike."""
     policy: str
     chunking: str
     mode: str

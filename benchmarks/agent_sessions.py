@@ -1,0 +1,171 @@
+"""Agent sessions with and without the prefix cache: `nice python -m benchmarks.agent_sessions --most-tokens 24000`.
+
+Sessions of the claude-code-weka trace (shared data) whose longest prompt is within the limit, at their full prompt
+lengths and with short answers, one after another on the embedded model, with chats beside them. A turn's prompt begins
+with as much of the turn before, its answer included, as the trace says was cached. Prints per-turn times to first
+token, prompt tokens computed, the chats' times, and how many answers are equal. The second engine gets the prompts of
+the first. Prompts are random, so that logits tie now and then: where an answer differs, the gap between the best two
+tokens at the first difference is printed, which rounding must explain (chunks end at other places).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import os
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.core.sampling import SamplingParams
+from headway.runtime.build.engine import assemble
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import SubmitRequest
+
+SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+TRACE = SHARED / "data" / "traces" / "claude-code-weka" / "requests.csv.gz"
+ANSWER = 8
+CHAT_TOKENS = 128
+CHAT_EVERY_S = 0.5
+ROUNDING = 2e-3
+"""Gap in log-probability that float32 explains, over prompts of this length."""
+
+
+class Turn(NamedTuple):
+    """One request of a session, in tokens."""
+
+    prompt: int
+    cached: int
+    """The part that is the turn before's."""
+
+
+class WallClock:
+    """`ClockProtocol` on this host's monotonic clock."""
+
+    def now(self) -> float:
+        """See `ClockProtocol`."""
+        return time.monotonic()
+
+
+def read_sessions(most_tokens: int, count: int) -> list[list[Turn]]:
+    """Return the sessions of at least 4 turns that fit, shortest first. A subagent's turns are a session."""
+    found: dict[tuple[str, str], list[Turn]] = defaultdict(list)
+    with gzip.open(TRACE, "rt") as lines:
+        for row in csv.DictReader(lines):
+            turn = Turn(int(row["input_tokens"]), int(row["cached_prefix_tokens"]))
+            found[row["conv"], row["agent"]].append(turn)
+    fitting = [turns for turns in found.values() if len(turns) > 3 and max(t.prompt for t in turns) <= most_tokens]
+    return sorted(fitting, key=lambda turns: sum(turn.prompt for turn in turns))[:count]
+
+
+class Server:
+    """An engine of the embedded model, and the times and answers of what it served."""
+
+    def __init__(self, kv_tokens: int, cached: bool) -> None:
+        config = EngineConfig(model=str(model_path()), kv_cache_bytes=kv_tokens * 1024, prefix_cache=cached, threads=1)
+        self.core: EngineCore = assemble(config, WallClock())
+        self.turns_s: list[float] = []
+        self.chats_s: list[float] = []
+        self.prompts: list[np.ndarray] = []
+        self.answers: list[tuple[int, ...]] = []
+        self.gaps: list[list[float]] = []
+        self._sent = 0
+        self._rng = np.random.default_rng(1)
+        self._next_chat_s = 0.0
+        self._waiting: dict[str, float] = {}
+
+    def submit(self, ids: np.ndarray, output: int, kind: str) -> str:
+        """Submit a prompt and return its id."""
+        self._sent += 1
+        name, now = f"{kind}{self._sent}", time.monotonic()
+        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, logprobs=2)
+        message = SubmitRequest(id=name, prompt_tokens=len(ids), params=params, received_s=now)
+        refused = self.core.submit(message, memoryview(ids.astype(np.int32).tobytes()))
+        assert refused is None, refused
+        self._waiting[name] = now
+        return name
+
+    def ask(self, ids: np.ndarray) -> tuple[int, ...]:
+        """Serve one turn, with chats beside it, and return its answer."""
+        name, ended = self.submit(ids, ANSWER, "turn"), False
+        answer: list[int] = []
+        gaps: list[float] = []
+        while not ended:
+            if time.monotonic() >= self._next_chat_s:
+                self.submit(self._rng.integers(10, 2000, CHAT_TOKENS), ANSWER, "chat")
+                self._next_chat_s = time.monotonic() + CHAT_EVERY_S
+            for delta in self.core.step():
+                if (began := self._waiting.pop(delta.id, None)) is not None:
+                    (self.turns_s if delta.id == name else self.chats_s).append(time.monotonic() - began)
+                if delta.id == name:
+                    answer += delta.tokens
+                    gaps += [each.top[0][1] - each.top[1][1] for each in delta.logprobs or ()]
+                    ended = delta.finish is not None
+        self.prompts.append(ids)
+        self.gaps.append(gaps)
+        self.answers.append(tuple(answer))
+        return tuple(answer)
+
+    def play(self, session: list[Turn], seed: int) -> None:
+        """Serve a session's turns one after another."""
+        rng, text = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
+        for turn in session:
+            kept = text[: min(turn.cached, turn.prompt - 1)]
+            ids = np.concatenate([kept, rng.integers(10, 2000, turn.prompt - len(kept))])
+            text = np.concatenate([ids, np.array(self.ask(ids))])
+
+
+def differences(one: Server, other: Server) -> list[float]:
+    """Return, for each answer that differs, the gap between the best two tokens where it first does."""
+    gaps = []
+    for i, (answer, against) in enumerate(zip(one.answers, other.answers, strict=True)):
+        at = next((k for k, pair in enumerate(zip(answer, against, strict=True)) if pair[0] != pair[1]), None)
+        if at is not None:
+            gaps.append(max(one.gaps[i][at], other.gaps[i][at]))
+    return gaps
+
+
+def show(name: str, server: Server) -> None:
+    """Print one row of figures."""
+    stats = server.core.stats()
+    turns, chats = (np.percentile(times, (50, 99)) * 1e3 for times in (server.turns_s, server.chats_s))
+    print(
+        f"{name:<8} {stats.prefill_tokens_total:>12,} {turns[0]:>10.0f} {turns[1]:>10.0f} {chats[0]:>10.0f} "
+        f"{chats[1]:>10.0f}"
+    )
+
+
+def main() -> int:
+    """Print the table. Returns 1 where answers differ by more than rounding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most-tokens", type=int, default=24_000, help="longest prompt of a session")
+    parser.add_argument("--sessions", type=int, default=10**6, help="most sessions")
+    parser.add_argument("--kv-tokens", type=int, default=0, help="size of the KV pool; default: twice the longest")
+    arguments = parser.parse_args()
+    sessions = read_sessions(arguments.most_tokens, arguments.sessions)
+    turns = [turn for session in sessions for turn in session]
+    kv_tokens = arguments.kv_tokens or 2 * arguments.most_tokens + 8192
+    print(f"{len(sessions)} sessions, {len(turns)} turns, {sum(turn.prompt for turn in turns):,} prompt tokens")
+    print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)")
+    cached, plain = Server(kv_tokens, True), Server(kv_tokens, False)
+    for seed, session in enumerate(sessions):
+        cached.play(session, seed)
+    show("with", cached)
+    for ids in cached.prompts:
+        plain.ask(ids)
+    show("without", plain)
+    less = plain.core.stats().prefill_tokens_total / cached.core.stats().prefill_tokens_total
+    gaps = differences(cached, plain)
+    print(f"{less:.1f} times less prefill; {len(turns) - len(gaps)} of {len(turns)} answers equal", end="")
+    print(f", the others from a gap of {max(gaps):.1g} in log-probability on" if gaps else "")
+    return int(max(gaps, default=0.0) > ROUNDING)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
