@@ -32,6 +32,11 @@ def decidable(request: Any) -> bool:
     )
 
 
+def most_active(scheduler: Any) -> int:
+    """Return how many requests may run at once; vLLM 0.31 and later know a limit beside the workers' rows."""
+    return int(getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs))
+
+
 def engine_index(vllm_config: Any) -> int:
     """Return the number of this engine among those of a data-parallel server."""
     parallel = vllm_config.parallel_config

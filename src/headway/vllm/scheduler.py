@@ -190,14 +190,14 @@ class HeadwaySchedulerMethods:
         driver: PolicyDriver = self._headway
         # Ended requests first: their blocks are free again.
         for name in sorted(self.finished_req_ids):  # a set: its order must not reach the policy
-            driver.ended(name)
-            self.headway_stats.slo.ended(name, now)
-            self._headway_off.discard(name)
-            self._headway_blocked.pop(name, None)
+            again = self.requests.get(name)
+            # Unless a new request has the same id.
+            if again is None or again.is_finished():
+                self._forget(name, now)
         if self._headway_blocked:
             self._enter_unblocked()
         running: list[Any] = self.running
-        room = len(running) + self.num_waiting_for_streaming_input < self.max_num_active_reqs
+        room = len(running) + self.num_waiting_for_streaming_input < adapter.most_active(self)
         planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens)
         if planned is None:
             # Rebuilt in the next step.
@@ -250,8 +250,18 @@ class HeadwaySchedulerMethods:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
+    def _forget(self: Any, name: str, now: float) -> None:
+        """Remove a request that has ended."""
+        self._headway.ended(name)
+        self.headway_stats.slo.ended(name, now)
+        self._headway_off.discard(name)
+        self._headway_blocked.pop(name, None)
+
     def _enter(self: Any, request: Any) -> None:
         """Add a request to the policy, unless it is one that must not wait."""
+        if self._headway is not None and request.request_id in self.finished_req_ids:
+            # Its id is that of a request which has ended since the last step.
+            self._forget(request.request_id, self.headway_clock())
         if not adapter.decidable(request):
             self._headway_off.add(request.request_id)
         elif request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
@@ -302,7 +312,7 @@ class HeadwaySchedulerMethods:
         pool = PledgedKvPool(n_blocks, total_tokens, free, needed)
         least = self.cache_config.block_size if self.need_mamba_block_aligned_split else 1
         config = self._headway_settings.scheduler_config(
-            self.max_num_active_reqs,
+            adapter.most_active(self),
             self.max_num_scheduled_tokens,
             max(least, self.num_prefill_lookahead),
             self.parallel_config.pipeline_parallel_size,

@@ -68,7 +68,8 @@ class VirtualEngine:
             async_scheduling=asynchronous,
             policy=policy,
             long_prefill_token_threshold=threshold,
-            long_prefill_token_threshold_adaptive=adaptive,
+            # vLLM 0.31 and later have it.
+            **({"long_prefill_token_threshold_adaptive": True} if adaptive else {}),
         )
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
         config = VllmConfig(
