@@ -5,6 +5,7 @@ What a backend cannot do it declares in `capabilities`; the controller refuses a
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folder = tmp_path_factory.mktemp(kind)
         # Heads that vLLM's CPU kernels have.
         model = make_tiny("llama", folder / "model", max_position_embeddings=4096, head_dim=32)
+        # vLLM does not start without a tokenizer.
+        runpy.run_path(str(ROOT / "scripts" / "make_checkpoint.py"))["write_tokenizer"](128, model)
         command = vllm_command(VLLM) if kind == "vllm" else headway_command()
         pools = [{"count": 2}] if kind == "native" else [{"backend": "vllm", "count": 2, "command": command}]
         made = ServedSubject(folder, model, pools, native=kind == "native")
