@@ -198,8 +198,10 @@ class BlockManager:
             lease.tip = self.cache.computed(request, lease.tip, tokens, _numbers(self._tables.runs(lease.request)))
 
     def clear_cache(self) -> None:
-        """Evict all cached blocks that no request uses, for instance because their contents are lost."""
+        """Evict all cached blocks that no request uses, pinned ones too: their contents may be lost."""
         if self.cache is not None:
+            for name in self.cache.pinned_blocks:
+                self.cache.unpin(name)
             self._evict(self.cache.index.evictable)
 
     def check(self) -> None:
