@@ -11,8 +11,13 @@ import pytest
 import yaml
 
 from headway.cli.main import main
-from headway.planning.answer import read_measures
+from headway.core.settings import resolve
+from headway.planning.answer import cluster_data, read_measures
+from headway.planning.candidates import DeploymentCandidate
 from headway.planning.question import parse_question
+from headway.runtime.cluster.cluster_file import cluster_file
+from headway.serving.cluster_settings import instance_configs
+from headway.serving.serve_settings import ServeSettings
 
 QUESTION: dict[str, Any] = {
     "model": "llama-3-8b",
@@ -51,6 +56,27 @@ def test_plan_writes_a_scenario_that_gives_the_same_figures_and_a_script_that_a_
     script = tmp_path / "out/serve.sh"
     subprocess.run(["sh", "-n", str(script)], check=True)
     assert "--scheduler-cls headway.vllm.Scheduler" in script.read_text()
+
+
+@pytest.mark.parametrize(("replicas", "decoders"), [(2, 0), (1, 1)])
+def test_cluster_file_of_a_plan_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], replicas: int, decoders: int
+) -> None:
+    candidate = DeploymentCandidate("a100-80gb", 1, 1, 1, replicas, decoders, "lars", 0.05)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(cluster_data(candidate)))
+    assert main(["cluster", str(path), "--dry-run", "--kv-cache-memory", "64M", "--max-model-len", "4k"]) == 0
+    assert ("2 x mixed" if not decoders else "decode") in capsys.readouterr().out
+
+
+def test_cluster_file_is_left_out_where_kv_cannot_move() -> None:
+    assert cluster_data(DeploymentCandidate("a100-80gb", 1, 2, 1, 1, 1, "lars", 0.05)) is None
+    whole = cluster_data(DeploymentCandidate("a100-80gb", 2, 2, 1, 3, 0, "lars", 0.05))
+    assert whole is not None
+    file = cluster_file(whole, "cluster.yaml")
+    settings = resolve(ServeSettings, file=file.serve, origin="cluster.yaml: serve")
+    engines = instance_configs(file, "cluster.yaml", "a-model", settings)
+    assert [engine.pipeline_parallel_size for engine in engines] == [2, 2, 2]
 
 
 def test_impossible_demands_exit_with_one_and_name_the_nearest(

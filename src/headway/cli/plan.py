@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"
     )
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write plan.json, scenario.yaml and serve.sh there")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write plan.json, scenario.yaml, serve.sh and cluster.yaml there"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, no tables")
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep results in a file, and go on from those that it holds"

@@ -130,8 +130,26 @@ def serve_commands(candidate: DeploymentCandidate, question: PlanQuestion) -> st
     return "\n".join([*head, *lines, "wait", ""])
 
 
+def cluster_data(candidate: DeploymentCandidate) -> dict[str, Any] | None:
+    """Return the file with which `headway cluster` starts the plan; None where it cannot: it moves KV between instances
+    that are cut by tensor parallelism only. Without a `model` it starts the embedded one."""
+    if candidate.decoders and candidate.stages > 1:
+        return None
+    serve: dict[str, Any] = {
+        "scheduling-policy": candidate.policy,
+        "tensor-parallel-size": candidate.tp,
+        "pipeline-parallel-size": candidate.stages,
+        "kv-parallel-size": candidate.kvp,
+    }
+    if candidate.decoders:
+        pools = [{"role": "prefill", "count": candidate.replicas}, {"role": "decode", "count": candidate.decoders}]
+        return {"placement": "fixed-sp", "options": {"sp": 1}, "pools": pools, "serve": serve}
+    serve["t-target-ms"] = round(candidate.t_target_s * 1000, 3)
+    return {"placement": "jsq", "pools": [{"count": candidate.replicas}], "serve": serve}
+
+
 def write_files(result: PlanResult, folder: Path) -> list[Path]:
-    """Write plan.json, scenario.yaml and serve.sh to a folder; return their paths. Raises ConfigError if it cannot."""
+    """Write plan.json, scenario.yaml, serve.sh and cluster.yaml to a folder; return their paths. Raises ConfigError if it cannot."""
     import msgspec
     import yaml
 
@@ -140,6 +158,10 @@ def write_files(result: PlanResult, folder: Path) -> list[Path]:
         candidate = result.best.candidate
         bodies["scenario.yaml"] = yaml.safe_dump(candidate.scenario_data(result.question), sort_keys=False)
         bodies["serve.sh"] = serve_commands(candidate, result.question)
+        cluster = cluster_data(candidate)
+        if cluster is not None:
+            head = "# headway cluster cluster.yaml. `model` is the checkpoint's folder; without it the embedded one is served.\n"
+            bodies["cluster.yaml"] = head + yaml.safe_dump(cluster, sort_keys=False)
     for name, body in bodies.items():
         write_output(folder / name, body.encode())
     return [folder / name for name in bodies]

@@ -57,7 +57,7 @@ class SearchSection(FileSection):
         default=(0.025, 0.05, 0.1, 0.2), description="longest iterations aimed at, seconds"
     )
     effort: Count = Field(
-        default=600_000,
+        default=2_000_000,
         description="simulated requests on one level of cost; above it, candidates are first screened on a part of the "
         "workload",
     )
