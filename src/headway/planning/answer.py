@@ -149,7 +149,9 @@ def cluster_data(candidate: DeploymentCandidate) -> dict[str, Any] | None:
 
 
 def write_files(result: PlanResult, folder: Path) -> list[Path]:
-    """Write plan.json, scenario.yaml, serve.sh and cluster.yaml to a folder; return their paths. Raises ConfigError if it cannot."""
+    """Write plan.json and, with a plan, scenario.yaml, serve.sh and cluster.yaml to a folder; return their paths.
+
+    Raises ConfigError if it cannot."""
     import msgspec
     import yaml
 
@@ -160,7 +162,7 @@ def write_files(result: PlanResult, folder: Path) -> list[Path]:
         bodies["serve.sh"] = serve_commands(candidate, result.question)
         cluster = cluster_data(candidate)
         if cluster is not None:
-            head = "# headway cluster cluster.yaml. `model` is the checkpoint's folder; without it the embedded one is served.\n"
+            head = "# headway cluster cluster.yaml. `model`: the checkpoint's folder; without it the embedded one.\n"
             bodies["cluster.yaml"] = head + yaml.safe_dump(cluster, sort_keys=False)
     for name, body in bodies.items():
         write_output(folder / name, body.encode())
