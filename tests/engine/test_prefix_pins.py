@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from tests.engine.test_prefix_cache import BLOCK, answers, engine, submit
+from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
 
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta
