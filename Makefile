@@ -11,7 +11,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm test-vllm check format bench clients docs figures screens lock sbom package embedded clean
+.PHONY: help setup demo test test-long vllm test-vllm check format bench clients docs figures lock sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,9 +73,6 @@ figures: setup ## draw again the figures that README and docs show (minutes)
 	@$(BIN)/python scripts/make_diagrams.py
 	@$(BIN)/python scripts/make_figures.py
 	-@$(BIN)/python -m scripts.make_live_picture
-	@$(BIN)/python scripts/make_screens.py
-
-screens: setup ## what a user sees (banner, status lines, page, tables, a plot), as files in build/screens
 	@$(BIN)/python scripts/make_screens.py
 
 lock: setup ## requirements/*.lock: the versions of .venv, which CI and containers install
