@@ -104,7 +104,7 @@ class HttpCluster:
         """Sums over all instances; requests that are on none count as waiting."""
         loads = [each.load for each in self._all]
         return EngineStats(
-            running=sum(load.running for load in loads),
+            running=sum(self._running(each) for each in self._all),
             waiting=sum(load.waiting for load in loads) + (0 if self._live is None else self._live.unplaced),
             kv_tokens_used=sum(round(load.kv_usage * load.kv_tokens) for load in loads),
             kv_tokens_total=sum(load.kv_tokens for load in loads),
@@ -302,7 +302,7 @@ class HttpCluster:
             incarnation=each.incarnation,
             pid=0 if each.process is None else each.process.pid,
             placed=0 if live is None else live.placed(each.number),
-            running=load.running,
+            running=self._running(each),
             waiting=load.waiting,
             queued_tokens=each.queue.queued_tokens,
             free_in_s=0.0 if live is None else live.free_in_s(each.number),
@@ -313,6 +313,11 @@ class HttpCluster:
             restarts_total=each.restarts,
             failure=each.failure,
         )
+
+    def _running(self, each: HttpInstance) -> int:
+        """Return an instance's requests: those of the newest scrape, or its own that are newer."""
+        own = 0 if self._live is None else self._live.placed(each.number)
+        return max(each.load.running, own - each.load.waiting)
 
     def join(self, pool: int) -> InstanceReport:
         """See `InstanceAdmin.join`."""
