@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headway.control.replay import ReplayResult
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
@@ -15,18 +16,21 @@ from headway.perf.latency import eq1
 from headway.policy.placement.base import EnqueueRequest, RequestArrived
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
-from headway.sim.cluster.build import run_cluster
+from headway.sim.cluster.build import cluster_of, placement_of, run_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.prompt_text import PromptText, TextPiece
 
 SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 
 
-def chosen(state: ClusterState, queue: str) -> int:
-    policy = make_placement("jsq", SURROUNDINGS, {"queue": queue})
+def chosen(state: ClusterState, queue: str, cached: tuple[int, ...] = (), *, affinity: bool = False) -> int:
+    policy = make_placement("jsq", SURROUNDINGS, {"queue": queue, "affinity": affinity})
     request = Request(id="r0", arrival_s=5.0, prompt_tokens=1000, max_output_tokens=5)
-    (action,) = policy.on_event(RequestArrived(request), ClusterSnapshot(state, 5.0))
+    (action,) = policy.on_event(RequestArrived(request, cached), ClusterSnapshot(state, 5.0))
     assert isinstance(action, EnqueueRequest)
     assert (action.phase, action.concurrent, len(action.group)) == ("all", False, 1)
     return action.group[0]
@@ -44,9 +48,41 @@ def test_each_queue_measure_selects_its_own_replica() -> None:
     assert chosen(state, "seconds") == 3
 
 
+def test_affinity_weighs_what_is_cached_against_the_queue() -> None:
+    state = ClusterState([ClusterInstance(id=i, node=i) for i in range(3)], NET)
+    state.put(msgspec.structs.replace(state.instances[2], free_at_s=5.01, queued=300, running=1))
+    for queue in ("seconds", "tokens"):
+        assert chosen(state, queue, (0, 0, 960)) == 0
+        assert chosen(state, queue, (0, 0, 960), affinity=True) == 2
+        assert chosen(state, queue, (0, 960, 960), affinity=True) == 1
+    state.put(msgspec.structs.replace(state.instances[2], free_at_s=60.0, queued=5000))
+    for queue in ("seconds", "tokens"):
+        assert chosen(state, queue, (0, 0, 960), affinity=True) == 0
+
+
+def test_a_decision_log_with_hits_replays() -> None:
+    scenario = parse_scenario(
+        {
+            "cluster": {"placement": "jsq", "options": {"affinity": True}, "pools": [{"count": 3}]},
+            "prefix_cache": {},
+            "workload": {"mix": [{"prompt": "fixed:2000", "output": "fixed:20"}], "requests": 1},
+        }
+    )
+    text = PromptText((TextPiece(2000, 1),))
+    requests = [TraceRequest(0.5 * i, 2000, 20, text=text) for i in range(12)]
+    spec = cluster_of(scenario, requests)
+    lines: list[bytes] = []
+    result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines.append)
+    assert [record.cached_tokens for record in result.sim.records] == [0] + [1984] * 11
+    assert any(b'"cached":[' in line for line in lines)
+    assert ReplayResult(lines, lambda _: placement_of(scenario, spec)).run() is None
+
+
 def test_options_and_roles_are_checked() -> None:
     with pytest.raises(ConfigError, match="options of jsq"):
         check_options("jsq", {"queue": "length"})
+    with pytest.raises(ConfigError, match="`affinity` compares work"):
+        check_options("jsq", {"queue": "requests", "affinity": True})
     state = ClusterState([ClusterInstance(id=0, node=0, role="prefill")], NET)
     with pytest.raises(ConfigError, match="role mixed"):
         chosen(state, "seconds")

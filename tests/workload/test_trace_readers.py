@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.sim.workload import TraceError, TraceRequest
+from headway.sim.workload.prompt_text import PromptText, TextPiece
 from headway.sim.workload.readers import read_trace
 
 AZURE = (
@@ -46,8 +47,36 @@ def test_mooncake_in_milliseconds_from_zero(tmp_path: Path) -> None:
 def test_agents_keep_each_sessions_own_clock(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, AGENTS))
     assert trace.session_clock
-    assert trace.requests[1] == TraceRequest(5.0, 100, 0, session="2")
-    assert trace.requests[2].cached_tokens == 71168
+    second = trace.requests[1]
+    assert (second.arrival_s, second.prompt_tokens, second.session, second.thread) == (5.0, 100, "2", "0")
+    assert second.think_s == 0.0
+    assert (trace.requests[2].cached_tokens, trace.requests[2].think_s) == (71168, 12.0)
+
+
+def test_hash_ids_become_keys_of_blocks_of_any_size(tmp_path: Path) -> None:
+    first, second = (request.text for request in read_trace(write(tmp_path, MOONCAKE)).requests)
+    assert first is not None
+    assert second is not None
+    assert first.tokens == 1024
+    assert first.keys(512)[:1] == second.keys(512)
+    assert len(first.keys(64)) == 16
+    assert first.keys(64)[:8] == second.keys(64)
+    assert len(set(first.keys(100))) == 10
+    assert first.keys(100)[:5] == second.keys(100)
+
+
+def test_a_bad_hash_id_names_the_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=":1: hash_ids must be whole numbers"):
+        read_trace(write(tmp_path, MOONCAKE.replace("[0, 1]", "[0, -1]")))
+
+
+def test_a_sessions_prompts_begin_as_its_cached_tokens_say(tmp_path: Path) -> None:
+    first, _, second = (request.text for request in read_trace(write(tmp_path, AGENTS)).requests)
+    assert first is not None
+    assert second is not None
+    # 71,175 tokens and their answer of 169 come again; the trace counts whole blocks of 64
+    assert first.keys(64) == second.keys(64)[: 71344 // 64]
+    assert second.keys(64)[71344 // 64 :][0] not in first.keys(64)
 
 
 def test_vidur_with_and_without_arrivals(tmp_path: Path) -> None:
@@ -59,7 +88,8 @@ def test_vidur_with_and_without_arrivals(tmp_path: Path) -> None:
 
 def test_headway_traces_are_sorted_and_have_optional_columns(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path, OURS))
-    assert trace.requests == (TraceRequest(0.0, 20, 6), TraceRequest(1.5, 10, 5, "long", 4, "s1"))
+    text = PromptText((TextPiece(10, 2),))
+    assert trace.requests == (TraceRequest(0.0, 20, 6), TraceRequest(1.5, 10, 5, "long", 4, "s1", text=text))
     assert read_trace(write(tmp_path, OURS_JSON)).requests == (TraceRequest(0.0, 7, 3, "x"),)
 
 

@@ -127,4 +127,5 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "e2e_s": e2e_s(record),
         "good": is_good(record),
         "error": record.error,
+        "cached_tokens": record.cached_tokens,
     }

@@ -94,8 +94,11 @@ class ClusterController:
 
     # -- callbacks of the driver --------------------------------------------------------------------------------------
 
-    def arrive(self, request: Request, now: float, backend_state: Any = None) -> ControlledRequest:
-        """Add a request that has arrived; `backend_state`: the backend's own state of it. An id may be used again after
+    def arrive(
+        self, request: Request, now: float, backend_state: Any = None, cached: tuple[int, ...] = ()
+    ) -> ControlledRequest:
+        """Add a request that has arrived; `backend_state`: the backend's own state of it; `cached`: see
+        `RequestArrived`. An id may be used again after
         its request has ended; raises InvariantError before."""
         if request.id in self.requests:
             raise InvariantError(f"there is a request {request.id} already")
@@ -103,7 +106,7 @@ class ClusterController:
         controlled = self.requests[request.id] = ControlledRequest(request)
         controlled.backend_state = backend_state
         self.cluster.arrived(now)
-        self._pending_events.append(RequestArrived(request))
+        self._pending_events.append(RequestArrived(request, cached))
         return controlled
 
     def span_done(self, entry: SpanEntry, now: float, finished: Collection[str] = ()) -> None:

@@ -82,9 +82,11 @@ class RecordingController(ClusterController):
     def note(self, text: str) -> None:
         self._do("note", self.state.now, note=text)
 
-    def arrive(self, request: Request, now: float, backend_state: Any = None) -> ControlledRequest:
-        self._do("arrive", now, request=request)
-        return super().arrive(request, now, backend_state)
+    def arrive(
+        self, request: Request, now: float, backend_state: Any = None, cached: tuple[int, ...] = ()
+    ) -> ControlledRequest:
+        self._do("arrive", now, request=request, **({"cached": cached} if cached else {}))
+        return super().arrive(request, now, backend_state, cached)
 
     def span_done(self, entry: SpanEntry, now: float, finished: Collection[str] = ()) -> None:
         self._do("span_done", now, request=entry.owner, index=entry.index, finished=sorted(finished))

@@ -166,7 +166,9 @@ class ReplayResult:
         return {
             "settle": lambda call, now: controller.settle(now),
             "deliver_events": lambda call, now: controller.deliver_events(),
-            "arrive": lambda call, now: controller.arrive(msgspec.convert(call["request"], Request), now),
+            "arrive": lambda call, now: controller.arrive(
+                msgspec.convert(call["request"], Request), now, cached=tuple(call.get("cached", ()))
+            ),
             "span_done": lambda call, now: controller.span_done(self._running(call), now, call["finished"]),
             "span_paused": lambda call, now: controller.span_paused(
                 self._running(call), call["layer"], now, call.get("tokens"), call.get("share")

@@ -41,7 +41,12 @@ class BlockManager:
     answers_hold = 0
     holders_grow = True
 
-    def __init__(self, total_tokens: int, block_tokens: int, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self, total_tokens: int, block_tokens: int, cache: PrefixCache | None = None, spare_blocks: int = 0
+    ) -> None:
+        """`spare_blocks`: beside the pool, for cached KV that no request uses: simulations of larger caches have them.
+
+        Raises ConfigError for a pool of less than a block."""
         if block_tokens < 1 or total_tokens < block_tokens:
             raise ConfigError(
                 f"a KV pool of {total_tokens} tokens cannot be cut into blocks of {block_tokens}: "
@@ -51,7 +56,8 @@ class BlockManager:
         # A partial block at the end is not used.
         self.n_blocks = total_tokens // block_tokens
         self.cache = cache
-        self._tables = BlockTables(self.n_blocks)
+        self._spare_blocks = spare_blocks
+        self._tables = BlockTables(self.n_blocks + spare_blocks)
         self._leases: dict[str, KvLease] = {}
         # Changes since the last batch, in order.
         self._ops: list[KvOp] = []
@@ -63,7 +69,7 @@ class BlockManager:
     @property
     def free_blocks(self) -> int:
         """Blocks that no request uses; cached ones are evicted when they are needed."""
-        free = self._tables.allocator.free_blocks
+        free = self._tables.allocator.free_blocks - self._spare_blocks
         return free if self.cache is None else free + self.cache.index.evictable
 
     @property
@@ -213,7 +219,7 @@ class BlockManager:
             self._tables.check()
         else:
             blocks = {lease: _numbers(self._tables.runs(lease.request)) for lease in self._leases.values()}
-            _check_shared(self.n_blocks, self._tables, self.cache, blocks)
+            _check_shared(self.n_blocks + self._spare_blocks, self._tables, self.cache, blocks)
         if set(self._tables.owners()) != set(self._leases):
             raise InvariantError("block owners and leases differ")
         for lease in self._leases.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from headway.sim.memory import plan_memory
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
+from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import LatencySection, ModelSection, Scenario
@@ -77,12 +78,26 @@ def run_scenario(
 
         cluster = run_cluster(scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch)
         return ScenarioRun(cluster.sim, cluster)
-    requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    requests = workload_of(scenario, seed)
     run = run_of(scenario, seed, detail.iterations)
     spec = instance_of(scenario, requests)
     return ScenarioRun(
         simulate(spec, requests, run, on_progress=on_progress, stopwatch=stopwatch, log=detail.event_log)
     )
+
+
+def workload_of(scenario: Scenario, seed: int) -> list[TraceRequest]:
+    """Return the requests of one seed. What is cached of their prompts is the simulated cache's to say, if any."""
+    requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    return requests if scenario.prefix_cache is None else [replace(each, cached_tokens=0) for each in requests]
+
+
+def prefix_cache_of(scenario: Scenario, shape: ModelShape) -> PrefixCacheSpec | None:
+    """Return the prefix cache of each instance."""
+    section = scenario.prefix_cache
+    if section is None:
+        return None
+    return PrefixCacheSpec(tokens=section.tokens(shape.kv_bytes_per_token), eviction=section.eviction)
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:
@@ -116,6 +131,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         latency=latency_of(scenario.latency, device, shape, layout),
         kv_tokens=kv_tokens,
         block_tokens=scenario.memory.block_tokens,
+        prefix_cache=prefix_cache_of(scenario, shape),
         link=StageLink(
             between.latency_s,
             # each rank sends 1 / tp of a row's activations over its own link

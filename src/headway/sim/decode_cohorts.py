@@ -18,8 +18,8 @@ from headway.sim.workload import TraceRequest
 class DecodeTrack:
     """One request in a scheduler, with the times of its output tokens (virtual seconds)."""
 
-    __slots__ = ("cohort", "deadline_s", "due_s", "ended_s", "error", "left", "rejected", "replica", "request",
-                 "scheduled_s", "since", "source", "times")  # fmt: skip
+    __slots__ = ("cached_tokens", "cohort", "deadline_s", "due_s", "ended_s", "error", "left", "rejected", "replica",
+                 "request", "scheduled_s", "since", "source", "times")  # fmt: skip
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request = request
@@ -40,6 +40,8 @@ class DecodeTrack:
         self.ended_s: float | None = None
         self.error: str | None = None
         self.rejected = False
+        self.cached_tokens = request.cached_tokens
+        """Tokens of the prompt that were cached when the request was first scheduled."""
 
     def settle(self) -> None:
         """Copy this request's token times from the cohort."""

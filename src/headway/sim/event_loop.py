@@ -10,7 +10,9 @@ from __future__ import annotations
 import heapq
 import random
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -38,6 +40,8 @@ class EventKind(IntEnum):
     """A placement policy asked to be called."""
     CLIENT_LEAVES = 4
     """A client times out or loses patience."""
+    NEXT_TURN = 5
+    """A session's next request arrives."""
 
 
 class EventLoop(ABC):
@@ -50,7 +54,15 @@ class EventLoop(ABC):
         self.end_s = run.window_s if run.window_s is not None else NEVER
         """Virtual seconds after which no event is taken; `NEVER` without a window."""
         ordered = sorted(workload, key=lambda request: request.arrival_s)
-        self.arrivals = [request for request in ordered if request.arrival_s < self.end_s]
+        self.arrivals = [request for request in ordered if request.arrival_s < self.end_s and not request.waits]
+        # requests that follow an answer, by session and thread
+        self._turns: dict[tuple[str | None, str], deque[TraceRequest]] = {}
+        for request in ordered:
+            if request.waits:
+                self._turns.setdefault((request.session, request.thread), deque()).append(request)
+        self.closed_loop = bool(self._turns)
+        """Whether there are requests that follow an answer."""
+        self._due_turns: list[float] = []  # times of the NEXT_TURN events in the heap, as a heap of its own
         # index into `arrivals` of the next one
         self._arrived = 0
         self._heap: list[tuple[float, EventKind, int, Any]] = []
@@ -71,6 +83,8 @@ class EventLoop(ABC):
         Engines repeat decode steps without consulting the scheduler until then.
         """
         arrival_s = self.arrivals[self._arrived].arrival_s if self._arrived < len(self.arrivals) else NEVER
+        if self._due_turns:
+            arrival_s = min(arrival_s, self._due_turns[0])
         return min(arrival_s, self._departures[0] if self._departures else NEVER, self.end_s)
 
     def run_events(self, on_progress: OnProgress | None = None) -> None:
@@ -86,10 +100,15 @@ class EventLoop(ABC):
             # an event may schedule another at this instant: the heap is read again each time
             while heap and heap[0][0] == now:
                 _, kind, _, what = pop(heap)
-                if kind == leaves:
+                if kind < leaves:
+                    self.on_event(kind, what)
+                elif kind == leaves:
                     # departures leave both heaps in the same order of time, so this is the entry of this event
                     pop(self._departures)
-                self.on_event(kind, what)
+                    self.on_event(kind, what)
+                else:
+                    pop(self._due_turns)
+                    self.on_arrival(what)
             while arrival_s == now:
                 source = arrivals[self._arrived]
                 self._arrived += 1
@@ -149,6 +168,17 @@ class EventLoop(ABC):
             wait_s, why = min(waits)
             heapq.heappush(self._departures, self.now + wait_s)
             self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (departing, why))
+
+    def schedule_next_turn(self, ended: TraceRequest) -> None:
+        """Schedule the request that follows the answer to one that ends now, well or badly, if there is any."""
+        waiting = self._turns.get((ended.session, ended.thread))
+        if not waiting:
+            return
+        turn = waiting.popleft()
+        at_s = self.now + (turn.think_s or 0.0)
+        if at_s < self.end_s:
+            heapq.heappush(self._due_turns, at_s)
+            self.schedule(at_s, EventKind.NEXT_TURN, replace(turn, arrival_s=at_s))
 
     def observed_s(self, last_s: float) -> tuple[float, float]:
         """Return (end, duration) of the observed time: the window, or from the first arrival to `last_s`."""

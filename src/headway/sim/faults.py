@@ -24,7 +24,8 @@ from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.noise import NoiseSource, NoiseSpec
 from headway.sim.pipeline import StageLink
-from headway.sim.replica import RunningBatch, SimulatedEngine
+from headway.sim.replica import SimulatedEngine
+from headway.sim.running_batch import RunningBatch
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 

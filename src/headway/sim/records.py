@@ -22,6 +22,8 @@ class SimulatedRequest(Protocol):
     """Reason for ending without all of the output; None otherwise."""
     rejected: bool
     """Whether the request was refused before it was scheduled."""
+    cached_tokens: int
+    """Tokens of the prompt that were cached when it was scheduled."""
 
 
 def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
@@ -43,4 +45,5 @@ def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
         finish_reason="length" if done else None,
         error=None if done else error or "unfinished",
         rejected=one.rejected,
+        cached_tokens=one.cached_tokens,
     )

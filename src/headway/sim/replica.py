@@ -11,10 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from headway.core.batch import Batch, Chunk, GroupBatch, RequestProgress
+from headway.core.errors import RequestError
 from headway.core.event_log import EventSink
 from headway.core.events import RequestEvent
 from headway.core.span import Span
-from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.parts import batch_loads, parts_s
@@ -23,29 +23,14 @@ from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack,
 from headway.sim.engine_log import SimulatedEngineLog
 from headway.sim.noise import NoiseSource
 from headway.sim.pipeline import StagePipeline
+from headway.sim.prefix_cache import make_block_manager, prefixes_of
 from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
+from headway.sim.running_batch import RunningBatch
 from headway.sim.spec import InstanceSpec
 
 MAX_REPEATS = 1 << 20
 """Most decode-only iterations simulated as one batch (fast-forward)."""
 SINGLE_GROUP = (0,)
-
-
-class RunningBatch:
-    """A batch in flight, standing for one iteration or for several with the same decodes."""
-
-    __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
-
-    def __init__(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, elapsed_s: float, repeats: int) -> None:
-        self.batch = batch
-        self.cohorts = cohorts
-        """The decode cohort of each part of the batch."""
-        self.end_s = end_s
-        """Virtual seconds at which the last iteration leaves the last stage."""
-        self.elapsed_s = elapsed_s
-        """Seconds of the first iteration on one stage; reported to schedulers that correct their predictions."""
-        self.repeats = repeats
-        """Iterations of the same decodes that the batch stands for."""
 
 
 class SimulatedEngine:
@@ -66,8 +51,11 @@ class SimulatedEngine:
         self.tracks: dict[str, DecodeTrack] = {}
         self.latency: LatencyModel = CorrectedLatency(spec.latency) if spec.learns else spec.latency
         groups = range(spec.config.kv_parallel)
-        self.block_managers = [BlockManager(spec.kv_tokens, spec.block_tokens) for _ in groups]
+        self.block_managers = [
+            make_block_manager(spec.kv_tokens, spec.block_tokens, spec.prefix_cache, self.latency) for _ in groups
+        ]
         self.block_manager = self.block_managers[0]
+        self.prefixes = prefixes_of(self.block_managers, logged=log is not None)
         self.scheduler = make_scheduler(spec.config, self.latency, self.block_managers, spec.exchange)
         self.pipelines = [StagePipeline(spec.config.stages, spec.link) for _ in groups]
         self.pipeline = self.pipelines[0]
@@ -92,7 +80,15 @@ class SimulatedEngine:
     def add(self, track: DecodeTrack, now: float) -> None:
         """Admit a request. Raises RequestError when its KV can never fit."""
         name = track.request.id
-        self.scheduler.add(Span.whole(track.request), now)
+        # what is cached without a look-up was transferred here
+        if self.prefixes is not None and not track.request.cached_tokens:
+            track.request = self.prefixes.look_up(track.request, track.source)
+        try:
+            self.scheduler.add(Span.whole(track.request), now)
+        except RequestError:
+            if self.prefixes is not None:
+                self.prefixes.forget(name)
+            raise
         if self._log is not None:
             self._log.added(track.request, now)
         self.tracks[name] = track
@@ -272,6 +268,8 @@ class SimulatedEngine:
             track = self.tracks[chunk.request]
             if track.scheduled_s is None:
                 track.scheduled_s = now
+                if self.prefixes is not None:
+                    track.cached_tokens = self.prefixes.taken(track.request)
             self._prefill += chunk.tokens
             self._kv_read += chunk.start + chunk.tokens
             # token i of the chunk attends to start + i + 1 tokens; the sum over the chunk
@@ -396,4 +394,5 @@ class SimulatedEngine:
             scheduling_s=self._scheduling_s,
             more_passes=self._more_passes,
             joins=tuple(self._joins),
+            prefix_cache=self.prefixes.use() if self.prefixes is not None else None,
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.sim.scenario import WorkloadSection
+from headway.sim.scenario import SessionsSection, WorkloadSection
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.arrivals import ArrivalProcess, arrivals
 from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
 from headway.sim.workload.readers import read_trace
+from headway.sim.workload.request import RequestTrace
 from headway.sim.workload.rewriting import rewrite
 from headway.sim.workload.specs import parse_lengths
 
@@ -20,7 +21,10 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
     """Return the workload of one run, by arrival, each request with a class. Raises ConfigError when none is left."""
     # a stream of its own: noise and patience are seeded apart, so that they do not change the requests
     rng = np.random.default_rng([seed, 1])
-    requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
+    if section.sessions is not None:
+        requests = _sessions(section, section.sessions, rng)
+    else:
+        requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
     if section.long_rule is not None:
         requests = rewrite(requests, section.long_rule, rng)
     if section.long_share is not None:
@@ -29,7 +33,7 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
     requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
     requests = transforms.classify(requests[: section.requests], section.long_threshold)
     if window_s is not None:
-        requests = [request for request in requests if request.arrival_s < window_s]
+        requests = [request for request in requests if request.arrival_s < window_s or request.waits]
     if not requests:
         raise ConfigError("workload: no request is left after slicing and cutting")
     return requests
@@ -73,11 +77,10 @@ def _arrivals(section: WorkloadSection, rate: float) -> ArrivalProcess:
 
 
 def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
-    assert section.trace is not None
-    traces = [read_trace(name) for name in ((section.trace,) if isinstance(section.trace, str) else section.trace)]
+    traces = _read(section)
     for trace in traces:
         if trace.session_clock:
-            raise ConfigError(f"{trace.name}: traces of sessions without a common clock cannot be simulated yet")
+            raise ConfigError(f"{trace.name}: its sessions have no common clock: give workload.sessions")
     requests = transforms.rebase(request for trace in traces for request in trace.requests)
     if section.slice:
         requests = transforms.slice_by(requests, section.slice)
@@ -89,6 +92,24 @@ def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceReq
     if timeless:
         raise ConfigError(f"workload.arrivals: {timeless.name} holds no arrival times; choose poisson and a qps")
     return requests if section.qps is None else transforms.rescale_to_rate(requests, section.qps)
+
+
+def _read(section: WorkloadSection) -> list[RequestTrace]:
+    """Read the traces. Texts of different ones share nothing."""
+    assert section.trace is not None
+    traces = [read_trace(name) for name in ((section.trace,) if isinstance(section.trace, str) else section.trace)]
+    return [traces[0], *(transforms.in_namespace(trace, n) for n, trace in enumerate(traces[1:], start=1))]
+
+
+def _sessions(section: WorkloadSection, sessions: SessionsSection, rng: np.random.Generator) -> list[TraceRequest]:
+    """Return the requests of closed sessions, which start at random."""
+    requests = [request for trace in _read(section) for request in trace.requests]
+    if not all(request.session for request in requests):
+        raise ConfigError("workload.sessions: the trace has requests without a session")
+    return transforms.close_sessions(
+        requests, _arrivals(section, section.qps or 1.0), rng,
+        count=sessions.count, turns=sessions.turns, think=sessions.think, max_think_s=sessions.max_think_s,
+    )  # fmt: skip
 
 
 def _with_longs(requests: list[TraceRequest], section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:

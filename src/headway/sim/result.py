@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from headway.perf.hardware.utilisation import UtilisationBase
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import PERCENTILES
+from headway.sim.prefix_cache import PrefixCacheUse
 
 
 class IterationRecord(NamedTuple):
@@ -73,6 +74,8 @@ class ReplicaUse:
     """Forward passes of KV groups beyond the first in an iteration; each reads the weights again."""
     joins: tuple[GroupJoin, ...] = ()
     """KV groups that joined a long request."""
+    prefix_cache: PrefixCacheUse | None = None
+    """None: it had none."""
 
 
 @dataclass
@@ -160,5 +163,20 @@ class SimResult:
             "recomputed_tokens": sum(use.recomputed_tokens for use in self.replicas),
             "iterations": sum(use.iterations for use in self.replicas),
             "kv_peak_tokens": max((use.kv_peak_tokens for use in self.replicas), default=0),
+            **self._prefix_cache_json(),
             **({"kv_joins": sum(len(use.joins) for use in self.replicas)} if self.groups > 1 else {}),
+        }
+
+    def _prefix_cache_json(self) -> dict[str, Any]:
+        uses = [use.prefix_cache for use in self.replicas if use.prefix_cache is not None]
+        if not uses:
+            return {}
+        queried, hit = sum(use.queried_tokens for use in uses), sum(use.hit_tokens for use in uses)
+        return {
+            "prefix_cache": {
+                "queried_tokens": queried,
+                "hit_tokens": hit,
+                "hit_rate": hit / queried if queried else None,
+                "kept_tokens": sum(use.kept_tokens for use in uses),
+            }
         }

@@ -5,16 +5,20 @@ Errors name the field by its path and what is allowed there. The sections are co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, create_model, model_validator
+from pydantic import ConfigDict, Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
 from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
+
+_GIB = re.compile(r"(\d+(?:\.\d+)?) ?GiB")
 
 
 class ModelSection(FileSection):
@@ -167,6 +171,47 @@ class MemorySection(FileSection):
     block_tokens: Count = Field(default=64, description="tokens a KV block")
 
 
+class PrefixCacheSection(FileSection):
+    """KV of prompts that ended, kept for prompts that begin alike; what begins alike is in the trace.
+
+    Requests that a placement gives to an instance's scheduler use and fill that instance's cache; spans on groups do
+    neither."""
+
+    size: Annotated[int, Field(ge=0)] | str = Field(
+        default="pool",
+        description="most unused KV that an instance keeps: pool (what its KV cache has room for), tokens, `40 GiB` "
+        "or infinite; more than the pool stands for memory beside it, from which loading costs nothing; 0: no cache",
+    )
+    eviction: Literal["lru", "cost"] = Field(
+        default="lru", description="lru: unused for longest first; cost: cheapest to compute again first, aged"
+    )
+
+    @field_validator("size")
+    @classmethod
+    def _known_size(cls, size: int | str) -> int | str:
+        if isinstance(size, str) and size not in ("pool", "infinite") and not _GIB.fullmatch(size):
+            raise ValueError(f"must be pool, infinite, a number of tokens, or a memory such as 40 GiB, not {size!r}")
+        return size
+
+    def tokens(self, bytes_per_token: int) -> int | None:
+        """Return the size in tokens; None: what the pool has room for."""
+        if isinstance(self.size, int):
+            return self.size
+        if self.size == "pool":
+            return None
+        memory = _GIB.fullmatch(self.size)
+        return INFINITE if memory is None else int(float(memory[1]) * 2**30) // bytes_per_token
+
+
+class SessionsSection(FileSection):
+    """A trace's sessions, closed: the next request of a thread comes after the answer before it and the think time."""
+
+    count: Count | None = Field(default=None, description="sessions, the first of the trace; null: all")
+    turns: Count | None = Field(default=None, description="requests of a session, the first; null: all")
+    think: Annotated[float, Field(ge=0)] = Field(default=1.0, description="think times of the trace times this")
+    max_think_s: Positive | None = Field(default=None, description="longer think times are cut to this, in seconds")
+
+
 class MixSection(FileSection):
     """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
 
@@ -200,6 +245,10 @@ class WorkloadSection(FileSection):
         description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
         "only (a sweep of qps does that); null: enough for the window",
     )
+    sessions: SessionsSection | None = Field(
+        default=None,
+        description="play the trace's sessions closed; they start by `arrivals` (poisson) at `qps` sessions a second",
+    )
     slice: str | None = Field(default=None, description="part of a trace: 100:400 (requests) or 60s:120s")
     long_threshold: Count = Field(
         default=8192, description="prompts above this are of class long where no class is given"
@@ -223,6 +272,12 @@ class WorkloadSection(FileSection):
             raise ValueError(f"give exactly one of preset, trace and mix, not {' and '.join(given) or 'none'}")
         if self.arrivals == "trace" and self.trace is None:
             raise ValueError("`arrivals: trace` needs a trace")
+        others = (self.slice, self.requests, self.long_rule, self.long_share)
+        if self.sessions is not None and (self.trace is None or self.arrivals == "trace" or any(others)):
+            raise ValueError(
+                "`sessions` needs a trace, and goes with none of slice, requests, long_rule, long_share and "
+                "`arrivals: trace`"
+            )
         return self
 
 
@@ -302,6 +357,9 @@ class Scenario(FileSection):
     layout: LayoutSection = LayoutSection()
     latency: LatencySection = LatencySection()
     memory: MemorySection = MemorySection()
+    prefix_cache: PrefixCacheSection | None = Field(
+        default=None, description="null: nothing is kept, and `cached_tokens` of a trace count as cached"
+    )
     engine: Literal["headway", "vllm"] = Field(
         default="headway", description="headway: the native engine, with `policy`; vllm: vLLM 0.32, with `vllm`"
     )
@@ -314,6 +372,8 @@ class Scenario(FileSection):
     @model_validator(mode="after")
     def _fields_of_the_engine(self) -> Scenario:
         given = self.model_fields_set
+        if self.prefix_cache is not None and (self.engine == "vllm" or self.layout.kvp > 1):
+            raise ValueError("`prefix_cache` is of Headway's own engine with one KV group: leave it out")
         if self.engine == "headway":
             if "vllm" in given:
                 raise ValueError("`vllm` needs `engine: vllm`")

@@ -71,6 +71,9 @@ class InstanceSimulation(EventLoop):
             return SimulatedVllm(index, spec, spec.vllm, noise, self.iterations, stopwatch)
         # every iteration has its line in a log
         fast_forward = run.fast_forward and log is None
+        # an answer of one replica, stage or group brings the next turn, in the midst of decodes repeated by another
+        if self.closed_loop and (run.replicas > 1 or spec.config.stages > 1 or spec.config.kv_parallel > 1):
+            fast_forward = False
         return SimulatedEngine(index, spec, noise, fast_forward, self.iterations, stopwatch, log)
 
     @property
@@ -82,13 +85,17 @@ class InstanceSimulation(EventLoop):
             index, batch = what
             # -1: stage 0 has become free, and no batch has ended
             if batch >= 0:
-                self.replicas[index].complete(batch, self.now)
+                ended = self.replicas[index].complete(batch, self.now)
+                if self.closed_loop:
+                    for track in ended:
+                        self.schedule_next_turn(track.source)
             self._changed.add(index)
             return
         track, why = what
         if track.ended_s is None:
             self.replicas[track.replica].abort(track, self.now, why)
             self._changed.add(track.replica)
+            self.schedule_next_turn(track.source)
 
     def on_arrival(self, source: TraceRequest) -> None:
         track = DecodeTrack(self.request_of(source, len(self.tracks)), source)
@@ -101,6 +108,7 @@ class InstanceSimulation(EventLoop):
             replica.add(track, self.now)
         except RequestError as error:
             track.ended_s, track.error, track.rejected = self.now, str(error), True
+            self.schedule_next_turn(source)
             return
         self._changed.add(replica.index)
         self.schedule_departure(track)

@@ -13,6 +13,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
+from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.vllm.spec import VllmSpec
 
 
@@ -34,6 +35,8 @@ class InstanceSpec:
     learns: bool = False
     """Whether predictions are corrected from the times of past iterations, as in the live engine."""
     utilisation_base: UtilisationBase | None = None
+    prefix_cache: PrefixCacheSpec | None = None
+    """None: no KV of ended requests is kept."""
     vllm: VllmSpec | None = None
     """Settings of vLLM, if the engine is vLLM and not Headway's own; `config` then serves memory planning only."""
 

@@ -40,6 +40,8 @@ class RequestArrived(msgspec.Struct, frozen=True):
     an answer the request waits for ever."""
 
     request: Request
+    cached: tuple[int, ...] = ()
+    """Tokens of the prompt that each instance has cached, by id; empty: nothing is known of any."""
 
 
 class SpanDone(msgspec.Struct, frozen=True):

@@ -17,14 +17,13 @@ from headway.core.errors import ConfigError
 from headway.core.event_log import EventSink, event_sink
 from headway.core.executor import Executor
 from headway.kv.block_manager import BlockManager
-from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache
 from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
 from headway.perf.hardware.utilisation import utilisation_base
 from headway.perf.latency import store
-from headway.perf.latency.base import LatencyModel, one_chunk_s
+from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
@@ -32,6 +31,7 @@ from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.runtime.build.checkpoint_facts import eos_ids, model_name
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
@@ -107,12 +107,7 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
 def _prefix_cache(config: EngineConfig, latency: LatencyModel) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
-    size = config.block_size
-    eviction = make_eviction(
-        config.prefix_cache_policy,
-        lambda depth: latency.rows_s(size) + one_chunk_s(latency, size * (depth - 1), size),
-    )
-    return PrefixCache(eviction, size)
+    return make_prefix_cache(config.prefix_cache_policy, latency, config.block_size)
 
 
 def _engine(

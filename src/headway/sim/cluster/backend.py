@@ -18,6 +18,7 @@ from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
 from headway.sim.result import SpanWork
+from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
     from headway.sim.cluster.simulation import ClusterSimulation
@@ -53,6 +54,14 @@ class SimulatedBackend(InstanceBackend):
 
     def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return self._engine(group).work(request)
+
+    def cached_tokens(self, source: TraceRequest) -> tuple[int, ...]:
+        """Return how many tokens of a prompt each instance has cached; empty where none has any."""
+        hits = [0] * len(self._on)
+        for engine in self.engines.values():
+            if engine.replica.prefixes is not None and len(engine.group) == 1:
+                hits[engine.group[0]] = engine.replica.prefixes.cached_tokens(source)
+        return tuple(hits) if any(hits) else ()
 
     def busy_s(self, group: tuple[int, ...]) -> float:
         at_s = 0.0
@@ -242,6 +251,7 @@ class SimulatedBackend(InstanceBackend):
         self._paused_s.pop(controlled.request.id, None)
         request: SimRequest = controlled.backend_state
         request.ended_s, request.error, request.rejected = now, why, controlled.rejected
+        self.simulation.schedule_next_turn(request.source)
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         for i in group:

@@ -22,13 +22,12 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.build import config_of, latency_of, named, run_of
+from headway.sim.build import config_of, latency_of, named, prefix_cache_of, run_of, workload_of
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import OnProgress
 from headway.sim.memory import plan_memory
-from headway.sim.requests import requests_of
 from headway.sim.scenario import PoolSection, Scenario
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
@@ -43,7 +42,7 @@ def run_cluster(
     stopwatch: Callable[[], float] | None = None,
 ) -> ClusterResult:
     """Simulate one seed of a scenario with a placement."""
-    requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    requests = workload_of(scenario, seed)
     spec = cluster_of(scenario, requests)
     placement = placement_of(scenario, spec)
     return simulate_cluster(
@@ -101,6 +100,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
             latency=latency,
             kv_tokens=sum(instance.capacity for instance in group),
             block_tokens=scenario.memory.block_tokens,
+            prefix_cache=prefix_cache_of(scenario, shape),
         )
 
     return ClusterSpec(

@@ -15,7 +15,7 @@ from headway.sim.workload import TraceRequest
 class SimRequest:
     """A request across the spans and the schedulers that serve it."""
 
-    __slots__ = ("ended_s", "error", "rejected", "request", "scheduled_s", "source", "times", "track")
+    __slots__ = ("cached_tokens", "ended_s", "error", "rejected", "request", "scheduled_s", "source", "times", "track")
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request, self.source = request, source
@@ -27,6 +27,8 @@ class SimRequest:
         self.ended_s: float | None = None
         self.error: str | None = None
         self.rejected = False
+        self.cached_tokens = 0
+        """Tokens of the prompt that were cached where it was first scheduled."""
 
     @property
     def missing_tokens(self) -> int:
@@ -53,7 +55,9 @@ class SimRequest:
                 cached_tokens=known - 1 if phase == "decode" else 0,
                 max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
             )
-        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass)
+        # transferred KV is not looked up
+        text = None if phase == "decode" else self.source.text
+        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass, text=text)
         return DecodeTrack(request, source)
 
     def take_tokens(self, track: DecodeTrack) -> None:
@@ -61,7 +65,7 @@ class SimRequest:
         track.settle()
         self.times += track.times
         if self.scheduled_s is None:
-            self.scheduled_s = track.scheduled_s
+            self.scheduled_s, self.cached_tokens = track.scheduled_s, track.cached_tokens
         self.track = None
 
     def record(self, targets: SloTargets = NO_TARGETS) -> RequestRecord:

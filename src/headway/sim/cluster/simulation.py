@@ -27,6 +27,7 @@ from headway.sim.cluster.spans import SimulatedSpan, count_work
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import NEVER, EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS
+from headway.sim.prefix_cache import sum_of
 from headway.sim.result import ReplicaUse, SimResult
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
@@ -114,7 +115,9 @@ class ClusterSimulation(EventLoop):
     def on_arrival(self, source: TraceRequest) -> None:
         request = SimRequest(self.request_of(source, len(self.requests)), source)
         self.requests.append(request)
-        self.schedule_departure(self.controller.arrive(request.request, self.now, request))
+        self.schedule_departure(
+            self.controller.arrive(request.request, self.now, request, self.backend.cached_tokens(source))
+        )
         self.controller.deliver_events()
 
     def on_instant_end(self) -> None:
@@ -258,5 +261,6 @@ class ClusterSimulation(EventLoop):
                 preemptions=total.preemptions + (use.preemptions if first else 0),
                 recomputed_tokens=total.recomputed_tokens + (use.recomputed_tokens if first else 0),
                 kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens),
+                prefix_cache=sum_of(total.prefix_cache, use.prefix_cache if first else None),
             )
         return total

@@ -55,6 +55,8 @@ class RequestRecord:
     rejected: bool = False
     """The request was refused before it was scheduled."""
     text: str | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed, because their KV was cached."""
 
     @property
     def ok(self) -> bool:

@@ -41,7 +41,7 @@ def requests_csv(records: Sequence[RequestRecord]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         ["id", "class", "arrival_s", "prompt_tokens", "output_tokens", "queueing_s", "ttft_s", "tpot_s", "max_tbt_s",
-         "e2e_s", "normalised_latency_s", "good", "error"]
+         "e2e_s", "normalised_latency_s", "good", "error", "cached_tokens"]
     )  # fmt: skip
     for r in records:
         latencies = (
@@ -53,5 +53,5 @@ def requests_csv(records: Sequence[RequestRecord]) -> str:
             normalised_latency_s(r),
         )
         counts = (r.prompt_tokens, r.output_tokens)
-        writer.writerow([r.id, r.klass, r.arrival_s, *counts, *latencies, is_good(r), r.error or ""])
+        writer.writerow([r.id, r.klass, r.arrival_s, *counts, *latencies, is_good(r), r.error or "", r.cached_tokens])
     return out.getvalue()

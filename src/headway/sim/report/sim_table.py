@@ -74,6 +74,10 @@ def use_lines(point: Mapping[str, Any]) -> str:
         more.append(f"scheduling {100 * use['scheduling_share_of_jct']:.3f}% of JCT")
     failed: Counter[str] = sum((Counter(run["total"]["errors"]) for run in point["runs"]), Counter())
     lines = [" · ".join(words), " · ".join(more)]
+    if (cache := use.get("prefix_cache")) is not None:
+        lines.append(
+            f"prefix cache: {_share(cache['hit_rate'])} of {tokens(cache['queried_tokens'])} prompt tokens cached"
+        )
     if failed:
         lines.append("not answered: " + ", ".join(f"{reason} {number(n / seeds, 0)}" for reason, n in failed.items()))
     if seeds > 1:

@@ -1,10 +1,10 @@
 """Readers of trace files, one for each format; a file's format is recognised by its columns.
 
 azure      TIMESTAMP (wall clock), ContextTokens, GeneratedTokens        Azure LLM inference traces 2023, 2024 (CSV)
-mooncake   timestamp (ms), input_length, output_length                   Mooncake FAST'25 traces (JSON Lines)
+mooncake   timestamp (ms), input_length, output_length[, hash_ids]        Mooncake FAST'25 traces (JSON Lines)
 agents     conv, t_s, input_tokens, output_tokens, cached_prefix_tokens  agent sessions (CSV; times within a session)
 vidur      num_prefill_tokens, num_decode_tokens[, arrived_at]           Vidur's and Sarathi-Serve's files (CSV)
-headway    arrival_s, prompt_tokens, output_tokens[, class, cached_tokens, session]   our own (CSV or JSON Lines)
+headway    arrival_s, prompt_tokens, output_tokens[, class, cached_tokens, session, think_s]   our own (CSV or JSON)
 
 Any of them may be compressed with gzip. Further columns are ignored. Errors name the file, the line and the columns.
 """
@@ -21,11 +21,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from headway.sim.workload.prompt_text import text_of_blocks, with_session_texts
 from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
 
 Row = Mapping[str, Any]
 # stamps are UTC; a zero near them keeps their 100 ns in a float
 _AZURE_ZERO = datetime(2023, 1, 1)
+_MOONCAKE_BLOCK = 512
+"""Tokens of a block of `hash_ids`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ def _azure(row: Row) -> TraceRequest:
 
 
 def _mooncake(row: Row) -> TraceRequest:
-    return TraceRequest(_seconds(row, "timestamp") / 1000, _tokens(row, "input_length"), _tokens(row, "output_length"))
+    prompt_tokens, ids = _tokens(row, "input_length"), row.get("hash_ids")
+    text = None if ids is None else text_of_blocks([int(i) for i in ids], _MOONCAKE_BLOCK, prompt_tokens)
+    return TraceRequest(_seconds(row, "timestamp") / 1000, prompt_tokens, _tokens(row, "output_length"), text=text)
 
 
 def _agents(row: Row) -> TraceRequest:
@@ -61,6 +66,8 @@ def _agents(row: Row) -> TraceRequest:
         _tokens(row, "output_tokens"),
         cached_tokens=_tokens(row, "cached_prefix_tokens"),
         session=str(row["conv"]),
+        thread=str(row.get("agent") or ""),
+        think_s=_seconds(row, "think_time_s") if row.get("think_time_s") else None,
     )
 
 
@@ -77,6 +84,7 @@ def _headway(row: Row) -> TraceRequest:
         klass=str(row.get("class") or ""),
         cached_tokens=_tokens(row, "cached_tokens") if row.get("cached_tokens") else 0,
         session=str(row["session"]) if row.get("session") else None,
+        think_s=_seconds(row, "think_s") if row.get("think_s") else None,
     )
 
 
@@ -111,8 +119,10 @@ def read_trace(file: str | Path, format_name: str | None = None) -> RequestTrace
     requests.sort(key=lambda request: request.arrival_s)
     # session times are relative already
     first_s = 0.0 if session_clock else requests[0].arrival_s
-    rebased = tuple(replace(request, arrival_s=request.arrival_s - first_s) for request in requests)
-    return RequestTrace(path.name, chosen, rebased, has_arrivals=has_arrivals, session_clock=session_clock)
+    rebased = [replace(request, arrival_s=request.arrival_s - first_s) for request in requests]
+    return RequestTrace(
+        path.name, chosen, tuple(with_session_texts(rebased)), has_arrivals=has_arrivals, session_clock=session_clock
+    )
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.sim.workload.prompt_text import PromptText
 
 
 class TraceError(ConfigError):
@@ -25,6 +29,14 @@ class TraceRequest:
     """Prefix shared with an earlier request of the session; a server with a prefix cache need not compute it again."""
     session: str | None = None
     """A conversation or an agent's run that the request belongs to."""
+    thread: str = ""
+    """Sequence of requests within the session, such as one agent's, of which each follows the answer before."""
+    think_s: float | None = None
+    """Seconds from the end of the answer before it in its thread to this request; None: not known."""
+    text: PromptText | None = None
+    """Which prompts begin alike; None: the trace does not say."""
+    waits: bool = False
+    """Whether the request comes `think_s` after the thread's answer before it ends, instead of at `arrival_s`."""
 
 
 @dataclass(frozen=True)

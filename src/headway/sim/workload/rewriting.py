@@ -52,7 +52,7 @@ def linear(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Reques
 
 
 def _long(request: TraceRequest, tokens: int) -> TraceRequest:
-    return replace(request, prompt_tokens=tokens, cached_tokens=0, klass="long")
+    return replace(request, prompt_tokens=tokens, cached_tokens=0, text=None, klass="long")
 
 
 RULES: dict[str, Callable[[Sequence[TraceRequest], np.random.Generator], Requests]] = {

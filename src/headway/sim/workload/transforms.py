@@ -9,7 +9,8 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.sim.workload.arrivals import ArrivalProcess, PoissonArrivals
-from headway.sim.workload.request import TraceRequest
+from headway.sim.workload.prompt_text import PromptText
+from headway.sim.workload.request import RequestTrace, TraceRequest
 
 Requests = list[TraceRequest]
 
@@ -78,6 +79,7 @@ def scale_lengths(requests: Iterable[TraceRequest], prompt: float = 1.0, output:
             prompt_tokens=scaled(request.prompt_tokens, prompt),
             cached_tokens=min(scaled(request.cached_tokens, prompt), scaled(request.prompt_tokens, prompt)),
             output_tokens=scaled(request.output_tokens, output),
+            text=request.text if prompt == output == 1.0 else None,
         )
         for request in requests
     ]
@@ -97,9 +99,18 @@ def clip_lengths(
             prompt_tokens=clipped(request.prompt_tokens, max_prompt),
             cached_tokens=min(request.cached_tokens, clipped(request.prompt_tokens, max_prompt)),
             output_tokens=clipped(request.output_tokens, max_output),
+            text=_clipped_text(request, max_prompt, max_output),
         )
         for request in requests
     ]
+
+
+def _clipped_text(request: TraceRequest, max_prompt: int | None, max_output: int | None) -> PromptText | None:
+    """Return the text of a clipped request: without its answer if that is clipped, or no longer follows the prompt."""
+    text, prompt = request.text, request.prompt_tokens
+    if text is None or not ((max_prompt or prompt) < prompt or (max_output or text.tokens) < request.output_tokens):
+        return text
+    return text.cut(min(prompt, max_prompt or prompt))
 
 
 def spread_batches(requests: Sequence[TraceRequest], rng: np.random.Generator) -> Requests:
@@ -140,6 +151,54 @@ def start_sessions(requests: Sequence[TraceRequest], sessions_per_s: float, rng:
     return rebase(
         replace(request, arrival_s=request.arrival_s + float(starts[request.session])) for request in requests
     )
+
+
+def in_namespace(trace: RequestTrace, namespace: int) -> RequestTrace:
+    """Return a trace whose texts share nothing with those of other namespaces."""
+    return replace(
+        trace,
+        requests=tuple(
+            request if request.text is None else replace(request, text=replace(request.text, namespace=namespace))
+            for request in trace.requests
+        ),
+    )
+
+
+def close_sessions(
+    requests: Sequence[TraceRequest],
+    starts: ArrivalProcess,
+    rng: np.random.Generator,
+    *,
+    count: int | None = None,
+    turns: int | None = None,
+    think: float = 1.0,
+    max_think_s: float | None = None,
+) -> Requests:
+    """Return the first `count` sessions of a trace, the first `turns` requests of each, as closed loops.
+
+    A session starts at a time of `starts`, each further thread of it as long after as in the trace. All other requests
+    come after the answer before theirs (`waits`), `think` times the trace's think time later. Without a think time in
+    the trace it is the time between the two requests. What was cached is left to the run."""
+    by_session: dict[str | None, Requests] = {}
+    for request in requests:
+        by_session.setdefault(request.session, []).append(request)
+    chosen = [mine[:turns] for mine in list(by_session.values())[:count]]
+    closed: Requests = []
+    for start_s, mine in zip(starts.times(rng, len(chosen)), chosen, strict=True):
+        before: dict[str, TraceRequest] = {}
+        for request in mine:
+            last = before.get(request.thread)
+            before[request.thread] = request
+            if last is None:
+                arrival_s, think_s = float(start_s) + request.arrival_s - mine[0].arrival_s, None
+            else:
+                waited_s = request.think_s if request.think_s is not None else request.arrival_s - last.arrival_s
+                arrival_s = float(start_s) + request.arrival_s - mine[0].arrival_s
+                think_s = min(think * waited_s, float("inf") if max_think_s is None else max_think_s)
+            closed.append(
+                replace(request, arrival_s=arrival_s, think_s=think_s, waits=last is not None, cached_tokens=0)
+            )
+    return sorted(closed, key=lambda request: request.arrival_s)
 
 
 def classify(requests: Iterable[TraceRequest], long_threshold: int) -> Requests:
