@@ -212,7 +212,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
 def question_line(question: PlanQuestion) -> dict[str, Any]:
     """Return what a file of results begins with."""
     plain: dict[str, Any] = json.loads(question.model_dump_json(by_alias=True))
-    return {"schema": f"{SCHEMA} measures", "question": plain}
+    return {"schema": f"{SCHEMA} measures/2", "question": plain}
 
 
 def _seed(data: Mapping[str, Any]) -> SeedMeasure:

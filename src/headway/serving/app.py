@@ -100,6 +100,20 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
         title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.headway = server
+    _add_middleware(app, settings)
+    app.add_exception_handler(HeadwayError, _on_headway_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    for module in (operations, tokens, contexts, recovered_requests, instances):
+        app.include_router(module.router)
+    app.include_router(router)
+    if server.live is not None:
+        pages.add_routes(app, server.live)
+    app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)
+    app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
     app.add_middleware(AuthMiddleware, access=AccessControl(settings))
     if settings.allowed_origins:
         # Outermost: a browser asks for permission without a key.
@@ -111,16 +125,6 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             allow_credentials=settings.allow_credentials,
             expose_headers=["x-request-id"],
         )
-    app.add_exception_handler(HeadwayError, _on_headway_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    for module in (operations, tokens, contexts, recovered_requests, instances):
-        app.include_router(module.router)
-    app.include_router(router)
-    if server.live is not None:
-        pages.add_routes(app, server.live)
-    app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)
-    app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
-    return app
 
 
 async def _show_home(request: Request) -> Response:
