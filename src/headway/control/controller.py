@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
+from headway.control.capability_check import check_capable
 from headway.control.entry_starter import EntryStarter
 from headway.control.group_reservations import GroupReservations
 from headway.control.kv_migrations import KvMigrations
@@ -280,26 +281,12 @@ class ClusterController:
         """Carry out one action, or add `ActionRefused` to the pending events."""
         try:
             if self._limited:
-                self._check_capable(action)
+                check_capable(action, self._backend.capabilities, self.state)
             self._handlers[type(action)](action)
         except ActionImpossible as why:
             self.refused += 1
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
             self._pending_events.append(ActionRefused(name, action.name, str(why)))
-
-    def _check_capable(self, action: Action) -> None:
-        """Raise ActionImpossible for an action that the backend's instances cannot carry out."""
-        has = self._backend.capabilities
-        if isinstance(action, CommitSpans | EnqueueRequest | HoldGroup) and "groups" not in has:
-            groups = [span.group for span in action.spans] if isinstance(action, CommitSpans) else [action.group]
-            if any(len(group) > 1 for group in groups):
-                raise ActionImpossible("its instances do not compute together")
-        if isinstance(action, CommitSpans) and "spans" not in has:
-            request = self.state.request(action.request).request
-            if len(action.spans) > 1 or action.spans[0].end != request.prompt_tokens or action.batched_with:
-                raise ActionImpossible("its instances compute whole prompts")
-        if isinstance(action, TransferKv) and "kv_transfer" not in has:
-            raise ActionImpossible("its instances move no KV")
 
     def _preempt(self, action: PreemptRequest) -> None:
         controlled = self.state.request(action.request)

@@ -236,27 +236,25 @@ class BlockManager:
         self._tables.evict(runs)
         self._ops.append(KvOp("evict", "", 0, runs=runs))
 
-    def _make_room(self, cache: PrefixCache, blocks: int, runs: tuple[Run, ...]) -> None:
-        """Evict until `blocks` are free, and some more if these would lie scattered: each run costs attention a call.
-
-        `runs`: those that the blocks are to extend."""
-        allocator = self._tables.allocator
-        self._evict(blocks - allocator.free_blocks)
-        # Prefixes are evicted from their ends, where their blocks lie side by side: a few more make a longer run.
-        step = max(blocks, _EVICTED_TOGETHER)
-        for _ in range(2):
-            if blocks and cache.index.evictable and not allocator.has_run(blocks, sum(runs[-1]) if runs else None):
-                self._evict(min(step, cache.index.evictable))
-
     def _own(self, lease: KvLease) -> None:
         """Raise InvariantError unless the lease is current: a freed one must not touch a successor of the same name."""
         if self._leases.get(lease.request) is not lease:
             raise InvariantError(f"the lease of {lease.request} is not of this block manager, or was freed")
 
     def _add(self, lease: KvLease, blocks: int, verb: KvVerb, start: int = 0) -> None:
-        """Allocate blocks to a lease and record the operation. Cached blocks are evicted to make room."""
-        if self.cache is not None:
-            self._make_room(self.cache, blocks, self._tables.runs(lease.request) if lease.blocks else ())
+        """Allocate blocks to a lease and record the operation.
+
+        Cached blocks are evicted to make room, and some more if the free ones lie scattered: each run costs attention
+        a call."""
+        if self.cache is not None and blocks:
+            allocator, index = self._tables.allocator, self.cache.index
+            self._evict(blocks - allocator.free_blocks)
+            # The blocks should extend the lease's last run.
+            end = sum(self._tables.runs(lease.request)[-1]) if lease.blocks else None
+            # Prefixes are evicted from their ends, where their blocks lie side by side: a few more make a longer run.
+            for _ in range(2):
+                if index.evictable and not allocator.has_run(blocks, end):
+                    self._evict(min(max(blocks, _EVICTED_TOGETHER), index.evictable))
         self._tables.add(lease.request, blocks)
         self._ops.append(KvOp(verb, lease.request, blocks, start))
         lease.blocks += blocks

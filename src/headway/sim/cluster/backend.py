@@ -190,18 +190,15 @@ class SimulatedBackend(InstanceBackend):
         """Start batches on all engines with an event at this instant, in order of creation."""
         for index in sorted(self._due):
             engine = self._due[index]
-            if self._may_start_batch(engine):
+            # No instance of its group may run a span that excludes batches.
+            running = (self.simulation.controller.queues.running[i] for i in engine.group)
+            if all(run is None or run.concurrent for run in running):
                 # decodes repeat up to the window's end: `_end_repeats` cuts them short at any arrival
                 for at_s, batch in engine.replica.start_batches(now, self.simulation.end_s):
                     if batch >= 0:
                         self.occupy(engine.group, 1)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
-
-    def _may_start_batch(self, engine: SimulatedInstance) -> bool:
-        """Return whether the engine's scheduler may run: no instance of its group runs a span that excludes batches."""
-        running = self.simulation.controller.queues.running
-        return all((run := running[i]) is None or run.concurrent for i in engine.group)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
