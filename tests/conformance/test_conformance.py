@@ -17,9 +17,9 @@ from tests.helpers.conformance import ServedSubject, SimulatedSubject, Subject, 
 from tests.helpers.greedy_reference import prompt_of
 
 from headway.control.backend import InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span

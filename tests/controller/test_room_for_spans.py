@@ -8,9 +8,9 @@ from tests.helpers.controller_audit import check
 from tests.helpers.controller_chaos import LAYERS
 
 from headway.control.backend import InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.perf.hardware.links import NetworkLink

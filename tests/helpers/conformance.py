@@ -22,7 +22,7 @@ from tests.helpers.polling import until
 from headway.core.request import Request
 from headway.policy.placement.capabilities import ALL_CAPABILITIES, HTTP_CAPABILITIES, Capability
 from headway.policy.placement.registry import make_placement
-from headway.sim.cluster.request import SimRequest
+from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.event_loop import EventKind
 from headway.sim.spec import RunSpec

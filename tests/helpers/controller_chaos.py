@@ -12,9 +12,9 @@ import msgspec
 from tests.helpers.controller_audit import check
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.errors import RequestError
 from headway.core.request import Request

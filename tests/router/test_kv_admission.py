@@ -8,8 +8,8 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.runtime.cluster.instance_registry import InstanceRegistry

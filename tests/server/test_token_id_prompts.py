@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.core.errors import RequestError
 from headway.runtime.embedded import model_path
 from headway.serving import prompts as module
-from headway.serving.body_fields import BodyFields
+from headway.serving.json_object import JsonObject
 from headway.serving.prompts import PromptReader
 from headway.serving.tokenizer import ModelTokenizer
 
@@ -26,7 +26,7 @@ TOKENIZER = ModelTokenizer.load(Path(model_path()))
 def read(text: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> list[int] | str:
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     try:
-        fields = BodyFields.parse(b'{"prompt": %b, "x": 1}' % text.encode())
+        fields = JsonObject.parse(b'{"prompt": %b, "x": 1}' % text.encode())
         (prompt,) = PromptReader(TOKENIZER, VOCAB, 4).read(fields.raw("prompt"), add_special_tokens=True)
     except RequestError as error:
         return str(error)

@@ -10,7 +10,7 @@ from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, RemoteAtte
 from headway.perf.hardware.accelerators import ACCELERATORS, of_device
 from headway.perf.hardware.models import model
 from headway.perf.hardware.utilisation import AttentionWork, utilisation_base
-from headway.runtime.cluster.merged import merged_info
+from headway.runtime.cluster.merged_reports import merged_info
 from headway.runtime.engine.protocol import EngineStats
 from headway.serving.utilisation_metrics import UtilisationCollector
 

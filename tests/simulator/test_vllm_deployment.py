@@ -17,9 +17,9 @@ from headway.sim.build import run_scenario
 from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import with_field
 from headway.sim.vllm.block_pool import VllmBlockPool
-from headway.sim.vllm.request import VllmRequestState
 from headway.sim.vllm.scheduler import VllmScheduler
 from headway.sim.vllm.spec import VllmSpec
+from headway.sim.vllm.vllm_request import VllmRequestState
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vllm-convoy.yaml"
 SPEC = VllmSpec(num_blocks=101, max_num_batched_tokens=256, max_num_seqs=8, async_scheduling=False)

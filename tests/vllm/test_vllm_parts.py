@@ -17,7 +17,7 @@ from headway.perf.latency.base import BatchLoad
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.perf.latency.store import save
 from headway.policy.hosted.gate import GatedQueueMethods
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
 from headway.vllm import version_check
@@ -81,7 +81,7 @@ def test_an_open_gate_is_the_queue_itself() -> None:
 
 def test_pledges_shrink_as_blocks_are_allocated_and_end_with_the_prompt() -> None:
     free, held = 100, {"a": 0, "b": 0}
-    pool = PledgedKvPool(
+    pool = ReservedKvPool(
         100, 1600, lambda: free - sum(held.values()), lambda name, tokens: -(-tokens // 16) - held[name]
     )
     assert pool.pledge("a", 800)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import msgspec
 
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span

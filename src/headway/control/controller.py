@@ -16,11 +16,11 @@ from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
 from headway.control.capability_check import check_capable
+from headway.control.controlled_request import ControlledRequest
 from headway.control.entry_starter import EntryStarter
 from headway.control.group_reservations import GroupReservations
 from headway.control.kv_migrations import KvMigrations
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.residency import SchedulerResidency
 from headway.control.span_dispatcher import SpanDispatcher
 from headway.control.state import ControllerState

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headway.control.backend import ActionImpossible
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.state import ControllerState
 from headway.control.transfer_queue import KvSlice
 from headway.policy.placement.base import KvReady, TransferKv

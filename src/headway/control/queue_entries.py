@@ -9,7 +9,7 @@ from headway.core.span import Phase, Span
 from headway.policy.placement.base import SpanProgress
 
 if TYPE_CHECKING:
-    from headway.control.request import ControlledRequest
+    from headway.control.controlled_request import ControlledRequest
 
 
 class SpanEntry(QueueEntry):

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import msgspec
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
 from headway.control.decision_log import plain
 from headway.control.log_reader import read_log
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.errors import ConfigError, RequestError
 from headway.core.request import Request

@@ -34,7 +34,7 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 _ON_INSTANCE = ("placed", "prefilling", "decoding")
 
 
-class Continuation(msgspec.Struct, frozen=True):
+class AttemptContinuation(msgspec.Struct, frozen=True):
     """What an instance has to compute now."""
 
     output: tuple[int, ...]
@@ -83,17 +83,17 @@ class RequestLifecycle:
         """Whether an instance has it now."""
         return self.state in _ON_INSTANCE
 
-    def place(self, instance: int) -> Continuation:
+    def place(self, instance: int) -> AttemptContinuation:
         """Record that it is sent to an instance; return what to send."""
         self._to("placed")
         self.instance = instance
         self.attempts += 1
         if self._restarts:
             self._skipped = 0
-            return Continuation((), self.max_tokens, self.min_tokens)
+            return AttemptContinuation((), self.max_tokens, self.min_tokens)
         done = len(self.output)
         self._skipped = done
-        return Continuation(tuple(self.output), self.max_tokens - done, max(0, self.min_tokens - done))
+        return AttemptContinuation(tuple(self.output), self.max_tokens - done, max(0, self.min_tokens - done))
 
     def accept(self) -> None:
         """Record that the instance has accepted it."""

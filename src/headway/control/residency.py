@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.control.backend import ActionImpossible
+from headway.control.controlled_request import ControlledRequest
 from headway.control.instance_queues import QueueEntry
 from headway.control.queue_entries import SchedulerEntry
-from headway.control.request import ControlledRequest
 from headway.control.state import ControllerState
 from headway.core.errors import RequestError
 from headway.core.span import Phase

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from headway.control.backend import ActionImpossible
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.state import ControllerState
 from headway.policy.placement.base import CommitSpans, ResumeRequest, SpanPaused
 

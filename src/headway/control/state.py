@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import msgspec
 
 from headway.control.backend import ActionImpossible, InstanceBackend
+from headway.control.controlled_request import ControlledRequest
 from headway.control.instance_queues import InstanceQueues, QueueEntry
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.timeline import FreeTimes
 from headway.control.transfer_queue import TransferQueue
 from headway.policy.placement.base import Event

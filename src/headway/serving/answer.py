@@ -16,7 +16,6 @@ from starlette.responses import Response
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks, server_ending_error
 from headway.serving.answer_pieces import TextPiece
-from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
 from headway.serving.generation import generate
@@ -24,6 +23,7 @@ from headway.serving.generation_job import GenerationJob, RequestContext
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.identity import engine_id
 from headway.serving.journaled_request import JournaledRequest, Kind
+from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken
 from headway.serving.merge import cancel_all, merged
 from headway.serving.prompts import PromptReader
@@ -90,7 +90,7 @@ class AnswerHeader:
         }  # fmt: skip
 
 
-Parser = Callable[[BodyFields, RequestContext, PromptReader], GenerationJob]
+Parser = Callable[[JsonObject, RequestContext, PromptReader], GenerationJob]
 MakeFormat = Callable[[GenerationJob, ServerContext, str], AnswerFormat]
 
 

@@ -15,10 +15,10 @@ from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
-from headway.serving.body_fields import BodyFields
 from headway.serving.generation_job import RequestContext
 from headway.serving.journal import JournalEntry, RequestJournal
 from headway.serving.journal_writer import JournalWriter
+from headway.serving.json_object import JsonObject
 from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
 from headway.serving.prompts import PromptReader
@@ -141,7 +141,7 @@ class ServerContext:
             self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts, most_tokens)
         return self._reader
 
-    async def parse(self, request: Request, parse: Callable[[BodyFields, RequestContext, PromptReader], T]) -> T:
+    async def parse(self, request: Request, parse: Callable[[JsonObject, RequestContext, PromptReader], T]) -> T:
         """Read the body and parse it, in a worker thread when it is large.
 
         Raises UnavailableError before reading when the engine accepts nothing, and what `parse` raises.
@@ -153,7 +153,7 @@ class ServerContext:
 
         def work(body: bytearray, received_s: float) -> T:
             asked = RequestContext(request.headers, received_s, info, self.settings, models, owner.id)
-            return parse(BodyFields.parse(body), asked, reader)
+            return parse(JsonObject.parse(body), asked, reader)
 
         # A task of its own, so that a shutdown also ends requests whose body is still arriving.
         return await self.active.begin(self.bodies.parse(request, work))

@@ -23,10 +23,10 @@ from headway.core.errors import HeadwayError, RequestError
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.serving.access_control import RequestOwner
-from headway.serving.body_fields import BodyFields
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, json_response
 from headway.serving.generation_job import RequestContext, fit_length, read_model, salt_of
+from headway.serving.json_object import JsonObject
 from headway.serving.prompts import PromptReader, TokenPrompt
 from headway.serving.request_bodies import MAX_SALT, Messages, Raw, RequestBody, body_schema, read_body
 
@@ -97,7 +97,7 @@ class _ContextJob:
     received_s: float
 
 
-def _parse(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> _ContextJob:
+def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> _ContextJob:
     read_model(fields, asked.models)
     body = read_body(ContextBody, fields)
     if (body.messages is None) == (body.prompt is None):

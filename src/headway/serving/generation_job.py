@@ -12,8 +12,8 @@ from headway.core.errors import RequestError
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo
-from headway.serving.body_fields import BodyFields
 from headway.serving.errors import ApiError
+from headway.serving.json_object import JsonObject
 from headway.serving.prompts import TokenPrompt
 from headway.serving.request_bodies import GenerationBody
 from headway.serving.settings import ServerSettings
@@ -148,7 +148,7 @@ def read_class(given: str | None) -> str | None:
     return given
 
 
-def read_model(fields: BodyFields, models: tuple[str, ...]) -> str:
+def read_model(fields: JsonObject, models: tuple[str, ...]) -> str:
     """Return the model name in the request.
 
     Raises RequestError when it is missing, ApiError 404 when it is none of `models`.

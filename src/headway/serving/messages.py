@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import kind
+from headway.serving.json_object import kind
 
 _ROLES = ("system", "developer", "user", "assistant")
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import BodyFields
+from headway.serving.json_object import JsonObject
 from headway.serving.tokenizer import ModelTokenizer
 
 PIECE_BYTES = 32 << 10
@@ -92,7 +92,7 @@ class PromptReader:
     def _one(self, raw: msgspec.Raw, add_special_tokens: bool, name: str, label: str) -> TokenPrompt:
         if _starts(raw, b"["):
             return self._token_ids(raw, name, label)
-        text = BodyFields({name: raw}).get(name)
+        text = JsonObject({name: raw}).get(name)
         if not isinstance(text, str):
             raise RequestError(f"'{label}' must be text or an array of token ids", name)
         return self.text(text, add_special_tokens=add_special_tokens, name=name, label=label)

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import BodyFields, kind, short
+from headway.serving.json_object import JsonObject, kind, short
 from headway.serving.messages import read_messages
 from headway.serving.stops import read_stops
 
@@ -197,7 +197,7 @@ class DetokenizeBody(RequestBody):
     )
 
 
-def read_body(body: type[Body], fields: BodyFields) -> Body:
+def read_body(body: type[Body], fields: JsonObject) -> Body:
     """Decode the fields that `body` has, check them, and fill in defaults. Raises RequestError that names the field."""
     for name, (allowed, why) in body.unsupported.items():
         fields.refuse(name, allowed, why)

@@ -6,7 +6,7 @@ import secrets
 
 from headway.core.errors import RequestError
 from headway.core.sampling import SamplingParams
-from headway.serving.body_fields import check_integer
+from headway.serving.json_object import check_integer
 from headway.serving.request_bodies import GenerationBody
 
 _UNLIMITED = 2**31 - 1

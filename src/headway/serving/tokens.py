@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import RequestError
-from headway.serving.body_fields import BodyFields
 from headway.serving.chat import render_prompt
 from headway.serving.context import context
 from headway.serving.errors import json_response
 from headway.serving.generation_job import RequestContext, read_model
+from headway.serving.json_object import JsonObject
 from headway.serving.prompts import PromptReader
 from headway.serving.request_bodies import DetokenizeBody, TokenizeBody, body_schema, read_body
 from headway.serving.tokenizer import ModelTokenizer
@@ -28,7 +28,7 @@ async def tokenize(request: Request) -> Response:
     server = context(request)
 
     # Builds the response too: encoding a million ids as JSON would keep the event loop for some 20 ms.
-    def work(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> Response:
+    def work(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> Response:
         _check_model(fields, asked)
         body = read_body(TokenizeBody, fields)
         # Messages win when both are given.
@@ -52,7 +52,7 @@ async def detokenize(request: Request) -> Response:
     """`tokens` as text, special tokens included."""
     server = context(request)
 
-    def work(fields: BodyFields, asked: RequestContext, prompts: PromptReader) -> Response:
+    def work(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> Response:
         _check_model(fields, asked)
         ids = prompts.token_ids(read_body(DetokenizeBody, fields).tokens, "tokens")
         if not server.tokenizer.has_text:
@@ -62,7 +62,7 @@ async def detokenize(request: Request) -> Response:
     return await server.parse(request, work)
 
 
-def _check_model(fields: BodyFields, asked: RequestContext) -> None:
+def _check_model(fields: JsonObject, asked: RequestContext) -> None:
     """Validate the model's name where it is given; it is optional here. Raises RequestError or ApiError."""
     if fields.raw("model") is not None:
         read_model(fields, asked.models)

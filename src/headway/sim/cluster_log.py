@@ -75,7 +75,7 @@ def is_cluster_log(path: Path) -> bool:
 
 def read_cluster(path: Path) -> ClusterLogRun:
     """Read a router's log and those of its instances beside it. Raises ConfigError."""
-    watcher = _Watcher()
+    watcher = _ReplayObserver()
     run = watcher.run
     try:
         replay = ReplayResult(path.read_bytes().splitlines(keepends=True), RecordedPolicy, observer=watcher)
@@ -95,7 +95,7 @@ def read_cluster(path: Path) -> ClusterLogRun:
     return run
 
 
-class _Watcher:
+class _ReplayObserver:
     """Notes what happens in a replay."""
 
     def __init__(self) -> None:

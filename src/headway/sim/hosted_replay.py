@@ -11,7 +11,7 @@ from typing import Any
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.decision import IterationPolicy
 from headway.sim.replayed_run import (
     BatchTimes,
@@ -67,7 +67,7 @@ class HostedReplay:
 
     def _make_driver(self) -> PolicyDriver:
         run = self.replayed
-        pool = PledgedKvPool(
+        pool = ReservedKvPool(
             self.blocks, run.kv_tokens, lambda: self._free, lambda name, tokens: self._needs.get((name, tokens), 0)
         )
         return PolicyDriver(IterationPolicy(run.config, run.model, pool), pool)

@@ -10,9 +10,9 @@ from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.arrivals import ArrivalProcess, arrivals
 from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
 from headway.sim.workload.readers import read_trace
-from headway.sim.workload.request import RequestTrace
 from headway.sim.workload.rewriting import rewrite
 from headway.sim.workload.specs import parse_lengths
+from headway.sim.workload.trace_request import RequestTrace
 
 DEFAULT_REQUESTS = 1000
 

@@ -22,7 +22,7 @@ from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.host_stats import HostStats
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
@@ -309,7 +309,7 @@ class HeadwaySchedulerMethods:
         if log is not None:
             free, needed = log.watched(free, needed)
         total_tokens = max(n_blocks // groups * self.block_size, self.max_model_len)
-        pool = PledgedKvPool(n_blocks, total_tokens, free, needed)
+        pool = ReservedKvPool(n_blocks, total_tokens, free, needed)
         least = self.cache_config.block_size if self.need_mamba_block_aligned_split else 1
         config = self._headway_settings.scheduler_config(
             adapter.most_active(self),

@@ -14,7 +14,7 @@ import msgspec
 
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.prefill import PrefillState
 
@@ -35,7 +35,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class PolicyDriver:
     """The requests that the policy decides about: each is a prefill (waiting or half done), and later a decode."""
 
-    def __init__(self, policy: IterationPolicy, pool: PledgedKvPool) -> None:
+    def __init__(self, policy: IterationPolicy, pool: ReservedKvPool) -> None:
         self.policy = policy
         self.pool = pool
         self.prefills: dict[str, VllmRequest] = {}

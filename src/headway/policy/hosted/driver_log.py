@@ -17,7 +17,7 @@ from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.recorded import describe
 from headway.policy.hosted.driver import PolicyDriver, StepPlan, VllmRequest
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.decision import IterationPolicy
 
 _MOST_IN_FLIGHT = 64
@@ -66,7 +66,7 @@ class DriverLog:
         self._free, self._needs = None, {}
         self.write(kind, fields)
 
-    def driver_made(self, policy: IterationPolicy, pool: PledgedKvPool, block_tokens: int) -> None:
+    def driver_made(self, policy: IterationPolicy, pool: ReservedKvPool, block_tokens: int) -> None:
         """Write `start` for the first driver and `rebuild` for each later one."""
         if self._started:
             self.write("rebuild", {"at_s": self.now()})
@@ -126,7 +126,7 @@ class DriverLog:
 class RecordingDriver(PolicyDriver):
     """A driver that logs its calls and its decisions."""
 
-    def __init__(self, policy: IterationPolicy, pool: PledgedKvPool, log: DriverLog, block_tokens: int) -> None:
+    def __init__(self, policy: IterationPolicy, pool: ReservedKvPool, log: DriverLog, block_tokens: int) -> None:
         super().__init__(policy, pool)
         self._log = log
         log.driver_made(policy, pool, block_tokens)

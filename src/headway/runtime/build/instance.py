@@ -14,8 +14,8 @@ from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.kv_transfer.connector import make_connector
-from headway.runtime.kv_transfer.cut_connector import CutConnector
 from headway.runtime.kv_transfer.peers import PeerNetwork
+from headway.runtime.kv_transfer.resharding_connector import ReshardingConnector
 
 
 def join(
@@ -47,9 +47,9 @@ def _join_one(
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
     runs = SpanExecutor(worker, peers, eos_ids(Path(config.model)))
-    # Instances may be cut into different numbers of ranks: `CutConnector` splits KV by heads accordingly.
+    # Instances may be cut into different numbers of ranks: `ReshardingConnector` splits KV by heads accordingly.
     inner = make_connector(own.kv_connector, peers, ring)
-    connector = CutConnector(inner, worker.pool.kv_heads, peers.ranks_of)
+    connector = ReshardingConnector(inner, worker.pool.kv_heads, peers.ranks_of)
     port = KvPort(worker, core.scheduler.block_managers[0].block_tokens, runs, connector, own.number)
     return InstanceAgent(
         core, runs, peers, clock, own.room_s, KvConnectorScheduler(core, port, core.executor.replay, clock)

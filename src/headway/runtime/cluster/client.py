@@ -27,7 +27,7 @@ from headway.runtime.cluster.live_backend import LatencyOf
 from headway.runtime.cluster.live_controller import DecisionLog, LiveController
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.membership import Another, ClusterMembership
-from headway.runtime.cluster.merged import merged_info, merged_stats
+from headway.runtime.cluster.merged_reports import merged_info, merged_stats
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.cumulative_counters import accumulate_counters

@@ -43,8 +43,8 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.kv_transfer.ends import instance_of
 from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.kv_transfer.rank_routes import instance_of
 
 log = logging.getLogger("headway.engine")
 

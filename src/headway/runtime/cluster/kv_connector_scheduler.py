@@ -16,7 +16,7 @@ from headway.core.errors import RequestError
 from headway.runtime.cluster.messages import FromInstance, KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
-from headway.runtime.kv_transfer.ends import instance_of
+from headway.runtime.kv_transfer.rank_routes import instance_of
 
 _UNTOLD = 1024
 """Number of KV operations that may wait for a batch to carry them; with more they are replayed without one."""

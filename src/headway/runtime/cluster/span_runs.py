@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.control.backend import ActionImpossible
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.core.span import Span, Strategy
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import Phase

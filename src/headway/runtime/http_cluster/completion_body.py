@@ -7,7 +7,7 @@ import sys
 from array import array
 from typing import Any
 
-from headway.control.request_lifecycle import Continuation
+from headway.control.request_lifecycle import AttemptContinuation
 from headway.core.errors import RequestError
 from headway.runtime.engine.protocol import SubmitRequest
 
@@ -25,7 +25,7 @@ def begins_anew(submit: SubmitRequest) -> bool:
 
 
 def completion_body(
-    submit: SubmitRequest, prompt: bytes | memoryview, model: str, continuation: Continuation
+    submit: SubmitRequest, prompt: bytes | memoryview, model: str, continuation: AttemptContinuation
 ) -> dict[str, Any]:
     """Return the JSON body. Every setting that a server could fill from a checkpoint's generation_config.json is given,
     so that instances agree."""

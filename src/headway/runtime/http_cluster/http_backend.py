@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.request_lifecycle import RequestLifecycle
 from headway.core.request import Request
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest

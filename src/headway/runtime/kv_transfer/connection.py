@@ -18,8 +18,8 @@ import numpy as np
 
 from headway.runtime.kv_transfer.buffered_reader import AHEAD, PIECES, BufferedReader, advance, rest
 from headway.runtime.kv_transfer.completion import TransferCompletion
-from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.frames import INLINE, FrameHead, FrameKind, head
+from headway.runtime.kv_transfer.rank_routes import named
 from headway.runtime.kv_transfer.ring_buffer import BufferRange, RingBuffer, RingReader, most
 from headway.runtime.kv_transfer.shared_buffer import Memory, SharedBuffer
 from headway.runtime.kv_transfer.streams import MessageStreams

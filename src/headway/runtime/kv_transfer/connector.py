@@ -5,7 +5,7 @@ different, and why: KV is pushed by its holder, slice by slice, and a decode beg
 §4.2, step 6). So nothing is loaded during a forward pass (`start_load_kv`, `wait_for_layer_load`), no metadata travels
 with a batch (`build_connector_meta`: an instance of one process gets it directly, several ranks between batches,
 `rank_notes`), and source and target of a slice come from the controller, not from a look-up of prompts. Instances may
-be cut by heads in different ways: `cut_connector` stands before any connector and re-shards.
+be cut by heads in different ways: `resharding_connector` stands before any connector and re-shards.
 
 A connector is found by name: `peers` (shared memory on one host, TCP between hosts) and `nixl` (NVIDIA's NIXL, an
 extra) are in this package; others are what distributions register under the entry points `headway.kv_connectors`. It
@@ -34,7 +34,7 @@ Bytes = npt.NDArray[np.uint8]
 
 class SaveKv(NamedTuple):
     """A movement of KV of one request from here, by the number that the router gave it. `to`: an instance; behind
-    `cut_connector` one of its ends."""
+    `resharding_connector` one of its ends."""
 
     request: str
     piece: int

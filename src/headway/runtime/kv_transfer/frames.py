@@ -10,8 +10,8 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.kv_transfer.rank_routes import named
 
 HEAD = struct.Struct("<BBHIQq")
 _HELLO = struct.Struct("<4sII16s")

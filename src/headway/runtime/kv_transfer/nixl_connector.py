@@ -25,7 +25,6 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer.body_notes import END, decode
 from headway.runtime.kv_transfer.connection import SMALL
-from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.peer_connector import PeerConnector, RemoteRoute
 from headway.runtime.kv_transfer.peers import (
     PeerLostError,
@@ -35,6 +34,7 @@ from headway.runtime.kv_transfer.peers import (
     SendRoom,
     TransferCompletion,
 )
+from headway.runtime.kv_transfer.rank_routes import named
 from headway.runtime.kv_transfer.ring_buffer import RingBuffer, RingReader, most
 from headway.runtime.kv_transfer.send_queue import TransferRoute
 from headway.runtime.kv_transfer.shared_buffer import Memory

@@ -7,7 +7,7 @@ import socket
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.runtime.kv_transfer.ends import end_of
+from headway.runtime.kv_transfer.rank_routes import end_of
 
 
 class PeerAddress(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ import numpy as np
 
 from headway.runtime.kv_transfer.body_notes import END, HERE, BodyNote, decode, encode
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
-from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.peers import (
     PeerLostError,
     PeerNetwork,
@@ -29,6 +28,7 @@ from headway.runtime.kv_transfer.peers import (
     SendRoom,
     TransferCompletion,
 )
+from headway.runtime.kv_transfer.rank_routes import named
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
 from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, TransferRoute, packets_of
 

@@ -18,7 +18,7 @@ from headway.kv.slot_ranges import slots_of
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
-from headway.runtime.kv_transfer.ends import rank_of
+from headway.runtime.kv_transfer.rank_routes import rank_of
 from headway.runtime.sequence_parallel.kv_shard import KvShard
 from headway.runtime.sequence_parallel.layout import HeldShard, KvLayout, moves
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor, StoredKv

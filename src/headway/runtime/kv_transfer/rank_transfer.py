@@ -14,8 +14,6 @@ from headway.core.batch import GroupBatch
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
-from headway.runtime.kv_transfer.cut_connector import CutConnector
-from headway.runtime.kv_transfer.ends import end_of, heads_of
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.kv_transfer.pool_port import KvPort
 from headway.runtime.kv_transfer.rank_notes import (
@@ -29,6 +27,8 @@ from headway.runtime.kv_transfer.rank_notes import (
     RankReserved,
     RankSend,
 )
+from headway.runtime.kv_transfer.rank_routes import end_of, heads_of
+from headway.runtime.kv_transfer.resharding_connector import ReshardingConnector
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.sequence_parallel.rank_span_executor import RankSpanExecutor
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
@@ -64,7 +64,7 @@ class RankKvTransfer:
         self._rung = threading.Event()
         self._ends = False
         inner = make_connector(peer.connector, self._peers, self._rung.set)
-        connector = CutConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
+        connector = ReshardingConnector(inner, config.kv_heads, self._peers.ranks_of, shard.rank, shard.ranks)
         heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
         runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)

@@ -11,9 +11,9 @@ import numpy as np
 from headway.kv.slot_ranges import SlotRanges, slot_ranges_of
 from headway.runtime.kv_transfer.body_notes import END, BodyNote, lengthen
 from headway.runtime.kv_transfer.connector import KvLost, KvPlace, KvReceived
-from headway.runtime.kv_transfer.ends import named
 from headway.runtime.kv_transfer.packing import by_runs, scatter, spread
 from headway.runtime.kv_transfer.peers import ReceivePlace
+from headway.runtime.kv_transfer.rank_routes import named
 
 _VIEWS = 64
 """Places in memory above which a body that comes through a socket is read aside, and then spread."""

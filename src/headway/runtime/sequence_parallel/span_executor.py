@@ -22,8 +22,8 @@ from headway.core.span import SpanTask
 from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.ends import end_of, instance_of
 from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, TransferCompletion
+from headway.runtime.kv_transfer.rank_routes import end_of, instance_of
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup

@@ -21,7 +21,7 @@ from headway.sim.report.why_text import why_json
 
 
 class ClusterRecording:
-    """The `Recording` of a cluster."""
+    """The `RecordedRun` of a cluster."""
 
     def __init__(self, run: ClusterLogRun) -> None:
         """Raises ConfigError for settings of another version."""
@@ -33,13 +33,13 @@ class ClusterRecording:
             raise ConfigError(f"the settings of an instance's log cannot be read: {error}") from error
 
     def new_feed(self) -> LiveFeed:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         feed = LiveFeed(self._config.policy, self._config.t_target_s, self._config.long_tokens)
         feed.instances = [InstanceLoad(one.id, one.role, "log") for one in self._run.instances]
         return feed
 
     def happenings(self) -> Iterator[Happening]:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         for life in self._run.requests.values():
             yield from self._life(life)
         yield from self._spans()
@@ -66,7 +66,7 @@ class ClusterRecording:
         return feed.explain(name)
 
     def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         if under:
             raise ConfigError("counterfactuals are simulated from the log of one engine, not of a cluster")
         return why_json(self.explain(request_id))

@@ -18,7 +18,7 @@ from headway.sim.report.why_text import why_json
 
 
 class EngineRecording:
-    """The `Recording` of a run that was replayed with its steps."""
+    """The `RecordedRun` of a run that was replayed with its steps."""
 
     def __init__(self, run: ReplayedRun) -> None:
         self._run = run
@@ -26,14 +26,14 @@ class EngineRecording:
         self._times = PrefillCache(run.model, aim_s, max(run.config.min_chunk, 16))
 
     def new_feed(self) -> LiveFeed:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         config = self._run.config
         feed = LiveFeed(config.policy, config.t_target_s, config.long_tokens)
         feed.instances = [InstanceLoad(0, self._run.engine, "log", 0, self._run.kv_tokens * config.kv_parallel)]
         return feed
 
     def happenings(self) -> Iterator[Happening]:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         run = self._run
         for record in run.records:
             yield from _life(run, record)
@@ -51,7 +51,7 @@ class EngineRecording:
             request.due_s = request.arrival_s + max(config.deadline_base_s, config.deadline_factor * alone_s)
 
     def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """See `Recording`."""
+        """See `RecordedRun`."""
         told = explain(self._run, request_id)
         return why_json(told, outcomes(self._run, told.record.id, under) if under else ())
 

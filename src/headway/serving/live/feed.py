@@ -31,11 +31,11 @@ MOST_TRANSFERS = 2_000
 MOST_SENT_BLOCKS = 3_000
 """Samples in one answer."""
 MOST_SENT_REQUESTS = 200
-T = TypeVar("T", "Block", "Transfer")
+T = TypeVar("T", "FeedBlock", "FeedTransfer")
 _RESTARTS = re.compile("'+$")
 
 
-class Block(NamedTuple):
+class FeedBlock(NamedTuple):
     """A sample on its instance."""
 
     number: int
@@ -44,7 +44,7 @@ class Block(NamedTuple):
     sample: IterationSample
 
 
-class Transfer(NamedTuple):
+class FeedTransfer(NamedTuple):
     """A KV slice that has arrived."""
 
     number: int
@@ -137,8 +137,8 @@ class LiveFeed:
 
     def __post_init__(self) -> None:
         self._count = 0
-        self._blocks: deque[Block] = deque(maxlen=MOST_BLOCKS)
-        self._transfers: deque[Transfer] = deque(maxlen=MOST_TRANSFERS)
+        self._blocks: deque[FeedBlock] = deque(maxlen=MOST_BLOCKS)
+        self._transfers: deque[FeedTransfer] = deque(maxlen=MOST_TRANSFERS)
         self._live: dict[str, FollowedRequest] = {}
         self._ended: dict[str, FollowedRequest] = {}
         self._history = LatencyHistory()
@@ -197,7 +197,7 @@ class LiveFeed:
         """Add an instance's samples."""
         for sample in samples.iterations:
             self._count += 1
-            self._blocks.append(Block(self._count, instance, self._named(sample)))
+            self._blocks.append(FeedBlock(self._count, instance, self._named(sample)))
             # Every stage computes the same tokens.
             if sample.stage == 0:
                 self._history.at(sample.end_s).prefill_tokens += sum(chunk.tokens for chunk in sample.chunks)
@@ -211,7 +211,7 @@ class LiveFeed:
                 request.due_s, request.work_s = waiting.due_s, waiting.work_s
         for one in samples.transfers:
             self._count += 1
-            self._transfers.append(Transfer(self._count, self.name_of(one.request), instance, one))
+            self._transfers.append(FeedTransfer(self._count, self.name_of(one.request), instance, one))
 
     def assess(self, assess: Callable[[FollowedRequest], None]) -> None:
         """Call `assess` with each request without a first token."""
@@ -298,7 +298,7 @@ def _after(items: deque[T], number: int) -> list[T]:
     return list(newest)[::-1]
 
 
-def _block_row(block: Block) -> list[Any]:
+def _block_row(block: FeedBlock) -> list[Any]:
     one = block.sample
     chunks = [[chunk.request, chunk.start, chunk.tokens, chunk.remaining, chunk.limit] for chunk in one.chunks]
     times = [round(one.start_s, 6), round(one.end_s, 6), round(one.predicted_s, 6)]

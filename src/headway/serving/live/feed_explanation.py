@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 from headway.core.errors import ConfigError
-from headway.serving.live.feed import MOST_BLOCKS, Block, FollowedRequest, LiveFeed, Transfer
+from headway.serving.live.feed import MOST_BLOCKS, FeedBlock, FeedTransfer, FollowedRequest, LiveFeed
 from headway.sim.explanation import KvTransfer, RequestExplanation, RequestSurroundings, explain_record, find
 from headway.sim.metrics import RequestRecord
 from headway.sim.replayed_run import ReplayedChunk, ReplayedStep
@@ -17,8 +17,8 @@ def explain_request(
     feed: LiveFeed,
     request_id: str,
     known: Mapping[str, FollowedRequest],
-    blocks: Sequence[Block],
-    transfers_kept: Iterable[Transfer],
+    blocks: Sequence[FeedBlock],
+    transfers_kept: Iterable[FeedTransfer],
 ) -> RequestExplanation:
     """Explain one of the `known` requests by the samples and slices that are kept. Raises ConfigError for any other."""
     request = known[find(known.keys(), request_id, "the last minutes' feed")]
@@ -56,11 +56,11 @@ def explain_request(
     return explain_record(record, around_it, request.worst_gap)
 
 
-def _moved(one: Transfer) -> KvTransfer:
+def _moved(one: FeedTransfer) -> KvTransfer:
     return KvTransfer(one.sample.source, one.target, one.sample.start_s, one.sample.end_s)
 
 
-def _step(block: Block, request: FollowedRequest) -> ReplayedStep:
+def _step(block: FeedBlock, request: FollowedRequest) -> ReplayedStep:
     one = block.sample
     own = frozenset((request.id,)) if _decodes(request, one.end_s) else frozenset[str]()
     chunks = tuple(

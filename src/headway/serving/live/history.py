@@ -35,7 +35,7 @@ class DurationHistogram:
 
 
 @dataclass
-class Bucket:
+class HistoryBucket:
     """What happened within `BUCKET_S` seconds."""
 
     number: int
@@ -63,13 +63,13 @@ class LatencyHistory:
     """The last `MOST_BUCKETS` buckets in which anything happened."""
 
     def __init__(self) -> None:
-        self._buckets: deque[Bucket] = deque(maxlen=MOST_BUCKETS)
+        self._buckets: deque[HistoryBucket] = deque(maxlen=MOST_BUCKETS)
 
-    def at(self, now: float) -> Bucket:
+    def at(self, now: float) -> HistoryBucket:
         """Return the bucket of a time; a time before the newest bucket belongs to the newest."""
         number = int(now // BUCKET_S)
         if not self._buckets or number > self._buckets[-1].number:
-            self._buckets.append(Bucket(number))
+            self._buckets.append(HistoryBucket(number))
         return self._buckets[-1]
 
     def rows(self, since: int) -> list[list[float | int | None]]:

@@ -12,7 +12,7 @@ Happening = tuple[float, Callable[[LiveFeed], None]]
 """A time, and what then happens to a feed."""
 
 
-class Recording(Protocol):
+class RecordedRun(Protocol):
     """A run that has ended."""
 
     def new_feed(self) -> LiveFeed:
@@ -31,7 +31,7 @@ class Recording(Protocol):
 class LogPlayer:
     """The `LivePage` of a recording. title: shown in the page's head."""
 
-    def __init__(self, recording: Recording, title: str) -> None:
+    def __init__(self, recording: RecordedRun, title: str) -> None:
         """Raises ConfigError for a run in which nothing happened."""
         self._recording, self._title = recording, title
         self._happenings = sorted(recording.happenings(), key=lambda one: one[0])

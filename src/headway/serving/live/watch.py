@@ -13,7 +13,7 @@ from headway.serving.access_control import AccessControl
 from headway.serving.auth_middleware import AuthMiddleware
 from headway.serving.binding import bind, release, url
 from headway.serving.errors import as_api_error, error_response
-from headway.serving.live.log_player import LogPlayer, Recording
+from headway.serving.live.log_player import LogPlayer, RecordedRun
 from headway.serving.live.pages import LivePage, add_routes
 from headway.serving.settings import ServerSettings
 
@@ -31,7 +31,7 @@ def create_app(live: LivePage) -> FastAPI:
     return app
 
 
-def serve(recording: Recording, title: str, port: int) -> None:
+def serve(recording: RecordedRun, title: str, port: int) -> None:
     """Show a recording until interrupted. Raises ConfigError for a port that cannot be had, and an empty run."""
     import uvicorn
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
+from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
-from headway.control.request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.sim.cluster.instance import SimulatedInstance
-from headway.sim.cluster.request import SimRequest
+from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
 from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource

@@ -21,8 +21,8 @@ from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterState
 from headway.sim.cluster.backend import SimulatedBackend
 from headway.sim.cluster.instance import SimulatedInstance
-from headway.sim.cluster.request import SimRequest
 from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
+from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, count_work
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.event_loop import NEVER, EventKind, EventLoop, OnProgress

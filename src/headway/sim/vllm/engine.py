@@ -21,9 +21,9 @@ from headway.sim.noise import NoiseSource
 from headway.sim.result import IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec
 from headway.sim.vllm.plugged import PluggedPolicy
-from headway.sim.vllm.request import VllmRequestState
 from headway.sim.vllm.scheduler import VllmScheduler, VllmStep
 from headway.sim.vllm.spec import VllmSpec
+from headway.sim.vllm.vllm_request import VllmRequestState
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from headway.core.request import Request
 from headway.perf.latency.base import LatencyModel
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.gate import GatedQueueMethods
-from headway.policy.hosted.pledged_pool import PledgedKvPool
+from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
-from headway.sim.vllm.request import VllmRequestState
 from headway.sim.vllm.scheduler import VllmScheduler, VllmStep
+from headway.sim.vllm.vllm_request import VllmRequestState
 
 
 class PluggedPolicy:
@@ -84,7 +84,7 @@ class PluggedPolicy:
         """Return a driver without requests, over the scheduler's blocks."""
         spec, blocks = self._scheduler.spec, self._scheduler.pool
         watermark = int(spec.watermark * spec.num_blocks)
-        pool = PledgedKvPool(
+        pool = ReservedKvPool(
             spec.usable_blocks,
             max(spec.usable_blocks * spec.block_size, spec.longest_request),
             lambda: blocks.free_blocks - watermark,

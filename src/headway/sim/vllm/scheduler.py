@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.sim.vllm.block_pool import VllmBlockPool
-from headway.sim.vllm.request import VllmRequestState, VllmWaitingQueue
 from headway.sim.vllm.spec import VllmSpec
+from headway.sim.vllm.vllm_request import VllmRequestState, VllmWaitingQueue
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,6 @@ simulator take the same `TraceRequest`s. `readers` parses public trace formats, 
 workload that has been read, `specs` parses distributions as a command line writes them.
 """
 
-from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
+from headway.sim.workload.trace_request import RequestTrace, TraceError, TraceRequest
 
 __all__ = ["RequestTrace", "TraceError", "TraceRequest"]

@@ -12,7 +12,7 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.sim.workload.arrivals import ArrivalProcess
 from headway.sim.workload.lengths import LengthDistribution, LogNormalLengths, QuantileLengths, UniformLengths
-from headway.sim.workload.request import TraceRequest
+from headway.sim.workload.trace_request import TraceRequest
 
 _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
 

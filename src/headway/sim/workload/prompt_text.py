@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from headway.sim.workload.request import TraceRequest
+from headway.sim.workload.trace_request import TraceRequest
 
 _BLOCK_BITS = 20
 """Bits of a block's place in a key: prompts of up to 2^20 blocks."""

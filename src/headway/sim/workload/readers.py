@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.sim.workload.prompt_text import text_of_blocks, with_session_texts
-from headway.sim.workload.request import RequestTrace, TraceError, TraceRequest
+from headway.sim.workload.trace_request import RequestTrace, TraceError, TraceRequest
 
 Row = Mapping[str, Any]
 # stamps are UTC; a zero near them keeps their 100 ns in a float

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.request import TraceRequest
+from headway.sim.workload.trace_request import TraceRequest
 
 LOW, HIGH = 100_000, 500_000
 LINEAR_FROM = 4096

@@ -10,7 +10,7 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.sim.workload.arrivals import ArrivalProcess, PoissonArrivals
 from headway.sim.workload.prompt_text import PromptText
-from headway.sim.workload.request import RequestTrace, TraceRequest
+from headway.sim.workload.trace_request import RequestTrace, TraceRequest
 
 Requests = list[TraceRequest]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class PledgedKvPool:
+class ReservedKvPool:
     """Implements `policy.iteration.kv_pool.KvPool`.
 
     vLLM allocates chunk by chunk, so that several prefills in flight could run the pool dry and preempt each other:

@@ -24,14 +24,14 @@ _POSITION = re.compile(r"\(byte (\d+)\)")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 
 
-class BodyFields:
+class JsonObject:
     """The top-level fields of one JSON object."""
 
     def __init__(self, raw: dict[str, msgspec.Raw]) -> None:
         self._raw = raw
 
     @classmethod
-    def parse(cls, body: bytes | bytearray) -> BodyFields:
+    def parse(cls, body: bytes | bytearray) -> JsonObject:
         """Decode one level of a body. Raises RequestError when it is not one JSON object."""
         try:
             return cls(_ENVELOPE.decode(body))

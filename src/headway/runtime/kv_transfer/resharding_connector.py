@@ -1,4 +1,4 @@
-"""Any connector, between instances that are cut by heads, each in its own number of ranks (`ends.routes`).
+"""Any connector, between instances that are cut by heads, each in its own number of ranks (`rank_routes`).
 
 What is saved to an instance goes to those of its ranks that have heads of it; a piece has come from an instance when it
 has come from all of its ranks that send here. So its user knows instances only, and the connector inside ends only.
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, KvReceived, SaveKv
-from headway.runtime.kv_transfer.ends import end_of, instance_of, rank_of, routes
+from headway.runtime.kv_transfer.rank_routes import end_of, instance_of, rank_of, routes
 
 
-class CutConnector(KvConnector):
+class ReshardingConnector(KvConnector):
     """The end of rank `rank` of `ranks`. ranks_of: how many another instance has. `get_finished` may be called from
     another thread than the rest."""
 

@@ -14,9 +14,9 @@ from tests.helpers.polling import let_arrive, until
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
-from headway.runtime.kv_transfer.cut_connector import CutConnector
-from headway.runtime.kv_transfer.ends import end_of, heads_of
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
+from headway.runtime.kv_transfer.rank_routes import end_of, heads_of
+from headway.runtime.kv_transfer.resharding_connector import ReshardingConnector
 
 KV = 4
 
@@ -29,7 +29,7 @@ class CutRank:
         self.heads = heads_of(KV, ranks, rank)
         self.peers = PeerNetwork(end_of(instance, rank), 0, f"unix:{folder}/{instance}.{rank}")
         inner = make_connector("peers", self.peers, self.rung.set)
-        self.connector = CutConnector(inner, KV, self.peers.ranks_of, rank, ranks)
+        self.connector = ReshardingConnector(inner, KV, self.peers.ranks_of, rank, ranks)
         self.cache = np.ascontiguousarray(whole[:, :, self.heads.start : self.heads.stop])
         self.received: list[KvReceived] = []
         self.lost: list[KvLost] = []
