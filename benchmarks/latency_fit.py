@@ -2,7 +2,8 @@
 
 Whole sizes are held out (all rows with a token count, chunk or history), never random rows, whose neighbours would
 give them away. Prints mean and P90 of |predicted / measured - 1| in percent, by (device, model) pair and family; whole
-iterations; models of which no shape was seen; sizes beyond those fitted; and Medha's own statements beside ours.
+iterations; models of which no shape was seen; sizes beyond those fitted; how many of these rows the error bands hold;
+and Medha's own statements beside ours.
 """
 
 from __future__ import annotations
@@ -395,7 +396,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the models left out (half a minute less)")
     arguments = parser.parse_args()
     profiles = read_all(files(arguments.profiles))
-    pairs = families(profiles)
+    from benchmarks import latency_bands
+
+    pairs, devices = families(profiles), unseen_devices(profiles)
     for family in (LINEAR, ELEMENTWISE, PREFILL, DECODE, COLLECTIVE):
         show(f"Sizes held out: {family}", ((f"{d} {m}", e) for (d, m, f), e in pairs.items() if f == family))
     show("Whole iterations, their token count held out", layers(profiles).items())
@@ -406,9 +409,11 @@ def main() -> None:
                 f"Models left out: {family}",
                 ((f"{d} {m}", row[family]) for (d, m), row in models.items() if family in row),
             )
-        show("Head counts left out", unseen_heads(profiles).items())
+        heads = unseen_heads(profiles)
+        show("Head counts left out", heads.items())
         show("Shapes of a general grid left out", unseen_shapes(profiles).items())
-    show("Devices left out", unseen_devices(profiles).items())
+        latency_bands.show([*latency_bands.inside(pairs, models, heads, devices), *latency_bands.beyond(profiles)])
+    show("Devices left out", devices.items())
     show("Beyond the fitted sizes", extrapolation(profiles).items())
     medha()
 

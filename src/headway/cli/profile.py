@@ -105,6 +105,7 @@ def headline(source: TableSource, most: int) -> list[str]:
     most: tokens that the KV cache holds; depths beyond it are left out.
     """
     from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
+    from headway.perf.latency.error_band import prefill_band
     from headway.perf.latency.prefill_cache import PrefillCache
     from headway.perf.latency.table_latency import TableLatency
     from headway.policy.iteration.config import SchedulerConfig
@@ -114,7 +115,8 @@ def headline(source: TableSource, most: int) -> list[str]:
     aim_s = reference_aim_s(config, latency)
     alone = PrefillCache(latency, aim_s, max(config.min_chunk, 16))
     prompts, depths = ([n for n in some if n < most] for some in (HEADLINE_PROMPTS, HEADLINE_DEPTHS))
-    rates = [f"{prompt / alone.total_s(prompt):,.0f} tokens/s for a prompt of {prompt:,}" for prompt in prompts]
+    bands = {prompt: band.words() for prompt in prompts if (band := prefill_band(latency, prompt)) is not None}
+    rates = [f"{n / alone.total_s(n):,.0f} tokens/s for a prompt of {n:,} ({bands[n]})" for n in prompts]
     sizes = (solve_tokens(latency, BatchLoad(), depth, MAX_CHUNK, aim_s)[0] for depth in depths)
     chunks = [f"{max(config.min_chunk, size):,} after {depth:,}" for size, depth in zip(sizes, depths, strict=True)]
     return [

@@ -1,0 +1,102 @@
+"""How many held-out rows the error bands of `perf.latency.error_band` hold, for `python -m benchmarks.latency_fit`.
+
+Twice: with the bands that ship, which were set from these very rows, and with bands set from all groups but the one
+tested, which is what a new model, head count, device or grid meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from benchmarks import latency_fit as fit
+from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
+from headway.perf.latency.operators.derived import DERIVED_BANDS
+from headway.perf.latency.operators.profiles import DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, OperatorProfile
+
+Groups = dict[str, fit.Errors]
+FAMILIES = (LINEAR, ELEMENTWISE, PREFILL, DECODE)
+
+
+def inside(
+    pairs: Mapping[tuple[str, str, str], fit.Errors],
+    models: Mapping[tuple[str, str], Mapping[str, fit.Errors]],
+    heads: Mapping[str, fit.Errors],
+    devices: Mapping[str, fit.Errors],
+) -> Iterable[tuple[str, float, Groups]]:
+    """Yield (what is held out, shipped band, errors by group) of sizes, models, head counts and devices."""
+    for family in FAMILIES:
+        sizes = {f"{d} {m}": e for (d, m, f), e in pairs.items() if f == family}
+        yield f"sizes left out: {family}", INSIDE_BANDS[family]["measured"], sizes
+    for family in (LINEAR, ELEMENTWISE):
+        rest = {f"{d} {m}": row[family] for (d, m), row in models.items() if family in row}
+        yield f"models left out: {family}", INSIDE_BANDS[family]["fitted"], rest
+    for family in (PREFILL, DECODE):
+        rest = {name: e for name, e in heads.items() if name.endswith(family)}
+        yield f"head counts left out: {family}", INSIDE_BANDS[family]["fitted"], rest
+    for family in FAMILIES:
+        rest = {name: e for name, e in devices.items() if name.endswith(family)}
+        yield f"devices left out: {family}", DERIVED_BANDS[family], rest
+
+
+def beyond(profiles: Sequence[OperatorProfile]) -> Iterable[tuple[str, float, Groups]]:
+    """Yield the same of sizes beyond those fitted, by octaves."""
+    found: dict[tuple[str, int], dict[str, list[fit.Errors]]] = {}
+
+    def add(name: str, rows: OperatorProfile, column: str, tops: Sequence[int], predict: Predict) -> None:
+        for top in tops:
+            train, test = rows.where(rows.x[column] <= top), rows.where(rows.x[column] > top)
+            if len(train) < 4 or not len(test):
+                continue
+            errors, octaves = fit.error(predict(train, test), test.ms), np.ceil(np.log2(test.x[column] / top))
+            for k in np.unique(octaves):
+                group = f"{rows.device} {rows.source} {rows.group.split('/')[0]}"
+                found.setdefault((name, int(k)), {}).setdefault(group, []).append(errors[octaves == k])
+
+    for p in profiles:
+        grid = p.source != "frontier"
+        if p.family == LINEAR and p.op != "gemm" and p.x["m"].max() > 8192:
+            add("rows", p, "m", (4096, 8192), fit.by_linear)
+        elif p.family == ELEMENTWISE and p.x["tokens"].max() > 8192:
+            add("rows", p, "tokens", (4096, 8192), fit.by_elementwise)
+        elif p.family == PREFILL and grid:
+            add("chunk", fit.one_chunk_rows(p), "chunk", (2048, 4096), fit.by_prefill)
+        elif p.family == PREFILL and p.x["past"].max() > 3000:
+            add("history", fit.one_chunk_rows(p), "past", (1552, 3100, 6200), fit.by_prefill)
+        elif p.family == DECODE and grid:
+            add("decode history", p, "past", (4095, 8191, 16383, 32767), fit.by_decode)
+    for (name, octave), groups in sorted(found.items()):
+        if octave <= len(BEYOND_BANDS[name]):
+            band = beyond_share(name, 2**octave, 1)
+            yield f"{name}, octave {octave} beyond", band, {g: np.concatenate(e) for g, e in groups.items()}
+
+
+Predict = Callable[[OperatorProfile, OperatorProfile], Column]
+
+
+def coverage(band: float, groups: Groups) -> tuple[int, float, float, float]:
+    """Return (rows, P90 of all, share of rows within `band`, share within a band set without their own group).
+
+    The last is NaN with a single group."""
+    every = np.concatenate(list(groups.values()))
+    within = []
+    for name, errors in groups.items():
+        others = [e for other, e in groups.items() if other != name]
+        if others:
+            within.append(errors <= np.quantile(np.concatenate(others), 0.9))
+    held = float(np.concatenate(within).mean()) if within else float("nan")
+    return every.size, float(np.quantile(every, 0.9)), float((every <= band).mean()), held
+
+
+def show(rows: Iterable[tuple[str, float, Groups]]) -> list[tuple[str, float, float]]:
+    """Print the coverage table; returns (name, share within the shipped band, share within a band set by others)."""
+    head = f"{'':<44}{'n':>7}{'P90 %':>8}{'band %':>8}{'within %':>10}{'by others %':>13}"
+    print(f"\nHeld-out rows within the error bands (aimed at: 90%)\n{head}")
+    found = []
+    for name, band, groups in rows:
+        if groups:
+            n, p90, within, held = coverage(band, groups)
+            found.append((name, within, held))
+            print(f"{name:<44}{n:>7}{100 * p90:>8.1f}{100 * band:>8.0f}{100 * within:>10.1f}{100 * held:>13.1f}")
+    return found

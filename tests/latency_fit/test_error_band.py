@@ -1,0 +1,105 @@
+"""Error bars of predictions: nearest the data narrow, beyond it wide and named."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.perf.hardware.models import model
+from headway.perf.latency.base import BatchLoad, decode_load, load_s
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.error_band import (
+    BEYOND_BANDS,
+    ErrorBand,
+    beyond_share,
+    error_band,
+    left_out_share,
+    prefill_band,
+    table_source,
+)
+from headway.perf.latency.fitted import ParallelLayout, fitted
+from headway.perf.latency.roofline import MachineRates, roofline
+
+H100 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8))
+
+
+def test_a_band_holds_the_prediction_of_the_model() -> None:
+    load = decode_load(H100, 64, 64 * 8000).with_chunk(512, H100.attention_s(4000, 512), 4000)
+    band = error_band(H100, load)
+    assert band is not None
+    assert band.seconds == pytest.approx(load_s(H100, load))
+    assert band.low_s < band.seconds < band.high_s
+    assert band.extrapolated == ()
+    assert not band.derived
+
+
+def test_histories_beyond_the_profiles_are_named_and_widen_the_band() -> None:
+    near, far, farther = (prefill_band(H100, n) for n in (12_000, 131_072, 1_000_000))
+    assert near is not None
+    assert far is not None
+    assert farther is not None
+    assert near.extrapolated == ()
+    assert far.extrapolated == farther.extrapolated == ("history",)
+    assert near.share < far.share < farther.share
+    assert "extrapolated (history)" in farther.words()
+
+
+def test_a_long_decode_and_a_large_batch_are_named() -> None:
+    decode = error_band(H100, decode_load(H100, 1, 1_000_000))
+    rows = error_band(H100, BatchLoad(tokens=30_000))
+    assert decode is not None
+    assert decode.extrapolated == ("decode history",)
+    assert rows is not None
+    assert rows.extrapolated == ("rows",)
+
+
+def test_a_device_without_profiles_has_a_wider_band_and_says_derived() -> None:
+    own, other = prefill_band(H100, 8192), prefill_band(fitted("l40s-48gb", "llama-3-8b"), 8192)
+    assert own is not None
+    assert other is not None
+    assert other.derived
+    assert other.words().endswith("derived")
+    assert other.share > own.share
+
+
+def test_a_corrected_model_has_the_band_of_its_table() -> None:
+    assert table_source(CorrectedLatency(H100)) is H100.source
+
+
+def test_a_model_without_a_table_has_no_band() -> None:
+    class Bare:
+        pass
+
+    assert table_source(Bare()) is None  # type: ignore[arg-type]
+
+
+def test_a_roofline_counts_as_derived_from_data_sheets() -> None:
+    band = prefill_band(
+        roofline(model("llama-3-8b"), MachineRates(linear_flops=4e14, attention_flops=3e14, bandwidth=3e12)), 2048
+    )
+    assert band is not None
+    assert band.derived
+    assert band.share >= 0.26
+
+
+@given(name=st.sampled_from(sorted(BEYOND_BANDS)), sizes=st.lists(st.integers(1, 10**8), min_size=2, max_size=2))
+def test_farther_from_the_data_never_means_a_narrower_band(name: str, sizes: list[int]) -> None:
+    low, high = sorted(sizes)
+    assert 0.0 <= beyond_share(name, low, 4096) <= beyond_share(name, high, 4096)
+    assert beyond_share(name, min(low, 4096), 4096) == 0.0
+
+
+def test_knots_on_a_line_leave_no_error_and_a_jump_does() -> None:
+    line = [(float(x), 2.0 * x + 1) for x in (1, 2, 4, 8, 16)]
+    assert left_out_share(line) == pytest.approx(0.0, abs=1e-12)
+    assert left_out_share([*line[:2], (4.0, 18.0), *line[3:]]) > 0.2
+    assert left_out_share(line[:2]) == 0.0
+
+
+def test_a_share_of_one_or_more_has_no_upper_end() -> None:
+    assert ErrorBand(1.0, 1.2).high_s == inf
+    assert np.isclose(ErrorBand(1.0, 0.25).high_s, 4 / 3)
