@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks import latency_fit as fit
 from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
+from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.operators.derived import DERIVED_BANDS
 from headway.perf.latency.operators.profiles import DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, OperatorProfile
 
@@ -73,6 +74,26 @@ def beyond(profiles: Sequence[OperatorProfile]) -> Iterable[tuple[str, float, Gr
 
 
 Predict = Callable[[OperatorProfile, OperatorProfile], Column]
+
+
+def batched(profiles: Sequence[OperatorProfile]) -> Iterable[tuple[str, fit.Errors]]:
+    """Yield errors of batches of prompts, each head count left out: as a sum of single ones, then as fitted."""
+    for p in (p for p in profiles if p.family == PREFILL):
+        parts: dict[str, list[fit.Errors]] = {}
+        for rows, heads in fit.by_heads(p):
+            test, alone = batched_rows(rows)
+            here = (p.x["q_heads"] == heads[0]) & (p.x["kv_heads"] == heads[1])
+            model = fit_batched_prefill([p.where(~here)])
+            if model is None or not len(test):
+                continue
+            x = test.x
+            guesses = {"sum": x["batch"] * alone, "fit": model.batch_ms(alone, x["batch"], x["chunk"], x["q_heads"])}
+            for how, guess in guesses.items():
+                errors = fit.error(guess, test.ms)
+                parts.setdefault(f"{how}, all chunks", []).append(errors)
+                parts.setdefault(f"{how}, chunks of 1,024 and more", []).append(errors[x["chunk"] >= 1024])
+        for name in sorted(parts, reverse=True):
+            yield f"{p.device} {p.source}: {name}", np.concatenate(parts[name])
 
 
 def coverage(band: float, groups: Groups) -> tuple[int, float, float, float]:

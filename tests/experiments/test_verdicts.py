@@ -32,8 +32,8 @@ def test_rules_hold_inside_and_not_outside(check: v.VerdictRule, inside: list[ob
     ("paper", "default", "verdict", "where"),
     [
         (1.5, 1.6, "within band", "in both modes"),
-        (1.5, 9.0, "within band", "in paper mode only"),
-        (9.0, 1.5, "within band", "in default mode only"),
+        (1.5, 9.0, "within band, in paper mode only", "in paper mode only"),
+        (9.0, 1.5, "within band, in default mode only", "in default mode only"),
         (None, 1.5, "within band", "in the only mode that applies"),
     ],
 )
@@ -42,6 +42,7 @@ def test_a_verdict_names_the_modes_in_which_the_rule_holds(
 ) -> None:
     row = v.judge("claim", "1.6x", v.band(1.4, 2.2), {"paper": paper, "default": default}, "Because.")
     assert row.verdict == verdict
+    assert v.allowed(verdict)
     assert row.why == f"1.4 to 2.2: holds {where}. Because."
 
 
@@ -56,6 +57,15 @@ def test_a_failed_rule_reports_the_values_found() -> None:
     assert empty.verdict == "not reproduced: no value in default mode, not rising"
     assert v.allowed(row.verdict)
     assert v.allowed(missing.verdict)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_an_impossible_figure_in_one_mode_fails_the_claim(approximate: bool) -> None:
+    found = {"paper": 1.13, "default": 0.59}
+    row = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), found, approximate=approximate)  # type: ignore[arg-type]
+    assert row.verdict == "not reproduced: 1.13 in paper mode, more than the possible 1"
+    possible = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), {"paper": 0.6, "default": 0.59})
+    assert possible.verdict == "within band"
 
 
 def test_an_approximation_is_never_more_than_illustrative() -> None:

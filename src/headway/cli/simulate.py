@@ -15,6 +15,7 @@ from headway.core.output_file import check_outputs, write_output
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
     from headway.sim.cluster.result import ClusterResult
+    from headway.sim.scenario import Scenario
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,6 +145,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
         sys.stdout.buffer.write(_bytes(outcome))
     else:
         show(simulation_report(outcome))
+        show(_band_line(points[0].scenario))
     _write(arguments, outcome)
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
@@ -152,6 +154,17 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
         raise ConfigError(result.points[0]["why"])
     # A sweep may include points that do not fit; it fails only if none does.
     return 0 if any(point["feasible"] for point in result.points) else 1
+
+
+def _band_line(scenario: Scenario) -> str:
+    """Return the error bars of the latency model that times rest on, for prompts of two lengths."""
+    from headway.perf.latency.error_band import prefill_band
+    from headway.sim.build import scenario_latency
+
+    latency = scenario_latency(scenario)
+    bands = ((tokens, prefill_band(latency, tokens)) for tokens in (2048, 131_072))
+    words = [f"a prompt of {tokens:,}: {band.words()}" for tokens, band in bands if band is not None]
+    return f"error bars of predicted times (P90): {'; '.join(words)}"
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,9 @@ def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
     table.add_column("verdict", ratio=3)
     for row in data["rows"]:
         verdict = row["verdict"]
-        colour = _COLOURS.get(verdict, "red")
+        # One that holds in one mode only is less than green.
+        held = next((name for name in _COLOURS if verdict.startswith(name)), None)
+        colour = "red" if held is None else _COLOURS[held] if verdict == held else "yellow"
         ours = row["ours"]
         cells = [_cell(row["claim"]), _cell(row["paper"]), _cell(ours["paper_mode"]), _cell(ours["default_mode"])]
         table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}]")

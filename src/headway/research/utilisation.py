@@ -2,7 +2,7 @@
 
 MFU of a lone prefill in chunks of 4096, MBU of a lone decode. Attention is counted as causal in default mode and, in
 paper mode, whole (4·n²·d·h_q, Mnemosyne Eq. 1): which of them the papers' MFU uses is not said, and their 2.4 and 2.8
-ExaFLOP for 1M tokens of 70B are whole counts.
+ExaFLOP for 1M tokens of 70B are whole counts. Above 1 a claim fails: such times are impossible under that count.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from functools import partial
 
 from headway.research.arithmetic import latency_source, machine, prefill_flops, static_prefill
 from headway.research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway.research.verdicts import at_least, band, both, judge
+from headway.research.verdicts import at_least, both, judge, share_of_peak
 
 CONTEXTS = (1_000_000, 2_000_000, 4_000_000)
 NODES = (1, 4, 16)
 CHUNK = 4096
+CIRCULAR = (
+    "Circular: FLOPs over our own extrapolated times (histories end at 12,416 tokens), so no evidence for these times."
+)
 
 
 def mfu(name: str, stages: int, context: int, mode: Mode) -> float:
@@ -48,9 +51,10 @@ def prefill(options: RunOptions) -> ExperimentReport:
         judge(
             f"{name}, {c // 1_000_000}M tokens on {8 * n} H100s: MFU",
             "50-60%",
-            band(0.45, 0.65),
+            share_of_peak(0.45, 0.65),
             both(partial(mfu, name, n, c)),
-            "Counted whole it would exceed the machine's peak: the papers' MFU must count attention causal.",
+            CIRCULAR,
+            approximate=True,
         )
         for name, n, c in claims
     ]
@@ -58,8 +62,10 @@ def prefill(options: RunOptions) -> ExperimentReport:
         judge(
             "llama-3-70b, 128 H100s: MFU, the worst of 1M to 4M tokens",
             "> 50%",
-            at_least(0.5),
+            share_of_peak(0.5),
             both(lambda mode: min(mfu("llama-3-70b", 16, c, mode) for c in CONTEXTS)),
+            CIRCULAR,
+            approximate=True,
         )
     )
     lines = {
@@ -82,7 +88,7 @@ def decode(options: RunOptions) -> ExperimentReport:
         judge(
             "MBU of a decode, the best of 1, 2, 4 KV groups and 1M to 10M tokens (8B, TP8)",
             "up to 92%",
-            band(0.85, 0.97),
+            share_of_peak(0.85, 0.97),
             both(lambda mode: max(mbu("llama-3-8b", c, k, mode) for c in (1_000_000, 10_000_000) for k in groups)),
             "In the public profile large reads of KV reach 0.93 of the data sheet's bandwidth.",
         ),

@@ -1,14 +1,15 @@
 """Verdicts on claims, by rules that are fixed before the numbers are known.
 
 Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
-`not reproduced: …`. A rule is applied to what paper mode and default mode give; the row says in which of them it holds.
+`not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it the
+verdict says so (`within band, in paper mode only`), and a figure that no machine reaches fails in either.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ MISSED = "not reproduced: "
 
 def allowed(verdict: str) -> bool:
     """Return whether a text is one of the verdicts."""
-    return verdict in PLAIN or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
+    plain_verdict = verdict.removesuffix(", in paper mode only").removesuffix(", in default mode only")
+    return plain_verdict in PLAIN or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class VerdictRule:
     """The rule in words, for the row's `why`."""
     test: Callable[[Any], bool]
     """Returns whether a value meets the rule."""
+    limit: float = math.inf
+    """Greatest value that is possible; a greater one in any mode fails the claim."""
 
     def __call__(self, value: Any) -> bool:
         return value is not None and bool(self.test(value))
@@ -59,6 +63,11 @@ def band(low: float, high: float) -> VerdictRule:
     if low == -math.inf:
         words = f"at most {high:g}"
     return VerdictRule("within band", words, lambda value: low <= float(value) <= high)
+
+
+def share_of_peak(low: float, high: float = 1.0) -> VerdictRule:
+    """Return a rule for a utilisation from low to high; more than 1 is impossible."""
+    return replace(band(low, high), limit=1.0)
 
 
 def at_least(low: float) -> VerdictRule:
@@ -95,18 +104,24 @@ def judge(
     *,
     approximate: bool = False,
 ) -> ClaimRow:
-    """Return the row of a claim. The rule holds if it holds in either mode; `why` has which.
+    """Return the row of a claim. The verdict and `why` say which modes the rule holds in.
 
     ours: the value in each mode. approximate: the value rests on an approximation, so the verdict is at most
     `illustrative`.
     """
     held = [mode for mode in MODES if check(ours[mode])]
-    if held:
+    impossible = [mode for mode in MODES if check.limit < math.inf and (ours[mode] or 0.0) > check.limit]
+    if impossible:
+        found = f"{_found({mode: ours[mode] for mode in impossible})}, more than the possible {check.limit:g}"
+        verdict, why = f"{MISSED}{found}", f"expected {check.words}"
+    elif held:
         where = "in both modes" if len(held) == 2 else f"in {held[0]} mode only"
         # a mode without a value does not count as one where the rule fails
         if None in ours.values():
             where = "in the only mode that applies"
-        verdict: str = "illustrative" if approximate else check.kind
+        verdict = "illustrative" if approximate else check.kind
+        if where.endswith("mode only"):
+            verdict += f", {where}"
         why = f"{check.words}: holds {where}"
     else:
         verdict, why = f"{MISSED}{_found(ours)}, not {check.words}", f"expected {check.words}"
@@ -139,7 +154,7 @@ def _sorted(values: list[float]) -> bool:
 
 
 def _found(ours: Mapping[Mode, Any]) -> str:
-    shown = {mode: _show(ours[mode]) for mode in MODES if ours[mode] is not None}
+    shown = {mode: _show(ours[mode]) for mode in MODES if ours.get(mode) is not None}
     if len(shown) == 2 and len(set(shown.values())) == 1:
         return f"{shown['paper']} in both modes"
     return " and ".join(f"{value} in {mode} mode" for mode, value in shown.items()) or "no value"

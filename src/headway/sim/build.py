@@ -193,6 +193,13 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
     )
 
 
+def scenario_latency(scenario: Scenario) -> LatencyModel:
+    """Return the latency model of the last stage of a scenario's instance."""
+    device, shape = named(scenario)
+    layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
+    return latency_of(scenario.latency, device, shape, layout)
+
+
 def latency_of(
     section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
 ) -> LatencyModel:
