@@ -162,7 +162,7 @@ def test_a_request_that_no_instance_takes_is_the_clients_own_fault() -> None:
 
 
 def test_a_request_that_loses_every_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.http_controller._PAUSE_S", 0.001)
+    monkeypatch.setattr("headway.runtime.http_cluster.http_retries._PAUSE_S", 0.001)
 
     async def work() -> None:
         async with cluster_of([TokenServer(break_after=0)]) as cluster:

@@ -55,7 +55,7 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
             assert client.stats.engine_restarts_total == 0
 
     virtual_time.run(run())
-    assert "the router has failed at what was said of bad#1" in caplog.text
+    assert "the controller has failed at a message about bad#1" in caplog.text
 
 
 def test_a_policy_whose_next_wakeup_raises_is_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_an_error_while_settling_is_attributed_to_no_request(
             assert found == [answer(prompt(i, 50), 4) for i in range(4)]
 
     virtual_time.run(run())
-    assert "the router has failed at what follows" in caplog.text
+    assert "the controller has failed at the consequences" in caplog.text
 
 
 @pytest.mark.parametrize("where", ["arrive", "sent"])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -20,6 +20,7 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks
+from headway.runtime.cluster.client_answer import time_limit
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.instance_registry import InstanceRegistry
@@ -194,20 +195,16 @@ class ClusterClient:
     async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         live = self._accepts(submit)
         asked = ClusterRequest(submit, prompt)
-        timer: asyncio.TimerHandle | None = None
-        if submit.timeout_s is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_at(submit.received_s + submit.timeout_s, self._timed_out, asked)
         try:
-            live.ask(asked)
-            self._roster.look(live)
-            deltas = cast("AsyncGenerator[OutputDelta, None]", asked.answer())
-            async with aclosing(deltas):
-                async for delta in deltas:
+            with time_limit(submit, partial(self._expire, asked)):
+                live.ask(asked)
+                self._roster.look(live)
+                last = False
+                while not last:
+                    delta = await asked.answer.get()
+                    last = delta.finish is not None
                     yield delta
         finally:
-            if timer is not None:
-                timer.cancel()
             live.leave(asked)
             self._roster.look(live)
 
@@ -239,7 +236,7 @@ class ClusterClient:
                 "prompt",
             )
 
-    def _timed_out(self, asked: ClusterRequest) -> None:
+    def _expire(self, asked: ClusterRequest) -> None:
         assert self._live is not None
         asked.tell(OutputDelta(id=asked.submit.id, finish="timeout"))
         self._live.leave(asked, "it has timed out")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-
 import msgspec
 
 from headway.core.request import Request
+from headway.runtime.cluster.client_answer import AnswerQueue
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
-from headway.runtime.engine.rejections import rejection_error
 
 
 class ClusterRequest:
     """One request. After a loss, another attempt continues after the output that was sent to the client."""
 
     __slots__ = (
-        "_news",
+        "answer",
         "answered",
         "attempt",
         "first_s",
@@ -47,7 +44,7 @@ class ClusterRequest:
         """Whether its last output, or its error, was sent."""
         self.first_s: float | None = None
         """Time at which its first task began; None again once a delta has carried it."""
-        self._news: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self.answer = AnswerQueue()
 
     @property
     def left(self) -> int:
@@ -77,22 +74,10 @@ class ClusterRequest:
         self.told.extend(delta.tokens)
         self.answered = True
         self.over = delta.finish is not None
-        self._news.put_nowait(msgspec.structs.replace(delta, id=self.submit.id, first_scheduled_s=first_s))
+        self.answer.put(msgspec.structs.replace(delta, id=self.submit.id, first_scheduled_s=first_s))
 
     def fail(self, error: Exception) -> None:
         """End the request with an error. Harmless when it has ended."""
         if not self.over:
             self.over = True
-            self._news.put_nowait(error)
-
-    async def answer(self) -> AsyncIterator[OutputDelta]:
-        """Yield the client's deltas up to the last one. Raises the error that the request failed with."""
-        while True:
-            delta = await self._news.get()
-            if isinstance(delta, Exception):
-                raise delta
-            if (error := rejection_error(delta)) is not None:
-                raise error
-            yield delta
-            if delta.finish is not None:
-                return
+            self.answer.put(error)

@@ -41,6 +41,7 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.cluster.peer_health import PeerHealth
 from headway.runtime.cluster.policies import PlacementChain, may_of
 from headway.runtime.cluster.retries import RetryQueue
+from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import OutputDelta
 
 log = logging.getLogger("headway.cluster")
@@ -88,10 +89,8 @@ class LiveController:
         self.asked: dict[str, ClusterRequest] = {}
         self.retries = RetryQueue(self.settle, most_losses)
         self._sent: list[Any] = []
-        self._alarm: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._lookout: asyncio.TimerHandle | None = None
-        self._settling = False
         self.leaving: set[int] = set()
         """Instances that are drained, until no request has work or KV on them."""
         self.able: str | None = None
@@ -115,6 +114,7 @@ class LiveController:
             self.book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
         )
         self._may = may_of(self.machine)
+        self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
         self._suspects = PeerHealth()
         self._knots = DeadlockDetector(fleet, self.attempts, self.machine.state.transfers)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
@@ -182,7 +182,7 @@ class LiveController:
             self.machine.drop(attempt.controlled, why, self._clock())
         except Exception:
             # The controller's own clean-up did not finish: free the instances directly, or their KV would leak.
-            log.exception("the router has failed at letting go of %s", attempt.wire)
+            log.exception("the controller has failed at letting go of %s", attempt.wire)
             self.fleet.forget(attempt)
             self.attempts.remove(attempt)
         self.settle()
@@ -192,7 +192,7 @@ class LiveController:
         try:
             self._attempt(asked)
         except Exception:
-            log.exception("the router has failed at placing %s", asked.submit.id)
+            log.exception("the controller has failed at placing %s", asked.submit.id)
             self._fail(asked, _own_failure())
 
     def _attempt(self, asked: ClusterRequest) -> None:
@@ -243,7 +243,7 @@ class LiveController:
         try:
             follows = act()
         except Exception:
-            log.exception("the router has failed at what was said of %s", wire)
+            log.exception("the controller has failed at a message about %s", wire)
             follows = True
             if attempt is not None:
                 self._fail(attempt.asked, _own_failure())
@@ -457,56 +457,8 @@ class LiveController:
     # -- the event loop -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the controller act on all pending events.
-
-        Raises nothing: an error is attributed to no request, and settling is tried again, at once and then after
-        `EVERY_S`.
-        """
-        # Called again from inside `_settle`: its loop goes round until nothing is pending, so nothing is missed.
-        if self._settling:
-            return
-        # The event that raised is usually consumed by then: a second try handles the rest.
-        for _ in range(2):
-            try:
-                self._settle()
-                return
-            except Exception:
-                log.exception("the router has failed at what follows from what it was told")
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_later(EVERY_S, self.settle)
-
-    def _settle(self) -> None:
-        self._settling = True
-        try:
-            # To a fixed point: what `_follow` reports back to the controller can make further actions possible.
-            while True:
-                now = self._clock()
-                # Remaining prefill time shrinks with the clock, not with an event: refresh it before policies look.
-                self.machine.changed(self.hands.expecting(), now)
-                wake_s = self.machine.settle(now)
-                if not self._follow():
-                    break
-        finally:
-            self._settling = False
-        # One timer at most: the newest wake-up time replaces the one before, also where it is later.
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if wake_s is not None:
-            self._alarm = asyncio.get_running_loop().call_later(max(0.0, wake_s - self._clock()), self._woken, wake_s)
-        # The deadlock search runs only while a migration waits for KV blocks somewhere.
-        if self._watch is None and self.hands.moves.waiting:
-            self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
-
-    def _woken(self, at_s: float) -> None:
-        self._alarm = None
-        try:
-            # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
-            self.machine.woken(max(at_s, self._clock()))
-        except Exception:
-            log.exception("the router has failed at waking policies")
-        self.settle()
+        """Let the controller act on all pending events. Raises nothing (`SettlingLoop.settle`)."""
+        self._loop.settle()
 
     def look_out(self) -> None:
         """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
@@ -526,7 +478,7 @@ class LiveController:
                 attempt, helps = found
                 self._retry(attempt, "requests wait for each other's room for KV", later=not helps)
         except Exception:
-            log.exception("the router has failed at untying requests")
+            log.exception("the controller has failed at untying requests")
         self.settle()
 
     def _apart(self, name: str, act: Callable[[], object]) -> None:
@@ -586,6 +538,9 @@ class LiveController:
             if not asked.over and self.asked.get(asked.submit.id) is asked:
                 some = True
                 self._begin(asked)
+        # The deadlock search runs only while a migration waits for KV blocks somewhere.
+        if self._watch is None and hands.moves.waiting:
+            self._watch = asyncio.get_running_loop().call_later(EVERY_S, self._untie)
         return some
 
     def _over(self, attempt: RequestAttempt) -> None:
@@ -593,11 +548,12 @@ class LiveController:
 
     def close_all(self) -> None:
         """Cancel all timers."""
-        for timer in (self._alarm, self._watch, self._lookout):
+        self._loop.close()
+        for timer in (self._watch, self._lookout):
             if timer is not None:
                 timer.cancel()
         self.retries.close()
 
 
 def _own_failure() -> InvariantError:
-    return InvariantError("the router has failed at this request; its log says at what. Others go on")
+    return InvariantError("the controller has failed at this request; its log says at what. Others go on")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, cast
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +15,7 @@ from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks
+from headway.runtime.cluster.client_answer import time_limit
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 from headway.runtime.http_cluster.completion_body import check_supported
@@ -40,7 +41,7 @@ class HttpInstanceSettings(msgspec.Struct, frozen=True):
     pool: int
     url: str
     process: ServerCommand | None = None
-    """The command that starts it; None: others run it."""
+    """The command that starts it; None: the server is not the cluster's."""
 
 
 class HttpClusterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +109,7 @@ class HttpCluster:
             waiting=sum(load.waiting for load in loads) + (0 if self._live is None else self._live.unplaced),
             kv_tokens_used=sum(round(load.kv_usage * load.kv_tokens) for load in loads),
             kv_tokens_total=sum(load.kv_tokens for load in loads),
-            recoveries_total=0 if self._live is None else self._live.retries_total,
+            recoveries_total=0 if self._live is None else self._live.retries.total,
             recovering=self.state == "recovering",
         )
 
@@ -187,18 +188,15 @@ class HttpCluster:
     async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
         live = self._accepts(submit)
         request = HttpRequest(submit, prompt)
-        timer: asyncio.TimerHandle | None = None
-        if submit.timeout_s is not None:
-            at_s = submit.received_s + submit.timeout_s
-            timer = asyncio.get_running_loop().call_at(at_s, self._timed_out, request)
         try:
-            live.ask(request)
-            async with aclosing(cast("AsyncGenerator[OutputDelta, None]", request.answer())) as deltas:
-                async for delta in deltas:
+            with time_limit(submit, partial(self._expire, request)):
+                live.ask(request)
+                last = False
+                while not last:
+                    delta = await request.answer.get()
+                    last = delta.finish is not None
                     yield delta
         finally:
-            if timer is not None:
-                timer.cancel()
             live.leave(request)
             self._look()
 
@@ -216,7 +214,7 @@ class HttpCluster:
         check_supported(submit)
         return live
 
-    def _timed_out(self, request: HttpRequest) -> None:
+    def _expire(self, request: HttpRequest) -> None:
         assert self._live is not None
         if not request.life.over:
             request.send((), "timeout")
@@ -292,7 +290,8 @@ class HttpCluster:
         )
 
     def _report(self, each: HttpInstance) -> InstanceReport:
-        load, live = each.load, self._live
+        load = each.load
+        placed, free_in_s = (0, 0.0) if self._live is None else self._live.figures(each.number)
         return InstanceReport(
             id=each.number,
             role="mixed",
@@ -301,11 +300,11 @@ class HttpCluster:
             state=each.state,
             incarnation=each.incarnation,
             pid=0 if each.process is None else each.process.pid,
-            placed=0 if live is None else live.placed(each.number),
+            placed=placed,
             running=self._running(each),
             waiting=load.waiting,
             queued_tokens=each.queue.queued_tokens,
-            free_in_s=0.0 if live is None else live.free_in_s(each.number),
+            free_in_s=free_in_s,
             kv_tokens_used=round(load.kv_usage * load.kv_tokens),
             kv_tokens_total=load.kv_tokens,
             prefill_tokens_total=load.prompt_tokens_total,
@@ -316,7 +315,7 @@ class HttpCluster:
 
     def _running(self, each: HttpInstance) -> int:
         """Return an instance's requests: those of the newest scrape, or its own that are newer."""
-        own = 0 if self._live is None else self._live.placed(each.number)
+        own = 0 if self._live is None else self._live.figures(each.number)[0]
         return max(each.load.running, own - each.load.waiting)
 
     def join(self, pool: int) -> InstanceReport:

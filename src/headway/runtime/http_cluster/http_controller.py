@@ -6,36 +6,27 @@ are called on the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import aclosing
 from typing import cast
 
 from headway.control.controller import ClusterController
-from headway.core.errors import HeadwayError, InvariantError, OverloadedError, RequestError, UnavailableError
+from headway.core.errors import HeadwayError, RequestError, UnavailableError
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks, ClusterState
 from headway.runtime.cluster.policies import PlacementChain, may_of
+from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import FinishReason
-from headway.runtime.http_cluster.completion_body import completion_body, request_headers
+from headway.runtime.http_cluster.answer_stream import AnswerStream, without_end_token
 from headway.runtime.http_cluster.http_backend import HttpBackend
 from headway.runtime.http_cluster.http_instance import HttpInstance
-from headway.runtime.http_cluster.http_request import AnswerStream, HttpRequest
+from headway.runtime.http_cluster.http_request import HttpRequest
+from headway.runtime.http_cluster.http_retries import HttpRetries
 from headway.runtime.http_cluster.http_server import ServerBusyError, ServerGoneError, StreamedTokens
 from headway.runtime.http_cluster.prefill_queue import LearnedLatency
 
 log = logging.getLogger("headway.cluster")
-
-_MOST_LOSSES = 6
-"""Attempts that may be lost; with one more the request counts as the cause."""
-_MOST_REFUSALS = 4
-"""Refusals of a request that has no output, for each instance, before its client gets 429."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
-"""Seconds before another attempt after a loss, unless its instance is known to be gone; doubled with each."""
-_LARGE_PROMPT = 1 << 16
-"""Bytes of a prompt that is written as JSON in a thread."""
 
 
 class HttpController:
@@ -58,17 +49,17 @@ class HttpController:
         self.instances, self._api_key, self._clock = instances, api_key, clock
         self._end_tokens = frozenset(end_tokens)
         self.requests: dict[str, HttpRequest] = {}
-        self._homeless: list[HttpRequest] = []
-        """Requests that wait until an instance is ready."""
-        self._timers: set[asyncio.TimerHandle] = set()
-        self._alarm: asyncio.TimerHandle | None = None
-        self._settling = False
-        self.retries_total = 0
         state = ClusterState([each.initial_instance for each in instances.values()], links)
         self.backend = HttpBackend(instances, latency, self._open, clock)
         self._policies = PlacementChain(make, lambda name, number: self._may(name, number))
         self.machine = ClusterController(state, self.backend, self._policies, layers=layers)
         self._may = may_of(self.machine)
+
+        def prefilling() -> list[int]:
+            return [number for number, each in instances.items() if each.queue.unanswered]
+
+        self._loop = SettlingLoop(self.machine, prefilling, self._follow, clock)
+        self.retries = HttpRetries(len(instances), self._place, self._drop, self.settle)
         for number in instances:
             self.machine.lost(number, clock())
 
@@ -82,13 +73,10 @@ class HttpController:
         """Requests that are on no instance now."""
         return sum(not request.life.on_instance for request in self.requests.values())
 
-    def placed(self, number: int) -> int:
-        """Return the number of requests that an instance has now."""
-        return sum(request.life.instance == number for request in self.requests.values())
-
-    def free_in_s(self, number: int) -> float:
-        """Return the predicted seconds until all that is placed on an instance is prefilled."""
-        return max(0.0, self.machine.cluster.instances[number].free_at_s - self._clock())
+    def figures(self, number: int) -> tuple[int, float]:
+        """Return an instance's requests, and the predicted seconds until all that is placed there is prefilled."""
+        placed = sum(request.life.instance == number for request in self.requests.values())
+        return placed, max(0.0, self.machine.cluster.instances[number].free_at_s - self._clock())
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -114,23 +102,10 @@ class HttpController:
     def _place(self, request: HttpRequest) -> None:
         """Begin an attempt, or wait for an instance."""
         if not self.able:
-            self._homeless.append(request)
+            self.retries.wait(request)
             return
         attempt = request.attempt()
         request.controlled = self.machine.arrive(attempt, self._clock(), request)
-
-    def _again(self, request: HttpRequest, after_s: float) -> None:
-        """Begin another attempt after a pause."""
-
-        def due() -> None:
-            self._timers.discard(timer)
-            if not request.life.over and self.requests.get(request.submit.id) is request:
-                self._place(request)
-                self.settle()
-
-        self.retries_total += 1
-        timer = asyncio.get_running_loop().call_later(after_s, due)
-        self._timers.add(timer)
 
     def _drop(self, request: HttpRequest, why: str) -> None:
         """Take the attempt under way from the controller, which closes its stream."""
@@ -138,46 +113,28 @@ class HttpController:
         if controlled is not None:
             self.machine.drop(controlled, why, self._clock())
 
-    def _fail(self, request: HttpRequest, error: Exception) -> None:
-        request.fail(error)
-        self.leave(request, str(error))
+    def _fail(self, request: HttpRequest, error: Exception | None) -> None:
+        """End a request with an error; None: nothing has failed."""
+        if error is not None:
+            request.fail(error)
+            self.leave(request, str(error))
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _open(self, request: HttpRequest, number: int) -> None:
         """Send a request to an instance; called by the backend."""
         now = self._clock()
-        continuation = request.life.place(number)
-        stream = request.stream = AnswerStream(number, now)
-        tokens = request.submit.prompt_tokens + len(continuation.output)
-        self.instances[number].queue.add(request.name, tokens, now)
-        headers = request_headers(request.submit, request.life.attempts, self._api_key)
-        prompt, model = request.prompt, self.instances[number].model.id
+        continuation, target = request.life.place(number), self.instances[number]
+        target.queue.add(request.name, request.submit.prompt_tokens + len(continuation.output), now)
+        request.stream = AnswerStream(request, target, continuation, now, self._api_key)
+        request.stream.open(self._receive, self._broken)
 
-        async def run() -> None:
-            try:
-                arguments = (request.submit, prompt, model, continuation)
-                if memoryview(prompt).nbytes > _LARGE_PROMPT:
-                    body = await asyncio.to_thread(completion_body, *arguments)
-                else:
-                    body = completion_body(*arguments)
-                async with aclosing(self.instances[number].server.complete(body, headers)) as pieces:  # type: ignore[type-var]
-                    async for piece in pieces:
-                        self._heard(request, stream, piece)
-            except HeadwayError as error:
-                self._broke(request, stream, error)
-            except Exception:
-                log.exception("the cluster has failed at %s", request.name)
-                self._broke(request, stream, InvariantError("the cluster has failed at this request; see its log"))
-
-        stream.task = asyncio.get_running_loop().create_task(run())
-
-    def _heard(self, request: HttpRequest, stream: AnswerStream, piece: StreamedTokens) -> None:
+    def _receive(self, request: HttpRequest, stream: AnswerStream, piece: StreamedTokens) -> None:
         """Take in a part of an answer."""
         if request.stream is not stream:
             return
         now, life = self._clock(), request.life
-        self.instances[stream.instance].heard()
+        self.instances[stream.instance].note_alive()
         if life.state == "placed":
             life.accept()
             request.begun(now)
@@ -185,7 +142,7 @@ class HttpController:
             raise ServerGoneError(f"the instance ended the request ({piece.finish})")
         if not piece.tokens and piece.finish is None:
             return
-        tokens, stop = self._without_end(request, piece)
+        tokens, stop = without_end_token(request.submit, self._end_tokens, piece)
         new = life.receive(tokens)
         first, stream.first = not stream.first, True
         if first:
@@ -199,14 +156,6 @@ class HttpController:
             if first:
                 self._prefilled(request, now)
                 self.settle()
-
-    def _without_end(self, request: HttpRequest, piece: StreamedTokens) -> tuple[tuple[int, ...], int | None]:
-        """Return an event's tokens without the end token that vLLM reports as the last, and that token."""
-        params = request.submit.params
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
-        if piece.finish == "stop" and piece.tokens and piece.tokens[-1] in ends:
-            return piece.tokens[:-1], piece.tokens[-1]
-        return piece.tokens, None
 
     def _prefilled(self, request: HttpRequest, now: float) -> None:
         """Tell the controller of a first token."""
@@ -235,43 +184,28 @@ class HttpController:
             # Else the policy has still to enqueue its decode, which ends as it begins (`HttpBackend.done`).
         self.settle()
 
-    def _broke(self, request: HttpRequest, stream: AnswerStream, error: HeadwayError) -> None:
+    def _broken(self, request: HttpRequest, stream: AnswerStream, error: HeadwayError) -> None:
         """Take in the end of a stream without a finish reason: try again, or fail the request."""
         if request.stream is not stream:
             return
         self.instances[stream.instance].queue.remove(request.name, self._clock())
         request.stream = None
         if isinstance(error, ServerBusyError):
-            self._refused(request, error)
+            self._fail(request, self.retries.refused(request, error))
         elif isinstance(error, ServerGoneError):
             log.info("%s: %s; it goes on with %d tokens", request.name, error, len(request.life.output))
             self.instances[stream.instance].probe_now()
-            self._lost(request, min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0**request.life.losses))
+            self._lost(request, known=False)
         else:
             self._fail(request, error)
         self.settle()
 
-    def _refused(self, request: HttpRequest, error: ServerBusyError) -> None:
-        request.life.refuse()
-        most = _MOST_REFUSALS * max(1, len(self.instances))
-        if request.life.refusals >= most and not request.life.output:
-            self._fail(request, OverloadedError(f"all instances are busy: {error}", error.retry_after_s))
-            return
-        self._drop(request, str(error))
-        self._again(request, error.retry_after_s)
-
-    def _lost(self, request: HttpRequest, after_s: float) -> None:
-        """Begin another attempt of a request whose instance is gone, or end it where nothing is missing."""
+    def _lost(self, request: HttpRequest, known: bool) -> None:
+        """Begin another attempt of a request whose stream broke off, or end it where nothing is missing."""
         if request.complete and request.life.state in ("prefilling", "decoding"):
             self._finish(request, "length", (), None, False)
-            return
-        request.life.lose()
-        if request.life.losses > _MOST_LOSSES:
-            why = f"{request.life.losses} attempts at the request were lost; it is not tried again"
-            self._fail(request, UnavailableError(why, 30.0))
-            return
-        self._drop(request, "its instance is gone")
-        self._again(request, after_s)
+        else:
+            self._fail(request, self.retries.lost(request, known))
 
     # -- instances ----------------------------------------------------------------------------------------------------
 
@@ -292,9 +226,9 @@ class HttpController:
                 continue
             # A request that only waited for the instance has lost nothing.
             if request.life.state in ("queued", "retrying"):
-                self._again(request, 0.0)
+                self.retries.again(request, "its instance is gone")
             else:
-                self._lost(request, 0.0)
+                self._lost(request, known=True)
         self.renew()
 
     def measured(self, number: int) -> None:
@@ -313,52 +247,18 @@ class HttpController:
     def renew(self) -> None:
         """Begin with a new policy after a change of membership; what the old one had not placed goes to it."""
         for name in self._policies.renew():
-            self._replace(name)
+            controlled = self.machine.requests.get(name)
+            if controlled is not None:
+                self.retries.again(controlled.backend_state, "instances have come or gone")
         if self.able:
-            homeless, self._homeless = self._homeless, []
-            for request in homeless:
-                if not request.life.over:
-                    self._place(request)
+            self.retries.release()
         self.settle()
-
-    def _replace(self, name: str) -> None:
-        """Give a request that no policy has placed to the newest one."""
-        controlled = self.machine.requests.get(name)
-        if controlled is not None:
-            request: HttpRequest = controlled.backend_state
-            self._drop(request, "instances have come or gone")
-            self._again(request, 0.0)
 
     # -- the event loop -----------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the controller act on all pending events. Called again from inside, it does nothing: the outer call goes
-        round until nothing is pending."""
-        if self._settling:
-            return
-        self._settling = True
-        try:
-            while True:
-                now = self._clock()
-                # Remaining prefill time shrinks with the clock, not with an event.
-                self.machine.changed((n for n, each in self.instances.items() if each.queue.unanswered), now)
-                wake_s = self.machine.settle(now)
-                if not self._follow():
-                    break
-        finally:
-            self._settling = False
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-        if wake_s is not None:
-            delay_s = max(0.0, wake_s - self._clock())
-            self._alarm = asyncio.get_running_loop().call_later(delay_s, self._woken, wake_s)
-
-    def _woken(self, at_s: float) -> None:
-        self._alarm = None
-        # A timer may fire a clock tick early.
-        self.machine.woken(max(at_s, self._clock()))
-        self.settle()
+        """Let the controller act on all pending events. Raises nothing (`SettlingLoop.settle`)."""
+        self._loop.settle()
 
     def _follow(self) -> bool:
         """Report what came up inside calls of the controller, which is not re-entrant; True if there was any."""
@@ -380,21 +280,12 @@ class HttpController:
         for name in stranded:
             controlled = self.machine.requests.get(name)
             if controlled is not None:
-                self._strand(controlled.backend_state)
+                request = controlled.backend_state
+                self._fail(request, self.retries.stranded(request))
         return bool(paused or done or rejected or stranded)
-
-    def _strand(self, request: HttpRequest) -> None:
-        """Place a request again after a pause; one that is never placed fails."""
-        request.stranded += 1
-        if request.stranded > _MOST_LOSSES:
-            self._fail(request, UnavailableError("no instance can be chosen for the request; see the log", 5.0))
-            return
-        self._drop(request, "its placement failed")
-        self._again(request, _PAUSE_S * request.stranded)
 
     def close(self) -> None:
         """Cancel all timers, and end all requests."""
-        for timer in (self._alarm, *self._timers):
-            if timer is not None:
-                timer.cancel()
+        self._loop.close()
+        self.retries.close()
         self.give_up(UnavailableError("the server is closing"))

@@ -55,7 +55,7 @@ class HttpInstance:
         process: ServerCommand | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """process: started by `watch`; None: somebody else runs the server."""
+        """process: started by `watch`; None: the server is not the cluster's."""
         self.number, self.pool, self.server, self.queue, self.process = number, pool, server, queue, process
         self.state: InstanceState = "starting"
         self.model = ServedModel("")
@@ -67,7 +67,7 @@ class HttpInstance:
         self._clock = clock
         self._limit = RestartLimit(_MOST_RESTARTS, "its server")
         self._probes = self._misses = 0
-        self._heard = False
+        self._alive = False
         self._due = asyncio.Event()
 
     @property
@@ -75,9 +75,9 @@ class HttpInstance:
         """The instance without any requests, as policies see it."""
         return ClusterInstance(id=self.number, node=0, role="mixed", capacity=self.load.kv_tokens)
 
-    def heard(self) -> None:
+    def note_alive(self) -> None:
         """Note that the server has sent tokens: it is alive, however late its probes are."""
-        self._heard = True
+        self._alive = True
 
     def probe_now(self) -> None:
         """Have `watch` probe at once: a stream has broken off."""
@@ -107,7 +107,7 @@ class HttpInstance:
         if not await self.server.healthy():
             self._missed(listener)
             return
-        self._misses, self._heard = 0, False
+        self._misses, self._alive = 0, False
         self._probes += 1
         try:
             if self.state in ("starting", "lost"):
@@ -123,8 +123,8 @@ class HttpInstance:
             self._missed(listener)
 
     def _missed(self, listener: InstanceListener) -> None:
-        self._misses = 0 if self._heard else self._misses + 1
-        self._heard = False
+        self._misses = 0 if self._alive else self._misses + 1
+        self._alive = False
         if self._misses >= _MISSES:
             self._misses = 0
             self._lose(listener, f"{self.server.url} does not answer")

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
 
 from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
 from headway.control.request_lifecycle import RequestLifecycle
 from headway.core.request import Request
+from headway.runtime.cluster.client_answer import AnswerQueue
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
+from headway.runtime.http_cluster.answer_stream import AnswerStream
 from headway.runtime.http_cluster.completion_body import begins_anew
-
-
-class AnswerStream:
-    """One attempt's connection to an instance. What comes after `close` is not heard."""
-
-    __slots__ = ("first", "instance", "sent_s", "task")
-
-    def __init__(self, instance: int, sent_s: float) -> None:
-        self.instance, self.sent_s = instance, sent_s
-        self.first = False
-        """Whether the prompt is computed."""
-        self.task: asyncio.Task[None] | None = None
-
-    def close(self) -> None:
-        """Close the connection, which ends the request on the instance."""
-        if self.task is not None:
-            self.task.cancel()
 
 
 class HttpRequest:
     """One request from its acceptance to its end."""
 
-    __slots__ = ("_attempt", "_before", "_first_s", "_news", "controlled", "entry", "life", "prompt", "stranded",
+    __slots__ = ("_attempt", "_before", "_first_s", "answer", "controlled", "entry", "life", "prompt", "stranded",
                  "stream", "submit")  # fmt: skip
 
     def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
@@ -53,7 +36,7 @@ class HttpRequest:
         self._attempt = 0
         self._before = 0
         self._first_s: float | None = None
-        self._news: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self.answer = AnswerQueue()
 
     def attempt(self) -> Request:
         """Return another attempt as the controller's request, whose prompt is the prompt and all output so far."""
@@ -93,7 +76,7 @@ class HttpRequest:
         """Send output to the client."""
         first_s, self._first_s = (self._first_s, None) if tokens else (None, self._first_s)
         now = time.monotonic()
-        self._news.put_nowait(
+        self.answer.put(
             OutputDelta(
                 id=self.submit.id, tokens=tokens, finish=finish, stop_token=stop_token, emitted_s=now,
                 first_scheduled_s=first_s,
@@ -104,14 +87,4 @@ class HttpRequest:
         """End the request with an error. No effect when it has ended."""
         if not self.life.over:
             self.life.fail()
-            self._news.put_nowait(error)
-
-    async def answer(self) -> AsyncIterator[OutputDelta]:
-        """Yield the client's deltas up to the last one. Raises the error that the request failed with."""
-        while True:
-            delta = await self._news.get()
-            if isinstance(delta, Exception):
-                raise delta
-            yield delta
-            if delta.finish is not None:
-                return
+            self.answer.put(error)
