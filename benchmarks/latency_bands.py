@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks import latency_fit as fit
+from benchmarks.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
-from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.operators.derived import DERIVED_BANDS
 from headway.perf.latency.operators.profiles import DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, OperatorProfile
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.batched_prefill import batched_rows, fit_batched_prefill
 
-from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.operators.profiles import DECODE, PREFILL, OperatorProfile
 
 

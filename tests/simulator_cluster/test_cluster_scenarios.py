@@ -12,7 +12,7 @@ import pytest
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.research.tetris_setting import TetrisPoint, run_point
-from headway.sim.build import run_scenario
+from headway.sim.build import layout_of, run_scenario
 from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
@@ -160,3 +160,13 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     errors = capsys.readouterr().err
     assert "line 3" in errors
     assert "needs the columns" in errors
+
+
+@pytest.mark.parametrize(
+    ("pools", "layout"), [(["decode:8", "prefill:2"], (2, 1)), (["decode:8"], (8, 1)), ([], (4, 2))]
+)
+def test_the_error_bars_of_a_cluster_are_of_the_pool_that_prefills(pools: list[str], layout: tuple[int, int]) -> None:
+    sections = [{"role": role, "count": 1, "tp": int(tp)} for role, tp in (pool.split(":") for pool in pools)]
+    cluster = {"placement": "tetris" if pools else None, "pools": sections} | ({} if pools else {"spans": {}})
+    found = layout_of(parse_scenario(scenario(cluster=cluster, layout={"tp": 4, "stages": 2}), "test"))
+    assert (found.tp, found.stages) == layout

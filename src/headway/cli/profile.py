@@ -115,8 +115,11 @@ def headline(source: TableSource, most: int) -> list[str]:
     aim_s = reference_aim_s(config, latency)
     alone = PrefillCache(latency, aim_s, max(config.min_chunk, 16))
     prompts, depths = ([n for n in some if n < most] for some in (HEADLINE_PROMPTS, HEADLINE_DEPTHS))
-    bands = {prompt: band.words() for prompt in prompts if (band := prefill_band(latency, prompt)) is not None}
-    rates = [f"{n / alone.total_s(n):,.0f} tokens/s for a prompt of {n:,} ({bands[n]})" for n in prompts]
+    bands = ((prompt, prefill_band(latency, prompt)) for prompt in prompts)
+    rates = [
+        f"{n / alone.total_s(n):,.0f} tokens/s for a prompt of {n:,} ({band.words() if band else 'no error bar'})"
+        for n, band in bands
+    ]
     sizes = (solve_tokens(latency, BatchLoad(), depth, MAX_CHUNK, aim_s)[0] for depth in depths)
     chunks = [f"{max(config.min_chunk, size):,} after {depth:,}" for size, depth in zip(sizes, depths, strict=True)]
     return [

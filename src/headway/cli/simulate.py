@@ -145,7 +145,7 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
         sys.stdout.buffer.write(_bytes(outcome))
     else:
         show(simulation_report(outcome))
-        show(_band_line(points[0].scenario))
+        show(_band_line(points[0].scenario, swept=len(points) > 1))
     _write(arguments, outcome)
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
@@ -156,15 +156,16 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     return 0 if any(point["feasible"] for point in result.points) else 1
 
 
-def _band_line(scenario: Scenario) -> str:
-    """Return the error bars of the latency model that times rest on, for prompts of two lengths."""
+def _band_line(scenario: Scenario, swept: bool) -> str:
+    """Return the error bars of a stage's latency model, for prompts of two lengths."""
     from headway.perf.latency.error_band import prefill_band
-    from headway.sim.build import scenario_latency
+    from headway.sim.build import latency_of, layout_of, named
 
-    latency = scenario_latency(scenario)
+    latency = latency_of(scenario.latency, *named(scenario), layout_of(scenario))
     bands = ((tokens, prefill_band(latency, tokens)) for tokens in (2048, 131_072))
     words = [f"a prompt of {tokens:,}: {band.words()}" for tokens, band in bands if band is not None]
-    return f"error bars of predicted times (P90): {'; '.join(words)}"
+    of = "the first point's predicted times" if swept else "predicted times"
+    return f"error bars of {of} (P90): {'; '.join(words)}"
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

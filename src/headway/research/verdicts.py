@@ -17,13 +17,13 @@ from headway.research.base import MODES, ClaimRow, Mode, plain
 
 Kind = Literal["exact", "within band", "ordering holds"]
 PLAIN = ("exact", "within band", "ordering holds", "illustrative")
+HELD = (*PLAIN, *(f"{verdict}, in {mode} mode only" for verdict in PLAIN for mode in MODES))
 MISSED = "not reproduced: "
 
 
 def allowed(verdict: str) -> bool:
     """Return whether a text is one of the verdicts."""
-    plain_verdict = verdict.removesuffix(", in paper mode only").removesuffix(", in default mode only")
-    return plain_verdict in PLAIN or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
+    return verdict in HELD or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ def judge(
         found = f"{_found({mode: ours[mode] for mode in impossible})}, more than the possible {check.limit:g}"
         verdict, why = f"{MISSED}{found}", f"expected {check.words}"
     elif held:
-        where = "in both modes" if len(held) == 2 else f"in {held[0]} mode only"
+        verdict = "illustrative" if approximate else check.kind
         # a mode without a value does not count as one where the rule fails
         if None in ours.values():
             where = "in the only mode that applies"
-        verdict = "illustrative" if approximate else check.kind
-        if where.endswith("mode only"):
+        elif len(held) == 2:
+            where = "in both modes"
+        else:
+            where = f"in {held[0]} mode only"
             verdict += f", {where}"
         why = f"{check.words}: holds {where}"
     else:

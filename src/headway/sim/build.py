@@ -32,7 +32,7 @@ from headway.sim.pipeline import StageLink
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
-from headway.sim.scenario import LatencySection, ModelSection, Scenario
+from headway.sim.scenario import ClusterSection, LatencySection, ModelSection, PoolSection, Scenario
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.section import VllmSection
@@ -118,7 +118,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
     """Return one instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = vllm_config_of(scenario) if scenario.engine == "vllm" else config_of(scenario)
     device, shape = named(scenario)
-    layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
+    layout = layout_of(scenario)
     kv_tokens = scenario.memory.kv_tokens
     if kv_tokens is None:
         # (longest prompt, longest request): the first bounds activations, the second KV
@@ -193,11 +193,17 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
     )
 
 
-def scenario_latency(scenario: Scenario) -> LatencyModel:
-    """Return the latency model of the last stage of a scenario's instance."""
-    device, shape = named(scenario)
-    layout = ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
-    return latency_of(scenario.latency, device, shape, layout)
+def lead_pool(cluster: ClusterSection) -> PoolSection:
+    """Return the first of a cluster's pools that prefills, or the first one: its layout is that of spans."""
+    return next((pool for pool in cluster.pools if pool.role != "decode"), cluster.pools[0])
+
+
+def layout_of(scenario: Scenario) -> ParallelLayout:
+    """Return the layout of a scenario's instance; of a cluster with pools, that of its `lead_pool`."""
+    if scenario.cluster.pools:
+        lead = lead_pool(scenario.cluster)
+        return ParallelLayout(tp=lead.tp, stages=lead.stages)
+    return ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
 
 
 def latency_of(

@@ -81,14 +81,13 @@ def error_band(model: LatencyModel, load: BatchLoad, history: int | None = None)
     longest = load.decode_kv // load.decodes if load.decodes else 0
     decode_s = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
     terms = (
-        (model.rows_s(load.tokens), _rows_share(source, load.tokens)),
-        (load.chunk_s, _chunk_share(source, chunk, past)),
-        (decode_s, _decode_share(source, longest)),
+        (model.rows_s(load.tokens), *_rows_share(source, load.tokens)),
+        (load.chunk_s, *_chunk_share(source, chunk, past)),
+        (decode_s, *_decode_share(source, longest)),
     )
-    seconds = sum(s for s, _ in terms)
-    used = [(s, share, beyond) for s, (share, beyond) in terms if s > 0]
-    share = sum(s * share for s, share, _ in used) / seconds if seconds else 0.0
-    names = tuple(name for _, _, beyond in used for name in beyond)
+    seconds = sum(s for s, _, _ in terms)
+    share = sum(s * share for s, share, _ in terms) / seconds if seconds else 0.0
+    names = tuple(name for s, _, beyond in terms if s > 0 for name in beyond)
     return ErrorBand(seconds, share, names, _derived(source))
 
 
@@ -166,7 +165,7 @@ def beyond_share(name: str, size: int, top: int) -> float:
     return float(np.interp(octaves, range(len(steps)), steps))
 
 
-def _with_distance(source: TableSource, inside: float, sizes: dict[str, tuple[int, int]]) -> tuple[float, list[str]]:
+def _with_distance(inside: float, sizes: dict[str, tuple[int, int]]) -> tuple[float, list[str]]:
     """Return the share and the names of the sizes beyond what was measured; sizes: name to (asked, measured)."""
     names = [name for name, (size, top) in sizes.items() if 0 < top < size]
     return max([inside, *(beyond_share(name, *sizes[name]) for name in names)]), names
@@ -180,14 +179,14 @@ def _rows_share(source: TableSource, rows: int) -> tuple[float, list[str]]:
     knots = source.tokens[1:]
     # Products and elementwise operators by the worse of the two: the table holds their sum only.
     inside = max(_inside(source, family, knots) for family in ("linear", "elementwise"))
-    return _with_distance(source, inside, {"rows": (rows, _top(source, "rows", int(knots[-1][0])))})
+    return _with_distance(inside, {"rows": (rows, _top(source, "rows", int(knots[-1][0])))})
 
 
 def _chunk_share(source: TableSource, chunk: int, past: int) -> tuple[float, list[str]]:
     inside = _inside(source, "prefill", [(c, a) for c, a, _ in source.chunks[1:]])
     history = _top(source, "chunk_past", source.validated_past)
     sizes = {"chunk": (chunk, _top(source, "chunk", int(source.chunks[-1][0]))), "history": (past, history)}
-    return _with_distance(source, inside, sizes)
+    return _with_distance(inside, sizes)
 
 
 def _decode_share(source: TableSource, past: int) -> tuple[float, list[str]]:
@@ -195,6 +194,4 @@ def _decode_share(source: TableSource, past: int) -> tuple[float, list[str]]:
     # The row of most requests shows how evenly the grid was measured; a line through few points has no knots.
     knots = list(zip(grid.past, grid.seconds[-1], strict=True)) if grid is not None else []
     inside = _inside(source, "decode", knots)
-    return _with_distance(
-        source, inside, {"decode history": (past, _top(source, "decode_past", source.validated_past))}
-    )
+    return _with_distance(inside, {"decode history": (past, _top(source, "decode_past", source.validated_past))})

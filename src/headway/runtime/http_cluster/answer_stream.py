@@ -1,4 +1,4 @@
-"""One attempt's connection to an instance, read in a task of its own."""
+"""Connections to instances: one for each attempt at a request, read in a task of its own."""
 
 from __future__ import annotations
 
@@ -25,61 +25,48 @@ _LARGE_PROMPT = 1 << 16
 
 
 class AnswerStream:
-    """See the module. Its request's `stream` is another one, or None, once what still comes is to be ignored."""
+    """One attempt's connection. What comes after `close`, or when its request has another stream, is ignored."""
 
-    __slots__ = ("_api_key", "_continuation", "_request", "_target", "_task", "first", "instance", "sent_s")
+    __slots__ = ("first", "instance", "sent_s", "task")
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        target: HttpInstance,
-        continuation: AttemptContinuation,
-        sent_s: float,
-        api_key: str | None,
-    ) -> None:
-        """sent_s: now. api_key: sent to the instance."""
-        self._request, self._target, self._continuation, self._api_key = request, target, continuation, api_key
-        self.instance, self.sent_s = target.number, sent_s
+    def __init__(self, instance: int, sent_s: float) -> None:
+        self.instance, self.sent_s = instance, sent_s
         self.first = False
         """Whether the prompt is computed."""
-        self._task: asyncio.Task[None] | None = None
-
-    def open(
-        self,
-        receive: Callable[[HttpRequest, AnswerStream, StreamedTokens], None],
-        breaks: Callable[[HttpRequest, AnswerStream, HeadwayError], None],
-    ) -> None:
-        """Send the request. receive: called with each part of the answer. breaks: called with the error that ended it,
-        those raised by `receive` included."""
-        self._task = asyncio.get_running_loop().create_task(self._run(receive, breaks))
+        self.task: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Close the connection, which ends the request on the instance."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
-    async def _run(
-        self,
-        receive: Callable[[HttpRequest, AnswerStream, StreamedTokens], None],
-        breaks: Callable[[HttpRequest, AnswerStream, HeadwayError], None],
-    ) -> None:
-        request = self._request
-        headers = request_headers(request.submit, request.life.attempts, self._api_key)
-        try:
-            arguments = (request.submit, request.prompt, self._target.model.id, self._continuation)
-            if memoryview(request.prompt).nbytes > _LARGE_PROMPT:
-                body = await asyncio.to_thread(completion_body, *arguments)
-            else:
-                body = completion_body(*arguments)
-            async with aclosing(self._target.server.complete(body, headers)) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    receive(request, self, piece)
-        except HeadwayError as error:
-            breaks(request, self, error)
-        except Exception:
-            # A task's error is seen by none: without this the client would wait for ever.
-            log.exception("the cluster has failed at %s", request.name)
-            breaks(request, self, InvariantError("the cluster has failed at this request; see its log"))
+
+async def read_answer(
+    request: HttpRequest,
+    target: HttpInstance,
+    continuation: AttemptContinuation,
+    api_key: str | None,
+    receive: Callable[[StreamedTokens], None],
+    broken: Callable[[HeadwayError], None],
+) -> None:
+    """Send a request to an instance and read its answer to the end. api_key: sent to the instance. receive: called with
+    each part. broken: called with the error that ended it, those raised by `receive` included."""
+    headers = request_headers(request.submit, request.life.attempts, api_key)
+    try:
+        arguments = (request.submit, request.prompt, target.model.id, continuation)
+        if memoryview(request.prompt).nbytes > _LARGE_PROMPT:
+            body = await asyncio.to_thread(completion_body, *arguments)
+        else:
+            body = completion_body(*arguments)
+        async with aclosing(target.server.complete(body, headers)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                receive(piece)
+    except HeadwayError as error:
+        broken(error)
+    except Exception:
+        # Nothing awaits this task: without this the client would wait for ever.
+        log.exception("the cluster has failed at %s", request.name)
+        broken(InvariantError("the cluster has failed at this request; see its log"))
 
 
 def without_end_token(

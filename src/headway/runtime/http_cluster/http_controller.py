@@ -6,9 +6,11 @@ are called on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import cast
 
 from headway.control.controller import ClusterController
@@ -18,7 +20,7 @@ from headway.policy.placement.view import ClusterLinks, ClusterState
 from headway.runtime.cluster.policies import PlacementChain, may_of
 from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import FinishReason
-from headway.runtime.http_cluster.answer_stream import AnswerStream, without_end_token
+from headway.runtime.http_cluster.answer_stream import AnswerStream, read_answer, without_end_token
 from headway.runtime.http_cluster.http_backend import HttpBackend
 from headway.runtime.http_cluster.http_instance import HttpInstance
 from headway.runtime.http_cluster.http_request import HttpRequest
@@ -126,8 +128,10 @@ class HttpController:
         now = self._clock()
         continuation, target = request.life.place(number), self.instances[number]
         target.queue.add(request.name, request.submit.prompt_tokens + len(continuation.output), now)
-        request.stream = AnswerStream(request, target, continuation, now, self._api_key)
-        request.stream.open(self._receive, self._broken)
+        stream = request.stream = AnswerStream(number, now)
+        receive, broken = partial(self._receive, request, stream), partial(self._broken, request, stream)
+        reading = read_answer(request, target, continuation, self._api_key, receive, broken)
+        stream.task = asyncio.get_running_loop().create_task(reading)
 
     def _receive(self, request: HttpRequest, stream: AnswerStream, piece: StreamedTokens) -> None:
         """Take in a part of an answer."""

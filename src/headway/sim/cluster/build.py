@@ -22,7 +22,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.build import config_of, latency_of, named, prefix_cache_of, run_of, workload_of
+from headway.sim.build import config_of, latency_of, lead_pool, named, prefix_cache_of, run_of, workload_of
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -79,7 +79,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
     models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
     # spans run on instances that prefill: the first such pool sets the span's layout
-    lead = next((p for p in cluster.pools if p.role != "decode"), cluster.pools[0])
+    lead = lead_pool(cluster)
     links = ClusterLinks(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
     ring = RingLatency(models[lead.tp, lead.stages], shape, links.inside, links.across, lead.tp)
 
