@@ -78,6 +78,29 @@ def test_later_chunks_of_an_earlier_request_go_before_first_chunks_of_others() -
     assert naive == ["a"] * 2 + ["b"] * 4 + ["a"] * 2
 
 
+def test_a_rank_outlives_a_gap_between_chunks_and_ends_with_its_request() -> None:
+    transfers = TransferQueue(1)
+    (first,) = _announced(transfers, "a", 0, 0.0)
+    assert transfers.finish(first, more=True), "no slice of it is left"
+    transfers.add([KvSlice("b", 1, 9), KvSlice("b", 2, 9)], 1.0)
+    (slow,) = transfers.start(1.0)
+    transfers.add([KvSlice("a", 3, 9)], 2.0)
+    transfers.finish(slow)
+    assert [kv_slice.request for kv_slice in transfers.start(3.0)] == ["a"], "b has announced its slices earlier"
+    # the id is used again: the new request's place is that of its own handshake
+    transfers.cancel("a")
+    (again,) = transfers.start(4.0)
+    transfers.add([KvSlice("a", 3, 9)], 5.0)
+    transfers.add([KvSlice("c", 4, 9)], 4.5)
+    assert transfers.finish(again)
+    assert [kv_slice.request for kv_slice in transfers.start(6.0)] == ["c"]
+
+
+def _announced(transfers: TransferQueue, request: str, source: int, now: float) -> list[KvSlice]:
+    transfers.add([KvSlice(request, source, 9)], now)
+    return transfers.start(now)
+
+
 def test_drop_withdraws_waiting_slices_and_lets_granted_ones_finish() -> None:
     transfers = TransferQueue(1)
     transfers.add([KvSlice("b", 0, 9), KvSlice("b", 1, 9)], 0.0)

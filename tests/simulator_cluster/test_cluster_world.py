@@ -126,6 +126,31 @@ def test_kv_sent_during_compute_arrives_after_the_last_layer() -> None:
     assert policy.times(KvReady) == pytest.approx([0.5 + layer_s])
 
 
+def test_a_request_keeps_its_place_at_the_receiver_between_two_chunks() -> None:
+    """Tetris §4.2. r1's first chunk is sent by 0.5 s; its second begins at 2 s, where r0 ends. r2 and r3 come between,
+    and the one receive backend is r2's until 2.1 s."""
+    spans = {
+        "r0": [(0, 2000, (1,))],
+        "r1": [(0, 500, (0,)), (500, 1500, (1,))],
+        "r2": [(0, 1500, (0,))],
+        "r3": [(0, 1500, (2,))],
+    }
+
+    def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        if not isinstance(event, RequestArrived):
+            return []
+        request, to = event.request, 4
+        mine = tuple(Span(request=request, start=a, end=b, group=group) for a, b, group in spans[request.id])
+        sends = [TransferKv(request.id, to, index) for index in range(len(mine))] if request.id != "r0" else []
+        return [CommitSpans(request.id, mine, view.version), *sends]
+
+    policy = Scripted(decide)
+    arrivals = [TraceRequest(at, sum(b - a for a, b, _ in parts), 2) for at, parts in zip(
+        (0.0, 0.0, 0.6, 0.7), spans.values(), strict=True)]  # fmt: skip
+    simulate_cluster(cluster(4, decode=1, backends=1), policy, arrivals, RunSpec(window_s=20.0))
+    assert [event.request for _, event in policy.heard if isinstance(event, KvReady)] == ["r2", "r1", "r3"]
+
+
 def test_a_span_waits_for_idle_schedulers_and_later_requests_queue_behind_it() -> None:
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):

@@ -2,8 +2,9 @@
 
 A slice is what one instance of a group sends. It needs its sender (one slice at a time) and a receive backend of the
 target (`receive_backends` at a time). Backends go to requests in order of their first handshake (Tetris §4.2, Fig. 7),
-until all slices that a request has announced have arrived: a request's later chunks do not starve behind others' first
-ones.
+until all chunks of a request have arrived: a request's later chunks do not starve behind others' first ones, also where
+a chunk is announced after all earlier ones have arrived. The paper "reserves" backends; here a request keeps its rank,
+and a backend that it leaves idle between two chunks serves others meanwhile.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class TransferQueue:
         self._sending: dict[int, KvSlice] = {}
         # heap for each target of (time of the ranking announcement, number, slice)
         self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
-        # time of the first announcement, by (request, target), while slices are expected
+        # time of the first announcement, by (request, target), until the request's last slice has arrived or it has ended
         self._first: dict[tuple[str, int], float] = {}
         # slices announced and not arrived, by (request, target); never 0
         self._left: dict[tuple[str, int], int] = {}
@@ -117,22 +118,25 @@ class TransferQueue:
                 heapq.heappush(heap, item)
         return begun
 
-    def finish(self, kv_slice: KvSlice) -> bool:
-        """Free the sender and backend of a slice that has arrived. Return whether it was the last one of its request to
-        that target. No effect, and False, if its transfer has ended already."""
+    def finish(self, kv_slice: KvSlice, more: bool = False) -> bool:
+        """Free the sender and backend of a slice that has arrived. Return whether it was the last announced one of its
+        request to that target. more: the request will announce further ones, so it keeps its rank. No effect, and
+        False, if its transfer has ended already."""
         if kv_slice.ended:
             return False
         self._end(kv_slice)
-        return self._count((kv_slice.request, kv_slice.target), 1)
+        return self._count((kv_slice.request, kv_slice.target), 1, more)
 
     def drop(self, request: str) -> None:
-        """Withdraw the slices of an ended request that have not been granted."""
+        """Withdraw the slices of an ended request that have not been granted, and its ranks."""
         for target, heap in self._waiting.items():
             kept = [item for item in heap if item[2].request != request]
             if len(kept) != len(heap):
                 heapq.heapify(kept)
                 gone, self._waiting[target] = len(heap) - len(kept), kept
                 self._count((request, target), gone)
+        for key in [key for key in self._first if key[0] == request and key not in self._left]:
+            del self._first[key]
 
     def cancel(self, request: str) -> None:
         """Withdraw all slices of a request; transfers under way end now, without `finish`."""
@@ -179,11 +183,13 @@ class TransferQueue:
         self._free[kv_slice.target] += 1
         del self._sending[kv_slice.source]
 
-    def _count(self, key: tuple[str, int], fewer: int) -> bool:
-        """Subtract slices that are no longer expected; return whether none is left."""
+    def _count(self, key: tuple[str, int], fewer: int, more: bool = False) -> bool:
+        """Subtract slices that are no longer expected; return whether none is left. more: others will be announced."""
         self._left[key] -= fewer
         if self._left[key]:
             return False
-        # a later announcement of the request to this target ranks as a new first handshake
-        del self._left[key], self._first[key]
+        del self._left[key]
+        if not more:
+            # a later announcement of the request to this target ranks as a new first handshake
+            del self._first[key]
         return True
