@@ -64,7 +64,8 @@ class KvMigrations:
     def sent(self, kv_slice: KvSlice, controlled: ControlledRequest | None) -> None:
         """Record that a slice has arrived; `controlled`: its request, None if that has ended."""
         state = self._state
-        # spans that have not begun are still to be sent: the request keeps its place, and KvReady, which comes once, waits
+        # spans that have not begun are still to be sent: the request keeps its place, and KvReady, which comes
+        # once, waits
         more = controlled is not None and bool(controlled.transfer_targets)
         if state.transfers.finish(kv_slice, more) and controlled is not None and not more:
             controlled.kv_at.add(kv_slice.target)

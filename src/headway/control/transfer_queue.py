@@ -76,7 +76,7 @@ class TransferQueue:
         self._sending: dict[int, KvSlice] = {}
         # heap for each target of (time of the ranking announcement, number, slice)
         self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
-        # time of the first announcement, by (request, target), until the request's last slice has arrived or it has ended
+        # time of the first announcement, by (request, target), until the request's last slice has arrived or it ends
         self._first: dict[tuple[str, int], float] = {}
         # slices announced and not arrived, by (request, target); never 0
         self._left: dict[tuple[str, int], int] = {}
