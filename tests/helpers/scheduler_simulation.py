@@ -284,7 +284,7 @@ class World:
             if not any(book.decoding for book in self.books.values()):
                 # Only a newcomer would wait: the longest default wait is 1 s.
                 target_s = max(target_s, 1.0 if rules.newcomer_wait_s is None else rules.newcomer_wait_s)
-            budget_s = min([target_s, *(tbt_s / rules.stages for tbt_s in promises)])
+            budget_s = min([target_s, *(tbt_s / rules.gap_stages for tbt_s in promises)])
             one_token_s = float(self.scheduler.latency.token_s(1, 1)[0])
             budget_s = max(budget_s, rules.least_gain * one_token_s)
             budget_s = max(budget_s, rules.least_gain * float(self.model.token_s(1, 1)[0]))

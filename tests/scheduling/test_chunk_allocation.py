@@ -10,7 +10,7 @@ from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack
+from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack, rules_of
 from headway.policy.iteration.chunking_strategies import (
     AdaptiveChunks,
     PrefillDemand,
@@ -18,6 +18,7 @@ from headway.policy.iteration.chunking_strategies import (
     WholePrompt,
     make_chunking,
 )
+from headway.policy.iteration.config import SchedulerConfig
 
 RULES = PackRules(
     t_target_s=0.02, max_tokens=8192, min_chunk=8, progress_every=8, rho_min=0.0, rho_max=0.6, shares_space=True
@@ -82,6 +83,20 @@ def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_t
     quotas, load = pack(BatchLoad(), [long(0.2), short("s", 100)], True, rules, AdaptiveChunks(), MILLISECOND)
     assert quotas == [ChunkAllocation("long", 16), ChunkAllocation("s", 4)]
     assert load_s(MILLISECOND, load) == pytest.approx(0.02)
+
+
+def test_paper_mode_departs_from_algorithms_1_and_2_in_the_two_places_that_the_docs_name() -> None:
+    """As printed, a short prompt with so much slack would yield too (12 of 20 ms), and an iteration stay empty."""
+    config = SchedulerConfig.named("paper")
+    rules, chunks = rules_of(config, 0.02), AdaptiveChunks(config.subtract_times)
+    quotas, _ = pack(BatchLoad(), [short("s", 100)], True, rules, chunks, MILLISECOND)
+    assert quotas == [ChunkAllocation("s", 20)], "a short prompt yields nothing"
+    quotas, _ = pack(BatchLoad(), [long(50.0)], True, rules, chunks, MILLISECOND)
+    assert quotas == [ChunkAllocation("long", 12)], "a long one yields"
+    tight = rules_of(config, 0.0005)
+    quotas, _ = pack(BatchLoad(), [short("a", 9), short("b", 9)], True, tight, chunks, MILLISECOND)
+    assert quotas == [ChunkAllocation("a", 1)], "one pass, and one token"
+    assert pack(BatchLoad(1, 1, 9), [short("a", 9)], True, tight, chunks, MILLISECOND)[0] == []
 
 
 @pytest.mark.parametrize(

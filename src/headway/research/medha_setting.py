@@ -8,7 +8,7 @@ A stage's time is that over the stages in paper mode (20 ms, Medha §4.2), and o
 token that leaves the last stage may find the first one busy with another batch for up to one stage's time, then passes
 all of them. So the paper's division bounds a gap by (stages + 1) / stages of what was aimed at, ours by what was.
 
-paper and default mode are the scheduler's own modes: rho_max 0.4 and rho_min 0 beside 0.6 and 0.2, and what else
+paper and default mode are the scheduler's own modes: rho_max 0.4 and rho_min 0 beside 0.7 and 0.2, and what else
 `SchedulerConfig.named` says. Policies other than Medha's keep everything but the order and space sharing.
 
 Longs offer more work than the machine has from about 0.75 QPS on: figures at higher rates are transients of the

@@ -96,6 +96,12 @@ class SchedulerConfig:
         """Whether a long prefill yields time to shorts: as set, else under LARS only."""
         return self.policy == "lars" if self.space_sharing is None else self.space_sharing
 
+    @property
+    def gap_stages(self) -> int:
+        """Stage times that the gap between two tokens of a request may take. A token that leaves the last of several
+        stages may find the first one busy for one more; Medha §4.2 counts the stages only (mode `paper`)."""
+        return self.stages if self.stages == 1 or self.mode == "paper" else self.stages + 1
+
     @classmethod
     def named(cls, mode: Mode, **fields: Any) -> SchedulerConfig:
         """The settings of a mode, with `fields` on top. Raises ConfigError on an impossible value."""

@@ -15,7 +15,7 @@ class TbtTargets:
     by the due time less the target's seconds of all iterations so far never needs an update."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._stages = config.stages
+        self._gap_stages = config.gap_stages
         # With several stages a decode takes part in some iterations only, so its tokens cannot be counted by them.
         self._lends = config.stages == 1
         # Requests by gap target. Few distinct targets exist, so the minimum is cheap.
@@ -32,8 +32,8 @@ class TbtTargets:
         state.decoding = True
         slo, name = state.request.slo, state.request.id
         if slo.tbt_s is not None:
-            # A token passes all stages, one iteration each: every stage gets an equal part of its TBT.
-            gap_s = slo.tbt_s / self._stages
+            # A token passes all stages, and may wait for the first: every stage time gets an equal part of its TBT.
+            gap_s = slo.tbt_s / self._gap_stages
             self._gaps[gap_s] = self._gaps.get(gap_s, 0) + 1
             self.members[name] = (-gap_s, 0.0)
             return
