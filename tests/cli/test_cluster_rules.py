@@ -11,13 +11,16 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.span import Strategy
+from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.runtime.build.cluster_rules import check_moves, links, live_rules, rules_of, shape_of
-from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, idle_pools
+from headway.policy.placement.pecsched.group_sizing import StrategyChooser
+from headway.runtime.build.cluster_rules import check_moves, links, live_rules, policy_context, rules_of, shape_of
+from headway.runtime.cluster.client import ClusterRules
+from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file, idle_pools
 from headway.runtime.engine.protocol import EngineInfo
 
 CONFIG = {
@@ -26,6 +29,8 @@ CONFIG = {
     "torch_dtype": "bfloat16",
 }  # fmt: skip
 
+TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
+                                 chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
 APART = (InstancePool(role="prefill"), InstancePool(role="decode"))
 INFO = EngineInfo(
     model="m", architecture="a", dtype="float32", device="cuda", max_model_len=512, vocab_size=128, kv_tokens_total=512,
@@ -72,11 +77,85 @@ def test_policies_use_the_latency_of_the_first_prefill_instance(tmp_path: Path) 
     ]
     latency = rules_of(file, str(tmp_path), infos).latency
     between = links(file)
-    wanted = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 4)
+    wanted = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 4, step_s=0.0)
     for group in (GroupShape(1), GroupShape(2, strategy=Strategy("ring"))):
         assert latency.prefill_s(0, 1 << 20, group) == wanted.prefill_s(0, 1 << 20, group)
-    other = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 1)
+    other = RingLatency(tables[2], shape_of(str(tmp_path)), between.inside, between.across, 1, step_s=0.0)
     assert latency.prefill_s(0, 1 << 20, group) < other.prefill_s(0, 1 << 20, group)
+
+
+EIGHT = (InstancePool(count=8), InstancePool(role="decode"))
+
+
+def info_of(tp: int = 1) -> EngineInfo:
+    """An instance that takes 10 us a row, and 1 ns for each pair of a token and a cached one."""
+    return msgspec.structs.replace(INFO, latency=describe(TABLE), layout=f"tp{tp}-pp1-kvp1")
+
+
+def a_cluster(tmp_path: Path, **fields: Any) -> ClusterRules:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return rules_of(ClusterFile(pools=EIGHT, **fields), str(tmp_path), [info_of()] * 9)
+
+
+def test_a_ring_step_costs_no_constant_of_another_machine(tmp_path: Path) -> None:
+    """32 layers of two steps, each of which takes 0.1 ms to send; Tetris's A100 takes 0.75 ms."""
+    spans = a_cluster(tmp_path, placement="tetris").latency
+    assert spans.prefill_s(0, 2, GroupShape(2, strategy=Strategy("striped"))) < 32 * 2 * 7.5e-4 / 4
+
+
+def test_measured_times_of_groups_are_used_and_a_replay_has_them(tmp_path: Path) -> None:
+    fit = tmp_path / "fit.json"
+    sizes = {1: eq1.Eq1Coefficients(0.1, 1e-3, 0.0, 0.0), 2: eq1.Eq1Coefficients(0.2, 5e-4, 0.0, 0.0)}
+    fit.write_bytes(msgspec.json.encode(eq1.Eq1File(source="here", sizes=sizes)))
+    read = cluster_file({"pools": [{"count": 8}], "placement": "tetris", "group_times": str(fit)}, "file")
+    assert read.group_times == str(fit)
+    rules = a_cluster(tmp_path, placement="tetris", group_times=str(fit))
+    assert rules.latency.prefill_s(0, 1000, GroupShape(2)) == pytest.approx(0.7)
+    derived = a_cluster(tmp_path, placement="tetris").latency
+    whole = GroupShape(8, strategy=Strategy("striped"))
+    assert rules.latency.prefill_s(0, 64_000, whole) == pytest.approx(derived.prefill_s(0, 64_000, whole), rel=0.1)
+    with (tmp_path / "log").open("wb") as log:
+        kept = rules_of(read, str(tmp_path), [info_of()] * 8, log).log
+    assert kept is not None
+    about = msgspec.json.decode(msgspec.json.encode(kept.about))
+    fit.unlink()
+    again = policy_context(read, str(tmp_path), about).latency
+    assert again.prefill_s(0, 1000, GroupShape(2)) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"placement": "pecsched"}, "pecsched chooses by their cost"),
+        ({"placement": "jsq", "pools": [{"backend": "vllm", "urls": ["http://x:1"]}]}, "serve whole requests"),
+        ({"placement": "tetris"}, "cannot read nowhere"),
+    ],
+)
+def test_measured_times_that_cannot_be_used_are_refused(fields: dict[str, Any], words: str) -> None:
+    data = {"pools": [{"count": 3}, {"role": "decode"}], "group_times": "nowhere", **fields}
+    with pytest.raises(ConfigError, match=words):
+        cluster_file(data, "file")
+
+
+def test_a_live_cluster_chooses_the_form_of_sequence_parallelism_by_its_cost(tmp_path: Path) -> None:
+    """A zigzag ring has no instance that all wait for. Ulysses is no choice where a ring would take its place."""
+
+    def chosen(tokens: int, replicas: int, tp: int = 1, **config: int) -> Strategy:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
+        about = {"latency": info_of(tp).latency, "layout": info_of(tp).layout}
+        context = policy_context(ClusterFile(pools=EIGHT, placement="pecsched"), str(tmp_path), about)
+        seconds = context.latency.prefill_s
+        groups = {a: GroupShape(replicas, strategy=Strategy(a)) for a in ("ring", "ulysses", "striped")}
+        assert seconds(0, tokens, groups["ring"]) == seconds(0, tokens, groups["striped"])
+        choice = StrategyChooser(context, tp, True).choose(tokens, replicas, 1)
+        if tp == 1 and context.exchanges_heads(1, replicas):
+            costs = {a: seconds(0, -(-tokens // 1024) * 1024, groups[a]) for a in ("ring", "ulysses")}
+            assert choice.strategy.attn == min(costs, key=costs.__getitem__)
+        return choice.strategy
+
+    assert chosen(100_000, 8, num_attention_heads=30, num_key_value_heads=10) == Strategy("ring")
+    assert {chosen(tokens, 8).attn for tokens in (2_000, 500_000)} <= {"ring", "ulysses"}
+    assert chosen(100_000, 4, tp=2).attn == "megatron"
 
 
 @pytest.mark.parametrize(

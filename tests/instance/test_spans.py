@@ -12,6 +12,7 @@ ROUTES = {
     "two, zigzag": [Part(61, (0, 1)), Part(50, (0, 1))],
     "two, the other way round": [Part(61, (3, 1))],
     "striped": [Part(41, (1, 2), "striped"), Part(30, (1, 2), "striped")],
+    "contiguous": [Part(41, (1, 2), "contiguous"), Part(30, (1, 2, 0), "contiguous")],
     "zigzag, growing": [Part(41, (0,)), Part(50, (0, 1)), Part(47, (0, 1, 2, 3))],
     "striped, growing": [Part(41, (3,), "striped"), Part(50, (3, 1), "striped"), Part(47, (3, 1, 0, 2), "striped")],
     "ulysses": [Part(41, (0, 1), "ulysses"), Part(33, (0, 1), "ulysses")],

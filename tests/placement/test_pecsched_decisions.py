@@ -171,6 +171,17 @@ def test_fast_sp_is_chosen_where_it_is_faster() -> None:
         assert commit.spans[0].strategy.attn == attn
 
 
+@pytest.mark.parametrize("mode", ["paper", "default"])
+def test_both_modes_pause_between_layers_and_choose_by_the_cluster_s_own_model(mode: str) -> None:
+    """As docs/concepts/placement.md says; the paper pauses between kernels, and chooses by formulas with faults."""
+    out = drilled(policy(mode=mode), [long("l", 0.0), short("s", 0.4)], 3)
+    layer_s = 60_000 * 1e-4 / 3 / 8
+    # asked at 0.4 s, in the second layer of 0.25 s
+    assert out.prefilled_s["s"] == pytest.approx(2 * layer_s + 1000 * 1e-4)
+    commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))
+    assert commit.spans[0].strategy.attn == "ulysses", "`Linear` charges rings 1.3 times as much"
+
+
 def test_latency_rule_takes_the_fewest_replicas_that_keep_the_target() -> None:
     out = drilled(policy(long_replicas="latency", long_target_s=1.5), [long("l", 0.0, 60_000)], 8)
     commit = next(action for _, action in out.actions if isinstance(action, CommitSpans))

@@ -12,13 +12,15 @@ from tests.helpers.cluster_worlds import cluster
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
+from headway.perf.latency import eq1
 from headway.serving.live.cluster_recording import ClusterRecording
 from headway.serving.live.log_player import LogPlayer
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster_log import is_cluster_log, read_cluster
+from headway.sim.cluster_log import is_cluster_log, prefill_samples, read_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
 
 POLICIES = sorted(set(OPTIONS) - {"jsq", "loongserve"})
 
@@ -42,6 +44,24 @@ def test_spans_and_transfers_are_those_of_the_run(name: str, tmp_path: Path) -> 
     sent = {(b.request, b.instance, b.start_s, b.end_s) for b in result.bars if b.kind == "transfer"}
     assert {(n, t.source, t.start_s, t.end_s) for n, t in run.transfers} >= sent
     assert len(run.requests) == len(TRAFFIC)
+
+
+def test_equation_1_is_fitted_to_what_the_groups_of_a_cluster_took(tmp_path: Path) -> None:
+    """`PerToken` takes a millisecond a token, divided by the group; spans that were paused are left out."""
+    log, fit, lines = tmp_path / "log", tmp_path / "fit.json", list[bytes]()
+    traffic = [TraceRequest(0.7 * i, 900 + 1300 * (i % 7) if i % 2 else 200, 4) for i in range(60)]
+    simulate_cluster(cluster(4, 2), made("weave"), traffic, RunSpec(), record=lines.append)
+    log.write_bytes(b"".join(lines))
+    run = read_cluster(log)
+    samples = prefill_samples(run)
+    assert 10 < len(samples) < len(run.spans), "those that were paused are in parts"
+    assert main(["profile", "fit-eq1", str(log), "--out", str(fit)]) == 0
+    found = eq1.load(fit)
+    assert found.sizes
+    for sp, c in found.sizes.items():
+        assert c.prefill_s(0, 4000) == pytest.approx(4.0 / sp, rel=1e-3)
+    log.write_bytes(lines[0])
+    assert main(["profile", "fit-eq1", str(log), "--out", str(fit)]) == 2
 
 
 def test_the_commands_read_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

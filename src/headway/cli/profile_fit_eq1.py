@@ -1,7 +1,8 @@
 """`headway profile fit-eq1 FILE --out FILE`: fit Tetris's Eq. (1) to measured prefill times of SP groups.
 
-FILE is a CSV with the columns sp, past, tokens, seconds (a measurement a row; without `past`: no history), or the word
-table1 for Tetris's own measurements. Relative weights: short prompts count as much as long ones.
+FILE is a CSV with the columns sp, past, tokens, seconds (a measurement a row; without `past`: no history), the log of a
+cluster (`headway cluster --event-log FILE`) for its own groups, or the word table1 for Tetris's own measurements.
+Relative weights: short prompts count as much as long ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="CSV of sp, past, tokens, seconds; or table1")
+    parser.add_argument("file", metavar="FILE", help="CSV of sp, past, tokens, seconds; a cluster's log; or table1")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where to write the fit (JSON)")
 
 
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from headway.perf.latency import eq1
 
-    samples = eq1.table1_samples() if arguments.file == "table1" else _read(Path(arguments.file))
+    samples = eq1.table1_samples() if arguments.file == "table1" else _samples(Path(arguments.file))
     found = eq1.fit(samples)
     errors = eq1.errors(found, samples)
     history = any(s.past for s in samples)
@@ -44,6 +45,25 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{sp:>4} {numbers} {worst:>7.1%} {mean:>7.1%}")
     print(f"written to {arguments.out}")
     return 0
+
+
+def _samples(path: Path) -> list[PrefillSample]:
+    from headway.sim.cluster_log import is_cluster_log, prefill_samples, read_cluster
+
+    if not is_cluster_log(path):
+        return _read(path)
+    samples = prefill_samples(read_cluster(path))
+    lengths: dict[int, set[tuple[int, int]]] = {}
+    for sample in samples:
+        lengths.setdefault(sample.sp, set()).add((sample.past, sample.tokens))
+    # a log has what its traffic happened to need; a CSV was measured for the purpose, and its gaps are errors
+    enough = {sp for sp, found in lengths.items() if len(found) >= 4}
+    if not enough:
+        raise ConfigError(
+            f"{path}: on no group size did spans of four different lengths run from begin to end alone: serve more "
+            "prompts, of more lengths"
+        )
+    return [sample for sample in samples if sample.sp in enough]
 
 
 def _read(path: Path) -> list[PrefillSample]:

@@ -14,9 +14,10 @@ import msgspec
 
 from headway.core.request import Request
 
-AttentionStrategy = Literal["local", "ring", "striped", "ulysses", "megatron"]
+AttentionStrategy = Literal["local", "ring", "striped", "contiguous", "ulysses", "megatron"]
 """`ring` gives each instance two ranges of tokens, one from each end (zigzag), `striped` every n-th token: either way
-all have the same causal attention to compute."""
+all have the same causal attention to compute. `contiguous` gives each one range (the first rings): all wait for the
+last instance, which has nearly twice the mean."""
 MlpStrategy = Literal["local", "ulysses", "megatron"]
 
 

@@ -6,6 +6,7 @@ of instances on other hosts are as their own clocks had them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from headway.control.replay import ReplayResult
 from headway.control.transfer_queue import KvSlice
 from headway.core.errors import ConfigError
 from headway.core.request import Request
+from headway.perf.latency.eq1 import PrefillSample
 from headway.policy.placement.view import ClusterInstance
 from headway.sim.explanation import KvTransfer
 from headway.sim.replay import read_log
@@ -128,6 +130,21 @@ class _ReplayObserver:
             life.end_s, life.error = now, call["why"]
         elif call["do"] == "left_scheduler" and call["finished"]:
             life.end_s = now
+
+
+def prefill_samples(run: ClusterLogRun) -> list[PrefillSample]:
+    """Return what spans took on their groups: of those that ran whole and alone, neither paused nor stopped."""
+    alone = Counter((span.request, span.start) for span in run.spans)
+    batches = Counter((span.group, span.start_s) for span in run.spans)
+    return [
+        PrefillSample(len(span.group), span.start, span.end - span.start, span.end_s - span.start_s)
+        for span in run.spans
+        if alone[span.request, span.start] == 1
+        and batches[span.group, span.start_s] == 1
+        and (life := run.requests.get(span.request)) is not None
+        and life.error is None
+        and span.end_s > span.start_s
+    ]
 
 
 def merged_batches(run: ClusterLogRun) -> Iterable[tuple[int, Mapping[str, Any]]]:

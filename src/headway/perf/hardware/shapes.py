@@ -89,6 +89,10 @@ class DecoderShape(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of keys and values that one token leaves in one layer."""
         return self.kv_width * self.dtype_bytes
 
+    def heads_divide(self, ranks: int) -> bool:
+        """Return whether query and KV heads can be divided evenly by so many ranks, KV heads also by repeating them."""
+        return self.q_heads % ranks == 0 and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
+
     @property
     def pair_flops(self) -> int:
         """FLOPs of one layer's attention for one pair of query and key: scores and values are 2 FLOPs per head

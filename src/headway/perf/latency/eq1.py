@@ -139,6 +139,16 @@ def fit_to(latency: GroupLatency, sizes: Sequence[int], node: int = 8) -> Eq1Lat
     return Eq1Latency(found.sizes, f"Eq. (1) fitted to: {latency.source}")
 
 
+def completed(found: Eq1Latency, derived: GroupLatency, most: int) -> Eq1Latency:
+    """Return a fit with all sizes up to `most`: those outside its own are fitted to the model `derived`."""
+    own = list(found.sizes)
+    missing = [sp for sp in range(1, most + 1) if not own[0] <= sp <= own[-1]]
+    if not missing:
+        return found
+    more = fit_to(derived, missing)
+    return Eq1Latency(found.sizes | more.sizes, f"{found.source}; SP sizes {missing}: {more.source}")
+
+
 def _fit_size(sp: int, samples: list[PrefillSample], spread: Values | None = None) -> Eq1Coefficients:
     """Fit the samples of one SP size. spread: unit of each residual; None: the measured time (relative errors)."""
     tokens = np.array([s.tokens for s in samples], dtype=np.float64)

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headway.core.span import Strategy
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.links import NetworkLink
+from headway.perf.hardware.shapes import ModelShape, causal_pairs, matmul_flops
+from headway.perf.latency.base import LatencyModel, one_chunk_s
 from headway.perf.latency.fast_sp import AcceleratorGroup, Form, SpRates, attention_stage, mlp_stage
 from headway.perf.latency.groups import GroupLatency, GroupShape
+
+RATED_ROWS = 2048
+"""Rows of the chunk from whose time `measured_rates` takes an instance's rates."""
 
 
 class FastSpLatency:
@@ -54,6 +59,26 @@ class FastSpLatency:
                 self._known.clear()
             known = self._known[key] = self._shape.layers * (attention.total_s + rest.total_s)
         return known
+
+
+def measured_rates(
+    instance: LatencyModel, shape: ModelShape, inside: NetworkLink, across: NetworkLink, tp: int = 1
+) -> SpRates:
+    """Return the rates of one accelerator that an instance's own measured times imply: its linear layers and attention
+    on a chunk of `RATED_ROWS` rows, and its bandwidth from one row, whose time is that of reading the weights.
+
+    No share is lost to the ring: published losses are of GPU kernels."""
+    linear_s = instance.rows_s(RATED_ROWS)
+    pairs_s = max(one_chunk_s(instance, 0, RATED_ROWS), 1e-12)
+    weights = shape.layers * shape.layer_parameters
+    return SpRates(
+        linear_flops=matmul_flops(RATED_ROWS, weights) / tp / linear_s,
+        attention_flops=shape.layers * shape.pair_flops * causal_pairs(RATED_ROWS, 0) / tp / pairs_s,
+        bandwidth=weights * shape.dtype_bytes / tp / instance.rows_s(1),
+        inside=inside,
+        node=across,
+        ring_loss=0.0,
+    )
 
 
 def forms(strategy: Strategy) -> tuple[Form, Form]:

@@ -1,9 +1,9 @@
 """Prefill time of a chunk on a ring of instances, derived from one instance's latency model, for unmeasured groups.
 
-Each instance computes its share of the rows and of causal attention, evenly (striped or zigzag; with contiguous shares,
-`ring`, all wait for the last one, which attends to nearly all keys). A layer's attention has `sp` steps, each the
-longer of computing a block and of passing a block's KV to the neighbour, and at least `step_s`, the fixed cost of a
-step (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing overlaps
+Each instance computes its share of the rows and of causal attention, evenly (`striped`, or zigzag: `ring`; with
+`contiguous` shares all wait for the last one, which attends to nearly all keys). A layer's attention has `sp` steps,
+each the longer of computing a block and of passing a block's KV to the neighbour, and at least `step_s`, the fixed cost
+of a step (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing overlaps
 across layers.
 """
 
@@ -41,7 +41,7 @@ class RingLatency:
         rows = min(mine, 2 * MAX_CHUNK)
         rows_s = self._instance.rows_s(rows) * (mine / rows)
         attention_s = one_chunk_s(self._instance, past, tokens) / group.sp
-        if group.strategy.attn == "ring" and group.sp > 1:
+        if group.strategy.attn == "contiguous" and group.sp > 1:
             attention_s *= _imbalance(past, tokens, group.sp)
         if group.sp == 1:
             return rows_s + attention_s

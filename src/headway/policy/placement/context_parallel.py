@@ -22,5 +22,4 @@ class ContextParallelOptions(PolicyOptions):
 
 def context_parallel(context: PolicyContext, options: ContextParallelOptions) -> FixedSp:
     """Return fixed-SP scheduling with one group of all prefill instances."""
-    attn: Literal["striped", "ring"] = "striped" if options.partition == "striped" else "ring"
-    return FixedSp(context, FixedSpOptions(mode=options.mode, sp=0), attn, "context-parallel")
+    return FixedSp(context, FixedSpOptions(mode=options.mode, sp=0), options.partition, "context-parallel")

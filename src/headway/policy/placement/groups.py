@@ -70,7 +70,7 @@ def least_loaded(view: ClusterSnapshot, candidates: Iterable[int]) -> int:
 def commit_as_ring(
     request: Request, group: tuple[int, ...], view: ClusterSnapshot, concurrent: bool = False
 ) -> CommitSpans:
-    """Return the commitment of the whole prompt to a group, as one plain ring."""
+    """Return the commitment of the whole prompt to a group, as one zigzag ring."""
     span = Span(
         request=request,
         start=request.cached_tokens,

@@ -76,6 +76,13 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     """The model, for the bytes of its KV."""
     rows: int = 0
     """Rows of a span that an instance computes at once (0: all): they decide where a span can be paused."""
+    pads_heads: bool = True
+    """Whether Ulysses attention works on any group, by padding heads. A live cluster computes a ring in its place where
+    heads do not divide evenly, and between tensor-parallel instances: it is no choice there."""
+
+    def exchanges_heads(self, tp: int, members: int) -> bool:
+        """Return whether instances of `tp` ranks, `members` of them in a node, can compute Ulysses attention."""
+        return self.pads_heads or (tp == 1 and self.shape.heads_divide(members))
 
     def pause_interval_s(self, start: int, end: int, group: GroupShape, seconds: float) -> float:
         """Return the longest time between two points where a span of tokens [start, end), which takes `seconds`, can be

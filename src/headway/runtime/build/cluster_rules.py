@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from headway.core.errors import ConfigError
 from headway.core.event_log import open_event_log
 from headway.runtime.build.instance_factory import first_of
@@ -98,14 +100,19 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
 
     Spans are predicted with the latencies of the first instance that prefills. log: of decisions, if any.
     """
+    from headway.perf.latency import eq1
     from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.live_controller import DecisionLog
 
+    groups = None if file.group_times is None else msgspec.to_builtins(eq1.load(Path(file.group_times)).sizes)
+
     def context_of(info: EngineInfo) -> PolicyContext:
-        return policy_context(file, model, {"latency": info.latency, "layout": info.layout})
+        return policy_context(file, model, {"latency": info.latency, "layout": info.layout, "group_times": groups})
 
     lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
     about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
+    if groups is not None:
+        about["group_times"] = groups
     context = context_of(lead)
     return ClusterRules(
         policy=policies_of(file, context),
@@ -127,8 +134,14 @@ def policies_of(file: ClusterFile, context: PolicyContext) -> Callable[[], Place
 def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> PolicyContext:
     """Return a policy's context: the model's sizes, the links, and latencies.
 
-    about: an instance's `latency` (as `perf.latency.recorded.describe` writes it) and `layout`.
+    about: an instance's `latency` (as `perf.latency.recorded.describe` writes it) and `layout`; `group_times`: the
+    coefficients of Eq. (1) by SP size, if groups were measured. Otherwise a ring step costs the longer of what the
+    instance computes in it and what its link takes (no constant of another machine); for `pecsched`, which chooses
+    between forms of sequence parallelism, a group costs what fast SP's formulas say at the instance's own rates.
     """
+    from headway.perf.latency import eq1
+    from headway.perf.latency.fast_sp_groups import FastSpLatency, measured_rates
+    from headway.perf.latency.groups import GroupLatency
     from headway.perf.latency.layout import ParallelLayout
     from headway.perf.latency.recorded import restore
     from headway.perf.latency.ring import RingLatency
@@ -136,8 +149,16 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
 
     shape, between = shape_of(model), links(file)
     table, _ = restore(about["latency"])
-    spans = RingLatency(table, shape, between.inside, between.across, ParallelLayout.named(about["layout"]).tp)
-    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows)
+    tp = ParallelLayout.named(about["layout"]).tp
+    spans: GroupLatency = RingLatency(table, shape, between.inside, between.across, tp, step_s=0.0)
+    measured = about.get("group_times")
+    if measured is not None:
+        found = eq1.Eq1Latency(msgspec.convert(measured, dict[int, eq1.Eq1Coefficients], strict=False), "measured")
+        spans = eq1.completed(found, spans, sum(pool.count for pool in file.pools if pool.role != "decode"))
+    elif file.placement == "pecsched":
+        rates = measured_rates(table, shape, between.inside, between.across, tp)
+        spans = FastSpLatency(spans, shape, rates, tp)
+    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows, pads_heads=False)
 
 
 def shape_of(model: str) -> ModelShape:

@@ -107,6 +107,11 @@ class ClusterFile(FileSection):
         default="gather",
         description="where a decode on several instances goes on: on one of them, or in place over the KV of all",
     )
+    group_times: str | None = Field(
+        default=None,
+        description="a fit of Eq. (1) to what spans take on groups of these instances (`headway profile fit-eq1 LOG`), "
+        "from the folder that the command runs in; null: derived from each instance's own measured times",
+    )
     kv_connector: str = Field(
         default="peers",
         description="how KV moves between instances: `peers`, `nixl`, or one that another package registers",
@@ -153,6 +158,8 @@ def _check_placement(file: ClusterFile, where: str) -> None:
             raise ConfigError(f"{where}: on instances of backend vllm, which serve whole requests, {name} {missing}")
     if roles == {"decode"}:
         raise ConfigError(f"{where}: pools: all are of role decode; one has to prefill (role prefill or mixed)")
+    if file.group_times is not None:
+        _check_group_times(file, where)
     prefill = sum(pool.count for pool in file.pools if pool.role != "decode")
     for option in _SIZES:
         size = file.options.get(option)
@@ -170,6 +177,24 @@ def _check_placement(file: ClusterFile, where: str) -> None:
     if "decode" not in roles and (name in _DECODES_APART or _disaggregates(file)):
         hint = ", or say `disaggregate: false`" if name == "pecsched" else ""
         raise ConfigError(f"{where}: {name} decodes elsewhere than it prefills: give a pool the role decode{hint}")
+
+
+def _check_group_times(file: ClusterFile, where: str) -> None:
+    from headway.perf.latency import eq1
+
+    if file.behind_http:
+        raise ConfigError(
+            f"{where}: group_times is of groups; instances of backend vllm serve whole requests: leave it out"
+        )
+    if file.placement == "pecsched" and file.options.get("fast_sp", True):
+        raise ConfigError(
+            f"{where}: group_times does not tell forms of sequence parallelism apart, and pecsched chooses by their "
+            "cost: leave it out, or say `fast_sp: false`"
+        )
+    try:
+        eq1.load(Path(str(file.group_times)))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: group_times: {error}") from None
 
 
 def _disaggregates(file: ClusterFile) -> bool:

@@ -176,18 +176,13 @@ class LiveSpanRuns:
         if max(self._fleet[i].ranks for i in group) > 1:
             if strategy.attn == "ulysses":
                 strategy = Strategy("ring", strategy.mlp)
-        elif "ulysses" in (strategy.attn, strategy.mlp) and not _divides(self._shape, width):
+        elif "ulysses" in (strategy.attn, strategy.mlp) and not self._shape.heads_divide(width):
             strategy = Strategy("ring" if size > 1 else "local")
         return SpanTask(span.start, span.end, group, strategy, node, rows=self._rows)
 
     def computes(self, entry: SpanEntry) -> bool:
         """Whether a span is a task of its group; otherwise a scheduler computes it as a whole prompt."""
         return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
-
-
-def _divides(shape: ModelShape, ranks: int) -> bool:
-    """Whether query and KV heads can be divided evenly by so many ranks, KV heads also by repeating them."""
-    return shape.q_heads % ranks == 0 and (shape.kv_heads % ranks == 0 or ranks % shape.kv_heads == 0)
 
 
 def _attempt(controlled: ControlledRequest) -> RequestAttempt:

@@ -43,10 +43,11 @@ raises where the pool has none."""
 def chunks_of(run: SpanTask, preemptible: bool = False, tp: int = 1) -> tuple[ChunkSpec, ...]:
     """Return the chunks of a span task, in order, for instances of `tp` ranks: equal on all of them.
 
-    Placement is striped for the strategy `striped`, on the first member for tokens that are decoded in place, and
-    otherwise zigzag, which for one member is the order of tokens.
+    Placement is that of the strategy where it names one (`striped`, `contiguous`), on the first member for tokens that
+    are decoded in place, and otherwise zigzag, which for one member is the order of tokens.
     """
-    order: Order = "first" if run.in_place else "striped" if run.strategy.attn == "striped" else "zigzag"
+    attn = run.strategy.attn
+    order: Order = "first" if run.in_place else attn if attn in ("striped", "contiguous") else "zigzag"
     group = SpGroup(_ends(run.group, tp), tp, None if run.node is None else run.node * tp)
     keepers = _ends(run.keepers, tp)
     spec = ChunkSpec(run.start, run.end, group, run.strategy, order, preemptible, run.in_place, keepers)

@@ -36,25 +36,29 @@ class StrategyChooser:
         known = self._known.get(key)
         if known is None:
             most = key[0] * _LENGTH_STEP
-            groups = [GroupShape(replicas, nodes, strategy) for strategy in self._allowed(replicas)]
+            groups = [GroupShape(replicas, nodes, strategy) for strategy in self._allowed(replicas, nodes)]
             seconds = [self._context.latency.prefill_s(0, most, group) for group in groups]
             best = min(range(len(groups)), key=seconds.__getitem__)
             pause_interval_s = self._context.pause_interval_s(0, most, groups[best], seconds[best])
             known = self._known[key] = StrategyChoice(groups[best].strategy, seconds[best], pause_interval_s)
         return known
 
-    def _allowed(self, replicas: int) -> Iterator[Strategy]:
+    def _allowed(self, replicas: int, nodes: int) -> Iterator[Strategy]:
+        # groups that nodes share unevenly count as one node
+        members = replicas // nodes if replicas % nodes == 0 else replicas
+        ulysses = self._fast and self._context.exchanges_heads(self._tp, members)
         if replicas == 1:
             yield LOCAL
         elif self._tp == 1:
             yield Strategy(attn="ring")
-            if self._fast:
+            if ulysses:
                 yield Strategy(attn="ulysses")
         else:
             # tensor-parallel replicas: strategies of attention and MLP are chosen separately (§5.3)
             yield Strategy(attn="megatron", mlp="megatron")
             if self._fast:
                 yield Strategy(attn="megatron", mlp="ulysses")
+            if ulysses:
                 yield Strategy(attn="ulysses", mlp="megatron")
                 yield Strategy(attn="ulysses", mlp="ulysses")
 
