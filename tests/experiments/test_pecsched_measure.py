@@ -23,6 +23,17 @@ def test_sweep_loads_are_ascending_and_set_the_scenario() -> None:
     assert [b / a for a, b in pairwise(shorts)] == pytest.approx([b / a for a, b in pairwise(SWEEP)])
 
 
+def test_decode_replicas_hold_the_kv_that_their_memory_does() -> None:
+    """An A100 beside Phi-3 14B holds some 0.24M tokens, and four beside Yi 34B nearly a million."""
+    held = {}
+    for name, tokens in (("Phi-3 14B", 236_000), ("Yi 34B", 970_000)):
+        _, decode = scenario(name, "PecSched", "default", "busy", 60.0)["cluster"]["pools"]
+        assert decode["kv_tokens"] == pytest.approx(tokens, rel=0.01)
+        held[name] = decode["kv_tokens"]
+    # 40 layers of 10 KV heads of 128, in 80 GB with 28 GB of weights
+    assert held["Phi-3 14B"] * 40 * 2 * 10 * 128 * 2 < 80e9 - 28e9
+
+
 def _long(arrival_s: float, scheduled_s: float | None, finish_s: float | None) -> RequestRecord:
     return RequestRecord(
         id=f"l{arrival_s}",

@@ -104,10 +104,11 @@ def test_long_decode_is_paused_only_without_colocation() -> None:
 
 def test_reservation_separates_short_and_long_requests() -> None:
     requests = [TraceRequest(0.1 * i, 200, 2, klass="short") for i in range(20)]
-    idle = run("reservation", LONG, requests)
+    paper = {**LONG, "mode": "paper"}
+    idle = run("reservation", paper, requests)
     assert sum(use.prefill_tokens > 0 for use in idle.sim.replicas) <= 3
     with_longs = [*requests, TraceRequest(0.05, 3000, 5, klass="long")]
-    result = run("reservation", LONG, with_longs)
+    result = run("reservation", paper, with_longs)
     spans = {bar.instance for bar in result.bars if bar.kind == "span"}
     shorts = {i for i, use in enumerate(result.sim.replicas) if use.prefill_tokens > 10}
     assert len(spans) == 3
@@ -133,10 +134,25 @@ def starved(name: str, options: dict[str, Any], load: float) -> float:
     return sum(record.scheduled_s is None or record.finish_s is None for record in longs) / len(longs)
 
 
+def test_priority_promotes_long_requests_that_have_waited_for_too_long() -> None:
+    """FastServe's remedy (§3.2), beside the paper's own set-up, in which they starve."""
+    assert starved("priority", {**LONG, "long_sp": 5, "promote": "off"}, 1.1) >= 0.75
+    assert starved("priority", {**LONG, "long_sp": 5}, 1.1) == 0.0
+
+
+def test_reservation_lends_idle_instances_unless_it_is_the_paper_s() -> None:
+    requests = [TraceRequest(0.001 * i, 200, 2, klass="short") for i in range(20)]
+    used = {
+        mode: sum(use.prefill_tokens > 0 for use in run("reservation", {**LONG, "mode": mode}, requests).sim.replicas)
+        for mode in ("paper", "default")
+    }
+    assert used == {"paper": 3, "default": 6}
+
+
 @pytest.mark.long
 def test_priority_starves_long_requests_and_ageing_does_not() -> None:
     """The load of short requests alone is 1.1 times the capacity of six instances."""
-    assert starved("priority", {**LONG, "long_sp": 5}, 1.1) >= 0.75
+    assert starved("priority", {**LONG, "long_sp": 5, "mode": "paper"}, 1.1) >= 0.75
     pecsched = {**PECSCHED, "long_sp": 5, "disaggregate": False}
     assert starved("pecsched", {**pecsched, "ageing": "off"}, 1.1) >= 0.75
     assert starved("pecsched", pecsched, 1.1) == 0.0

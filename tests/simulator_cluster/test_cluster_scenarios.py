@@ -13,9 +13,10 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.research.tetris_setting import TetrisPoint, run_point
 from headway.sim.build import layout_of, run_scenario
-from headway.sim.cluster.build import run_cluster
+from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
 
 RATES = ((0.5, 0.1), (1.5, 0.3), (3.0, 0.4), (3.5, 0.5), (4.5, 0.6))
 
@@ -26,7 +27,7 @@ def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
         "pools": [{"role": "prefill", "count": 16}, {"role": "decode", "count": 2, "tp": 8}],
         "spans": {"source": "tetris-table1"},
     }
-    workload = {"preset": "tetris-medium", "qps": 3.0, "requests": 120}
+    workload = changes.pop("workload", {"preset": "tetris-medium", "qps": 3.0, "requests": 120})
     return {"cluster": cluster | changes.pop("cluster", {}), "workload": workload, **changes}
 
 
@@ -49,6 +50,17 @@ def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
 def test_bad_fields_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_scenario(scenario(cluster=change))
+
+
+def test_decode_pools_keep_to_the_scenario_s_number_of_requests() -> None:
+    data = scenario(policy={"max_num_seqs": 3}, workload={"preset": "sharegpt-like", "qps": 40.0, "requests": 150})
+    data["cluster"]["pools"][1]["count"] = 1
+    spec = cluster_of(parse_scenario(data), [TraceRequest(0.0, 100, 100)])
+    assert spec.engine(spec.instances[-1:]).config.max_num_seqs == 3
+    bounded = run_cluster(parse_scenario(data), 0)
+    assert all(record.ok for record in bounded.sim.records)
+    free = run_cluster(parse_scenario({**data, "policy": {}}), 0)
+    assert bounded.sim.duration_s > 1.2 * free.sim.duration_s, "the others wait for their turn to decode"
 
 
 @pytest.mark.parametrize("placement", ["tetris", "weave", "fixed-sp", "context-parallel", "fifo"])

@@ -82,8 +82,9 @@ MODELS: dict[str, PecSchedCluster] = {
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "FIFO": ("fifo", {}),
     "FIFO, no longs": ("fifo", {}),
-    "Reservation": ("reservation", {}),
-    "Priority": ("priority", {}),
+    # as the paper sets them up: idle reserved replicas stay idle, and long requests are not promoted
+    "Reservation": ("reservation", {"mode": "paper"}),
+    "Priority": ("priority", {"mode": "paper"}),
     "PecSched": ("pecsched", {}),
     # ablations (§6.4): without preemption, disaggregation, colocation, fast SP
     "/PE": ("pecsched", {"preempt": False}),
@@ -146,7 +147,7 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
         }
     ]
     if apart:
-        pools.append({"role": "decode", "count": at.decode, "tp": at.tp, "kv_tokens": 400_000})
+        pools.append({"role": "decode", "count": at.decode, "tp": at.tp, "kv_tokens": replica_kv_tokens(name)})
     short_rps, long_rps = _rates(name, regime)
     if system == "FIFO, no longs":
         long_rps = 0.0
@@ -189,6 +190,19 @@ def _rates(name: str, regime: Regime) -> tuple[float, float]:
     short_s, long_s = work_s(name)
     shorts, longs = LOADS[regime]
     return shorts * MODELS[name].prefill / short_s, longs * MODELS[name].prefill / long_s
+
+
+@cache
+def replica_kv_tokens(name: str) -> int:
+    """Return the KV tokens that a replica's memory holds (one that decodes never gets a long request, either)."""
+    at = MODELS[name]
+    data = {
+        "model": at.model,
+        "cluster": {"placement": "fifo", "pools": [{"role": "prefill", "count": 1, "tp": at.tp}]},
+        "latency": {"source": "fitted"},
+        "workload": {"preset": "pecsched-short"},
+    }
+    return cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).instances[0].capacity
 
 
 @cache

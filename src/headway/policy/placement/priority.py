@@ -2,16 +2,19 @@
 
 Short requests join the instance whose queue is free first. Long requests wait in one queue, in order of arrival, until
 `long_sp` instances are without work at the same time; a running one is not preempted. Under a steady stream of short
-requests that moment never comes: long requests starve (§3.2, Table 2).
+requests that moment never comes: long requests starve (§3.2, Table 2). In `default` mode a long request that has waited
+long enough is promoted, as in FastServe (the remedy that §3.2 names): it takes its instances as under FIFO.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from headway.core.file_sections import Count, CountOrZero, Positive
+from headway.core.file_sections import Count, CountOrZero, Positive, PositiveOrZero
 from headway.core.request import Request
+from headway.core.span import Strategy
+from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.base import (
     Action,
     EnqueueRequest,
@@ -38,15 +41,25 @@ class PriorityOptions(PolicyOptions):
     """Instances of a long prompt."""
     concurrent: bool = False
     """Kinder than the paper: a long prompt may begin on instances that only decode, and runs together with these."""
+    promote: PositiveOrZero | Literal["off"] | None = None
+    """A long request that has waited so many times its own predicted prefill time is promoted: it takes the instances
+    that are free first, and later requests there wait for it. "off": never. None: off in mode `paper`, else 5."""
     retry_s: Positive = 0.1
     """How often a waiting long prompt is tried, besides at the end of each request."""
+
+    @property
+    def promotes_after(self) -> float:
+        """Times its own prefill that a long request waits before it is promoted; infinite: never."""
+        if self.promote is None:
+            return float("inf") if self.mode == "paper" else 5.0
+        return float("inf") if self.promote == "off" else self.promote
 
 
 class PriorityPlacement(PlacementPolicy):
     """See the module."""
 
     def __init__(self, context: PolicyContext, options: PriorityOptions) -> None:
-        self._options = options
+        self._options, self._latency = options, context.latency
         self._long_queue: dict[str, Request] = {}
         self._groups: dict[str, tuple[int, ...]] = {}  # of long requests that have begun
         self._wake_s = 0.0
@@ -87,12 +100,28 @@ class PriorityPlacement(PlacementPolicy):
         idle = [i for i in candidates if i not in taken and self._is_idle(i, view)]
         # a cluster smaller than `long_sp` serves long requests on all it has
         size = min(self._options.long_sp, len(candidates))
-        if not candidates or len(idle) < size:
+        if not candidates:
             return []
-        request = self._long_queue.pop(next(iter(self._long_queue)))
+        request = next(iter(self._long_queue.values()))
+        if len(idle) < size:
+            if not self._is_promoted(request, size, view):
+                return []
+            # behind other long requests only where too few instances are without one
+            without = [i for i in candidates if i not in taken]
+            idle = without if len(without) >= size else list(candidates)
+        del self._long_queue[request.id]
         group = first_free_group(view, idle, size)
         self._groups[request.id] = group
         return [commit_as_ring(request, group, view, concurrent=self._options.concurrent)]
+
+    def _is_promoted(self, request: Request, size: int, view: ClusterSnapshot) -> bool:
+        after = self._options.promotes_after
+        if after == float("inf"):
+            return False
+        tokens = request.prompt_tokens - request.cached_tokens
+        ring = GroupShape(size, strategy=Strategy(attn="ring") if size > 1 else Strategy())
+        alone_s = self._latency.prefill_s(request.cached_tokens, tokens, ring)
+        return view.now_s - request.arrival_s >= after * alone_s
 
     def _is_idle(self, instance: int, view: ClusterSnapshot) -> bool:
         known = view.instances[instance]

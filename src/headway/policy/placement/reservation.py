@@ -38,9 +38,14 @@ class ReservationOptions(PolicyOptions):
     """Instances of a long prompt."""
     reserved: int | None = None
     """Instances for long requests; None: `long_sp`."""
-    borrow: bool = False
+    borrow: bool | None = None
     """Let an idle reserved instance take a short request while no long one waits or runs there: the mitigation that the
-    paper names (§3.2), off in it."""
+    paper names (§3.2). None: off in mode `paper`, else on."""
+
+    @property
+    def borrows(self) -> bool:
+        """Whether short requests may go to idle reserved instances."""
+        return self.mode != "paper" if self.borrow is None else self.borrow
 
     @model_validator(mode="after")
     def _reserved_for_one(self) -> Self:
@@ -95,7 +100,7 @@ class ReservationPlacement(PlacementPolicy):
             self._groups[request.id] = group
             return commit_as_ring(request, group, view)
         candidates = self._for_short
-        if self._options.borrow:
+        if self._options.borrows:
             # idle: no committed span is left, and no request is resident (decodes do not show in `free_at_s`)
             idle = (i for i in self._for_long if view.instances[i].free_at_s <= view.now_s)
             candidates = (*candidates, *(i for i in idle if not view.instances[i].running))

@@ -70,8 +70,11 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     cluster = scenario.cluster
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     # a decode instance prefills only the last token of a transferred prompt: nothing to chunk or reorder
-    decoding = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
-    configs = {"decode": decoding, "mixed": config_of(scenario), "prefill": config_of(scenario)}
+    config = config_of(scenario)
+    decoding = SchedulerConfig(
+        policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0, max_num_seqs=config.max_num_seqs
+    )
+    configs = {"decode": decoding, "mixed": config, "prefill": config}
     kv_tokens = [
         pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
         for pool in cluster.pools
