@@ -16,6 +16,7 @@ from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.faults import small_machine
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
@@ -91,15 +92,32 @@ def test_reservation_and_priority_lose_no_token(seed: int, peer: tuple[str, dict
 
 
 def test_long_decode_is_paused_only_without_colocation() -> None:
-    requests = [TraceRequest(0.0, 3000, 400, klass="long"), *(TraceRequest(1.5 + i * 0.3, 200, 1) for i in range(3))]
+    shorts = [TraceRequest(1.5 + i * 0.0015, 200, 1) for i in range(60)]
+    requests = [TraceRequest(0.0, 3000, 400, klass="long"), *shorts]
     beside = run("pecsched", PECSCHED, requests, instances=4)
     instead = run("pecsched", {**PECSCHED, "colocate": False}, requests, instances=4)
     for result in (beside, instead):
         check(result, requests)
-    # a decode that is paused shows as a gap between two of its tokens
+    # a decode that is paused shows as a gap between two of its tokens: a stream of short prompts, not one batch
     gaps = [max(b - a for a, b in itertools.pairwise(r.sim.records[0].token_s)) for r in (beside, instead)]
     assert gaps[1] > 3 * gaps[0]
     assert beside.sim.records[1].token_s[0] < 2.0
+
+
+def test_a_long_decode_and_short_prefills_on_the_same_replicas_cost_each_other() -> None:
+    """PecSched Fig. 7: one fused batch. The prefill's iteration reads the long request's KV too, and its token comes at
+    the end of that iteration; beside no prefill both are as fast as alone."""
+    long, shorts = TraceRequest(0.0, 3000, 400, klass="long"), [TraceRequest(1.5, 400, 1, klass="short")] * 3
+    works = ([long], shorts, [long, *shorts])
+    alone, fast, both = (run("pecsched", PECSCHED, requests, instances=4).sim.records for requests in works)
+    latency = small_machine()
+    step_s = alone[0].token_s[200] - alone[0].token_s[199]
+    gaps = [b - a for a, b in itertools.pairwise(both[0].token_s)]
+    iteration_s = min(record.token_s[0] - 1.5 for record in both[1:])
+    assert iteration_s > min(record.token_s[0] - 1.5 for record in fast) + latency.decode_s(1, 1000)
+    assert max(gaps) == pytest.approx(iteration_s, rel=0.2)
+    assert max(gaps) > 3 * step_s
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(step_s, rel=0.2)
 
 
 def test_reservation_separates_short_and_long_requests() -> None:

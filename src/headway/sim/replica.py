@@ -30,7 +30,6 @@ from headway.sim.spec import InstanceSpec
 
 MAX_REPEATS = 1 << 20
 """Most decode-only iterations simulated as one batch (fast-forward)."""
-SINGLE_GROUP = (0,)
 
 
 class SimulatedEngine:
@@ -74,6 +73,9 @@ class SimulatedEngine:
         self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
         self._joins: list[GroupJoin] = []
         self._pairs = self._busy_s = self._scheduling_s = 0.0
+
+        # seconds that another engine's decodes add to the next batch; end of its batch that takes this one's along
+        self.fused_s = self.fused_until_s = 0.0
 
     # -- events ---------------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class SimulatedEngine:
     def _free(self, now: float) -> Sequence[int]:
         """Return the KV groups whose stage 0 is free."""
         if len(self.pipelines) == 1:
-            return SINGLE_GROUP if self.pipeline.free_s <= now else ()
+            return (0,) if self.pipeline.free_s <= now else ()
         return [group for group, pipeline in enumerate(self.pipelines) if pipeline.free_s <= now]
 
     def complete(self, batch_id: int, now: float) -> list[DecodeTrack]:
@@ -183,14 +185,16 @@ class SimulatedEngine:
         return ended
 
     def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
-        """Return (request, prompt tokens computed by its end, whether the prompt is then complete) for each chunk.
-
-        Empty when the batch is not in flight.
-        """
+        """Return (request, prompt tokens computed by its end, whether the prompt is then complete) for each chunk; none
+        when the batch is not in flight."""
         run = self._in_flight.get(batch_id)
         if run is None:
             return []
         return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
+
+    def busy_until_s(self) -> float:
+        """Return the virtual time at which the last batch in flight ends; 0.0: there is none."""
+        return max((run.end_s for run in self._in_flight.values()), default=0.0)
 
     def is_in_flight(self, batch_id: int) -> bool:
         """Return whether a batch is in flight."""
@@ -199,15 +203,14 @@ class SimulatedEngine:
     def end_repeats(self, now: float) -> tuple[float, int] | None:
         """End repeated decodes with the iteration in progress, because a request is about to arrive or leave.
 
-        Return the (time, batch) at which to complete the batch instead; None where no decodes are repeated. Only for
-        engines of one stage that keep no iterations.
+        Return the (time, batch) at which to complete it instead; None: none are repeated. Only for engines of one stage
+        that keep no iterations.
         """
         for run in self._in_flight.values():
             times = run.cohorts[0].times
             first = len(times) - (run.repeats - 1)
-            # every member has left the cohort, which has dropped the times
             if first < 0:
-                continue
+                continue  # every member has left the cohort, which has dropped the times
             # `times[done]` is the end of the iteration in progress; without it the last iteration is in progress
             done = bisect_right(times, now, first)
             if done >= len(times):
@@ -235,7 +238,7 @@ class SimulatedEngine:
         for part in parts:
             if part.kv_ops or part.prefills:
                 self._count_chunks(part, now)
-        stage_s = self._stage_s(batch)
+        stage_s = max(self._stage_s(batch) + self.fused_s, self.fused_until_s - now)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
         # a batch on n of the instance's g KV groups keeps n / g of it busy
@@ -283,10 +286,8 @@ class SimulatedEngine:
             self._kv_peak = max(self._kv_peak, sum(manager.used_tokens for manager in self.block_managers))
 
     def _count_remote_attention(self, batch: Batch, repeats: int) -> None:
-        """Count KV that groups read for decodes of other groups, and forward passes of further groups.
-
-        Chunks have been counted with all that they attend to.
-        """
+        """Count KV that groups read for decodes of other groups, and forward passes of further groups (chunks have been
+        counted with all that they attend to)."""
         self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
         chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
         read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)

@@ -167,8 +167,10 @@ class SimulatedBackend(InstanceBackend):
 
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         engine, request = self._engine(group), controlled.backend_state
-        # the scheduler may take the new request into the next iteration: it must not be one of merged ones
-        self._end_repeats(engine, now)
+        # the scheduler may take the new request into the next iteration: it must not be one of merged ones; nor may
+        # those of engines that are fused with this one's
+        for sharing in {each.index: each for i in group for each in self._on[i]}.values():
+            self._end_repeats(sharing, now)
         track = request.track_for(phase)
         engine.add(track, now)
         request.track = track
@@ -187,18 +189,29 @@ class SimulatedBackend(InstanceBackend):
         self._due[engine.index] = engine
 
     def pump(self, now: float) -> None:
-        """Start batches on all engines with an event at this instant, in order of creation."""
-        for index in sorted(self._due):
+        """Start batches on all engines with an event at this instant, in order of creation; decodes that batches of
+        other engines take along come last."""
+        sharing = {index: self._sharing(engine) for index, engine in self._due.items()}
+        for index in sorted(self._due, key=lambda i: (bool(sharing[i]) and not self._due[i].queued_tokens, i)):
             engine = self._due[index]
             # No instance of its group may run a span that excludes batches.
             running = (self.simulation.controller.queues.running[i] for i in engine.group)
             if all(run is None or run.concurrent for run in running):
                 # decodes repeat up to the window's end: `_end_repeats` cuts them short at any arrival
-                for at_s, batch in engine.replica.start_batches(now, self.simulation.end_s):
+                others, replica = sharing[index], engine.replica
+                replica.fused_s, replica.fused_until_s = _fused(engine, others)
+                for at_s, batch in replica.start_batches(now, now if others else self.simulation.end_s):
                     if batch >= 0:
                         self.occupy(engine.group, 1)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
+
+    def _sharing(self, engine: SimulatedInstance) -> list[SimulatedInstance]:
+        """Return the other engines with work on an engine's instances: their iterations are fused with its own."""
+        if all(len(self._on[i]) == 1 for i in engine.group):
+            return []
+        others = {each.index: each for i in engine.group for each in self._on[i] if each is not engine}
+        return [each for each in others.values() if each.resident]
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
@@ -274,6 +287,20 @@ class SimulatedBackend(InstanceBackend):
             if active:
                 self.busy_s_of[i] += self.simulation.now - self._since[i]
                 self._since[i] = self.simulation.now
+
+
+def _fused(engine: SimulatedInstance, others: list[SimulatedInstance]) -> tuple[float, float]:
+    """Return what a batch of `engine` shares with engines on its instances, as one fused batch (PecSched Fig. 7).
+
+    (seconds of attention that their decodes add to it; end of the batch that takes its own decodes along, or 0.0.) A
+    decode adds no linear layers to speak of. It gets its token at the end of the prefill's iteration."""
+    fused_s = 0.0
+    for other in others:
+        if not other.queued_tokens:
+            fused_s += other.replica.latency.decode_s(len(other.resident), other.replica.block_manager.used_tokens)
+    if engine.queued_tokens:
+        return fused_s, 0.0
+    return fused_s, max((other.replica.busy_until_s() for other in others if other.queued_tokens), default=0.0)
 
 
 IDLE = SchedulerStats()
