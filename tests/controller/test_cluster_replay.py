@@ -16,8 +16,10 @@ from headway.control.replay import ReplayResult
 from headway.core.errors import ConfigError
 from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
 from headway.policy.placement.registry import PolicyContext, make_placement
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
-from headway.sim.cluster.simulation import simulate_cluster
+from headway.runtime.cluster.policies import RATES_NOTE, PlacementChain
+from headway.sim.cluster.simulation import ClusterSimulation, simulate_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
@@ -71,6 +73,39 @@ class Contrary:
 
     def next_wakeup(self, now: float) -> float | None:
         return self.policy.next_wakeup(now)
+
+
+def test_rates_that_were_replaced_while_serving_are_replaced_in_the_replay() -> None:
+    """In the middle of the run; a policy that is made afterwards, as instances come and go, has them too."""
+    table = RateTable(points=((0.0, 0.9),))
+    lines, chains = list[bytes](), list[PlacementChain]()
+
+    def chain() -> PlacementChain:
+        chains.append(PlacementChain(lambda: made("tetris"), lambda name, number: True))
+        return chains[-1]
+
+    class Replaced(ClusterSimulation):
+        def on_instant_end(self) -> None:
+            if self.now > 3.0 and len(replaced) == 0:
+                replaced.append(chains[0].replace_rates(table))
+                self.controller.note(RATES_NOTE + msgspec.json.encode(table).decode())
+                chains[0].renew()
+                self.controller.note("renew")
+            super().on_instant_end()
+
+    def on_note(word: str) -> None:
+        if word == "renew":
+            chains[-1].renew()
+        elif heeded:
+            chains[-1].replace_rates(msgspec.json.decode(word.removeprefix(RATES_NOTE), type=RateTable))
+
+    replaced = list[bool]()
+    Replaced(cluster(4, 2), chain(), TRAFFIC, RunSpec(seed=5), record=lines.append).run_events(None)
+    assert replaced == [True]
+    for heeded in (True, False):
+        difference = ReplayResult(lines, lambda _: chain(), on_note).run()
+        assert (difference is None) == heeded
+    assert not PlacementChain(lambda: made("jsq"), lambda name, number: True).replace_rates(table)
 
 
 def test_first_different_decision_is_reported() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import RequestError
+from headway.policy.placement.tetris_rates import RateTable
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 
 
@@ -23,6 +24,7 @@ class FakeCluster(FakeEngine):
     """Two instances, of which one has failed."""
 
     left: int | None = None
+    rates: RateTable | None = None
 
     def report(self) -> ClusterReport:
         both = [instance(0), instance(1, role="decode", state="failed", failure="no memory")]
@@ -32,6 +34,9 @@ class FakeCluster(FakeEngine):
         if pool:
             raise RequestError("pool must be between 0 and 0", "pool")
         return instance(2, state="starting")
+
+    def replace_rates(self, table: RateTable) -> None:
+        self.rates = table
 
     def leave(self, number: int) -> InstanceReport:
         self.left = number

@@ -12,6 +12,8 @@ from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import run_ready_tasks
 
+from headway.core.errors import RequestError
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.messages import ComputeSpan, SendKv
 
@@ -39,6 +41,22 @@ WAYS: list[tuple[str, tuple[Role, ...], dict[str, object]]] = [
     ("loongserve-in-place", MIXED, {"decode_batch": 1}),
     ("loongserve", MIXED, {"decode_batch": 1}),
 ]
+
+
+def test_improvement_rates_are_replaced_in_a_running_cluster() -> None:
+    table = RateTable(points=((0.0, 0.9),))
+
+    async def run() -> None:
+        fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
+        async with running(fake, APART, "weave", {"sizes": [1, 2]}) as client:
+            client.replace_rates(table)
+            ids = prompt(1, 60)
+            assert await asyncio.wait_for(ask(client, "a", ids, 3), 20) == answer(ids, 3)
+        async with running(fake, MIXED, "jsq") as client:
+            with pytest.raises(RequestError, match="jsq has no improvement rates: tetris and weave have"):
+                client.replace_rates(table)
+
+    virtual_time.run(run())
 
 
 @pytest.mark.parametrize(("placement", "roles", "options"), WAYS, ids=[f"{p}-{r[0]}-{len(o)}" for p, r, o in WAYS])

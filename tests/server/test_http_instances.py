@@ -50,6 +50,26 @@ async def test_a_join_body_without_a_valid_pool_is_refused(connect: Any) -> None
             assert answer.json()["error"]["message"]
 
 
+async def test_improvement_rates_are_replaced_while_the_cluster_serves(connect: Any, engine: FakeCluster) -> None:
+    async with connect() as client:
+        answer = await client.put("/v1/cluster/rates", json={"points": [[0.5, 0.1], [2.0, 0.4]], "source": "tonight"})
+        assert answer.status_code == 200
+        assert answer.json()["points"] == [[0.5, 0.1], [2.0, 0.4]]
+        assert engine.rates is not None
+        assert engine.rates.at(3.0) == 0.4
+        for body, status in (
+            (b'{"points": []}', 400),
+            (b'{"points": [[1, 2]]}', 400),
+            (b"[", 400),
+            (b" " * 70_000, 413),
+        ):
+            refused = await client.put("/v1/cluster/rates", content=body)
+            assert refused.status_code == status, refused.text
+        form = await client.put("/v1/cluster/rates", content=b"points=1", headers={"content-type": "text/plain"})
+        assert form.status_code == 415
+        assert engine.rates.source == "tonight"
+
+
 async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live: Any, engine: FakeCluster) -> None:
     import httpx
 
@@ -58,6 +78,7 @@ async def test_instance_endpoints_need_the_key_and_a_cluster(connect: Any, live:
         assert (await client.delete("/v1/cluster/instances/0")).status_code == 401
     with live(FakeEngine()) as url:
         assert httpx.get(f"{url}/v1/cluster").status_code == 404
+        assert httpx.put(f"{url}/v1/cluster/rates", json={"points": [[1, 0.1]]}).status_code == 404
         assert "headway_instance" not in httpx.get(f"{url}/metrics").text
 
 

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.cluster_worlds import cluster
 
 from headway.cli.main import main
+from headway.cli.profile_rates import _trace_of
 from headway.core.errors import ConfigError
+from headway.policy.placement.registry import make_placement
 from headway.research.tetris_setting import TetrisPoint, run_point
 from headway.sim.build import layout_of, run_scenario
 from headway.sim.cluster.build import cluster_of, run_cluster
+from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
@@ -158,6 +162,18 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     ]
     assert main(arguments) == 0
     assert [load for load, _ in json.loads(rates.read_text())["points"]] == [1.0, 2.0]
+    # the lengths that a cluster has been sent: of a log, whose second attempt at a request counts once
+    log, lines, ring = tmp_path / "log", list[bytes](), cluster(2)
+    fifo = make_placement("fifo", ring.policy_context, {})
+    simulate_cluster(ring, fifo, [TraceRequest(0.0, 777, 1)], record=lines.append)
+    arrival = next(line for line in lines if b'"arrive"' in line)
+    log.write_bytes(b"".join([lines[0], *(arrival.replace(b"r0", name) for name in (b"a#1", b"a#2", b"b#1"))]))
+    assert _trace_of(log, tmp_path).read_text().split()[1:] == ["0,777,1", "0,777,1"]
+    assert main([*arguments, "--lengths", str(log)]) == 0
+    assert "lengths of log" in json.loads(rates.read_text())["source"]
+    log.write_bytes(lines[0])
+    assert main([*arguments, "--lengths", str(log)]) == 2
+    capsys.readouterr()
     assert (
         main(
             ["simulate", str(file), "--set", f"cluster.options={{rates_file: {rates}}}", "--set", "workload.requests=5"]

@@ -1,13 +1,15 @@
 """`headway profile rates SCENARIO --out FILE`: Tetris's improvement rates by load, for a cluster and its lengths.
 
 Simulates the scenario's prefill instances and lengths under Poisson arrivals at each load and with each candidate rate,
-and keeps the rate with the least mean TTFT (§5.1). The file goes into a scenario as `cluster.options.rates_file`.
+and keeps the rate with the least mean TTFT (§5.1). The file goes into a scenario as `cluster.options.rates_file`, and
+into a running cluster by `PUT /v1/cluster/rates`. With --lengths the prompts are those that a cluster has been sent.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from headway.core.errors import ConfigError
@@ -21,10 +23,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--loads", default="0.5:5.0:0.5", metavar="START:STOP:STEP", help="requests a second (default: 0.5:5.0:0.5)"
     )
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="requests a simulation (default: 1000)")
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="draw prompt lengths from a cluster's log (headway cluster --event-log) or a trace, not from the scenario",
+    )
     parser.add_argument("--seeds", default="1000,1001", metavar="N,N,…", help="seeds (default: 1000,1001)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with TemporaryDirectory() as folder:
+        return _profile(arguments, Path(folder))
+
+
+def _profile(arguments: argparse.Namespace, folder: Path) -> int:
     import msgspec
 
     from headway.core.strict_yaml import read_yaml
@@ -34,6 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.sim.sweep import parse_sweep
 
     data = read_yaml(str(arguments.scenario))
+    if arguments.lengths is not None:
+        lengths = f"empirical:{_trace_of(arguments.lengths, folder)}"
+        data = {**data, "workload": {"mix": [{"prompt": lengths, "output": "fixed:1"}], "qps": 1.0, "requests": 10}}
     scenario = parse_scenario(data, str(arguments.scenario))
     if scenario.cluster.placement != "tetris":
         raise ConfigError(f"{arguments.scenario}: cluster.placement must be tetris, not {scenario.cluster.placement}")
@@ -51,13 +67,34 @@ def run(arguments: argparse.Namespace) -> int:
         # One load at a time, to show progress.
         points += best_rates([load], CANDIDATES, mean_s)
         print(f"{load:g} requests/s: improvement rate {points[-1][1]:g}", flush=True)
+    lengths_of = f", lengths of {arguments.lengths.name}" if arguments.lengths is not None else ""
     source = (
-        f"{scenario.name or arguments.scenario.name}: {arguments.requests} Poisson requests a load, least mean TTFT"
+        f"{scenario.name or arguments.scenario.name}: {arguments.requests} Poisson requests a load{lengths_of}, "
+        "least mean TTFT"
     )
     table = RateTable(points=tuple(points), source=source)
     write_output(arguments.out, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     print(f"written to {arguments.out}")
     return 0
+
+
+def _trace_of(file: Path, folder: Path) -> Path:
+    """Return a trace with the lengths of a cluster's log, written to `folder`; `file` itself if it is no such log."""
+    from headway.control.log_reader import read_log
+    from headway.sim.cluster_log import is_cluster_log
+
+    if not is_cluster_log(file):
+        return file
+    calls = read_log(file.read_bytes().splitlines(keepends=True)).callbacks
+    arrived = [call["request"] for _, call in calls if call["do"] == "arrive"]
+    # another attempt at a request is no new one: they are named id#1, id#2, …
+    prompts = {request["id"].rpartition("#")[0] or request["id"]: request for request in arrived}
+    if not prompts:
+        raise ConfigError(f"{file} has no requests yet: there are no lengths to draw from")
+    rows = [f"0,{request['prompt_tokens']},1" for request in prompts.values()]
+    trace = folder / "lengths.csv"
+    trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
+    return trace
 
 
 def _numbers(values: list[Any], flag: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Endpoints for operators of a cluster: list its instances, add one, remove one."""
+"""Endpoints for operators of a cluster: list its instances, add one, remove one, replace Tetris's improvement rates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import OverloadedError
-from headway.runtime.cluster.cluster_report import InstanceAdmin
+from headway.policy.placement.tetris_rates import RateTable
+from headway.runtime.cluster.cluster_report import ImprovementRateAdmin, InstanceAdmin
 from headway.serving.context import context
 from headway.serving.errors import ApiError, json_response
 
 router = APIRouter()
 
 _LARGEST_BODY = 4096
+_LARGEST_TABLE = 1 << 16
 
 
 class _JoinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,10 +46,7 @@ async def show_one(request: Request) -> Response:
 async def join(request: Request) -> Response:
     """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
     cluster, server = _cluster(request), context(request)
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    # What a form of a web page can send is not JSON.
-    if kind != "application/json":
-        raise ApiError(415, f"content-type {kind[:40]!r} is not supported: send application/json")
+    _check_json(request)
     pool = await server.active.begin(server.bodies.parse(request, _pool, most_bytes=_LARGEST_BODY))
     present, most = len(cluster.report().instances), server.settings.max_instances
     if present >= most:
@@ -70,6 +69,34 @@ async def leave(request: Request) -> Response:
     if all(report.id != number for report in cluster.report().instances):
         raise ApiError(404, f"there is no instance {number}")
     return json_response(cluster.leave(number), 202)
+
+
+@router.put("/v1/cluster/rates", response_model=None, summary="Tetris's improvement rates, from now on")
+async def replace_rates(request: Request) -> Response:
+    """The file that `headway profile rates` writes; used from the next decision on, under tetris and weave."""
+    server = context(request)
+    engine: Any = server.engine
+    if not isinstance(engine, ImprovementRateAdmin):
+        raise ApiError(404, "this server places no requests by improvement rates: `headway cluster` does, under tetris")
+    _check_json(request)
+    table = await server.active.begin(server.bodies.parse(request, _rates, most_bytes=_LARGEST_TABLE))
+    engine.replace_rates(table)
+    return json_response(table)
+
+
+def _rates(body: bytearray, received_s: float) -> RateTable:
+    """Return the table in a body. Raises ApiError 400."""
+    try:
+        return msgspec.json.decode(body, type=RateTable)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f'{error}: send {{"points": [[requests a second, rate], ...]}}', "points") from None
+
+
+def _check_json(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # What a form of a web page can send is not JSON.
+    if kind != "application/json":
+        raise ApiError(415, f"content-type {kind[:40]!r} is not supported: send application/json")
 
 
 def _cluster(request: Request) -> InstanceAdmin:

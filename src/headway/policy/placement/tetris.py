@@ -68,7 +68,7 @@ class TetrisOptions(PolicyOptions):
 
 
 class TetrisPlacement(PlacementPolicy):
-    """See the module. `rates.replace(table)` updates the improvement rates (§6)."""
+    """See the module."""
 
     def __init__(self, context: PolicyContext, options: TetrisOptions) -> None:
         self._latency, self._options = context.latency, options
@@ -89,6 +89,10 @@ class TetrisPlacement(PlacementPolicy):
         if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
+
+    def replace_rates(self, table: RateTable) -> None:
+        """See `LoadAwareRates`."""
+        self.rates.replace(table)
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         plan = self.plan(request, view)

@@ -6,6 +6,7 @@ The table is made by simulating (`headway profile rates`, `research.tetris_rates
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -47,6 +48,14 @@ def load_rates(path: Path) -> RateTable:
     if table.schema != SCHEMA:
         raise ConfigError(f"{path} has schema {table.schema!r}, not {SCHEMA}")
     return table
+
+
+@runtime_checkable
+class LoadAwareRates(Protocol):
+    """A policy that works with improvement rates by load: `tetris` and `weave`."""
+
+    def replace_rates(self, table: RateTable) -> None:
+        """Use another table from the next decision on (Tetris §6)."""
 
 
 class RateControl:

@@ -51,6 +51,7 @@ from headway.policy.placement.base import (
 from headway.policy.placement.cdsp_plan import ChunkAllocation
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.registry import PolicyContext
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
 from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 
@@ -98,7 +99,7 @@ class QueueGap(NamedTuple):
 
 
 class WeavePlacement(PlacementPolicy):
-    """See the module. `tetris.rates.replace(table)` updates the improvement rates."""
+    """See the module."""
 
     def __init__(self, context: PolicyContext, options: WeaveOptions) -> None:
         self.tetris = tetris.TetrisPlacement(context, options)
@@ -131,6 +132,10 @@ class WeavePlacement(PlacementPolicy):
             self.groups.remove(event.request)
             self._requests.pop(event.request, None)
         return self._decodes.on_event(event)
+
+    def replace_rates(self, table: RateTable) -> None:
+        """See `LoadAwareRates`."""
+        self.tetris.replace_rates(table)
 
     # -- where a prompt goes ------------------------------------------------------------------------------------------
 

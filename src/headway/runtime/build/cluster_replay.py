@@ -8,9 +8,10 @@ import msgspec
 
 from headway.control.replay import ReplayResult
 from headway.core.errors import ConfigError
+from headway.policy.placement.tetris_rates import RateTable
 from headway.runtime.build.cluster_rules import policies_of, policy_context
 from headway.runtime.cluster.cluster_file import ClusterFile
-from headway.runtime.cluster.policies import PlacementChain, may_of
+from headway.runtime.cluster.policies import RATES_NOTE, PlacementChain, may_of
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
@@ -33,6 +34,8 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
             chains[0].renew()
         elif word == "taken":
             chains[0].stranded.clear()
+        elif word.startswith(RATES_NOTE):
+            chains[0].replace_rates(msgspec.json.decode(word.removeprefix(RATES_NOTE), type=RateTable))
 
     try:
         lines = path.read_bytes().splitlines(keepends=True)

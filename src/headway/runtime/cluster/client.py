@@ -19,6 +19,7 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterLinks
 from headway.runtime.cluster.client_answer import time_limit
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
@@ -30,6 +31,7 @@ from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.membership import Another, ClusterMembership
 from headway.runtime.cluster.merged_reports import merged_info, merged_stats
 from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.cluster.policies import RATES_NOTE
 from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import (
@@ -367,6 +369,14 @@ class ClusterClient:
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
         return self._roster.join(pool, self._live)
+
+    def replace_rates(self, table: RateTable) -> None:
+        """See `ImprovementRateAdmin`."""
+        if self._live is None:
+            raise RequestError("the cluster is starting", "points")
+        if not self._live.policies.replace_rates(table):
+            raise RequestError(f"{self._placement} has no improvement rates: tetris and weave have", "points")
+        self._live.machine.note(RATES_NOTE + msgspec.json.encode(table).decode())
 
     def leave(self, number: int) -> InstanceReport:
         """See `InstanceAdmin.leave`."""

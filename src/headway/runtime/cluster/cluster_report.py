@@ -7,6 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.live_instance import InstanceState
 
@@ -73,3 +74,11 @@ class InstanceAdmin(Protocol):
     def leave(self, number: int) -> InstanceReport:
         """Drain an instance: nothing new is placed on it, and it ends when nothing is left there. Raises RequestError
         for an unknown number, and for an instance without which the cluster could not serve."""
+
+
+@runtime_checkable
+class ImprovementRateAdmin(Protocol):
+    """What the endpoint for Tetris's improvement rates needs of a cluster's client."""
+
+    def replace_rates(self, table: RateTable) -> None:
+        """Use another table from the next decision on. Raises RequestError where the policy has no such rates."""

@@ -27,7 +27,11 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
+from headway.policy.placement.tetris_rates import LoadAwareRates, RateTable
 from headway.policy.placement.view import ClusterSnapshot
+
+RATES_NOTE = "rates "
+"""Beginning of the decision log's note of a new table, which follows it as JSON."""
 
 log = logging.getLogger("headway.cluster")
 
@@ -44,6 +48,7 @@ class PlacementChain:
         self._alive: list[PlacementPolicy] = [self._newest]
         self._placed: set[str] = set()
         self._due: list[tuple[PlacementPolicy, float]] = []
+        self._rates: RateTable | None = None
         self.stranded: list[str] = []
         """Requests that were to go to an instance that is gone, in order: they have to be placed again."""
 
@@ -53,8 +58,18 @@ class PlacementChain:
         The caller drops these and lets them arrive again, under other names.
         """
         self._newest = self._make()
+        if self._rates is not None:
+            self.replace_rates(self._rates)
         self._alive = [policy for policy in self._alive if self._has.get(id(policy))] + [self._newest]
         return [name for name in self._of if name not in self._placed]
+
+    def replace_rates(self, table: RateTable) -> bool:
+        """Give the newest policy, and those made after it, other improvement rates (Tetris §6). False: it has none."""
+        if not isinstance(self._newest, LoadAwareRates):
+            return False
+        self._rates = table
+        self._newest.replace_rates(table)
+        return True
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See `PlacementPolicy.on_event`."""
