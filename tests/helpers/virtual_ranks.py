@@ -41,6 +41,10 @@ class Exchange:
         self._queues: dict[tuple[int, int, str], queue.Queue[Any]] = {}
         self._lock = threading.Lock()
 
+    def hold_rows(self, source: int, target: int, batches: int, wait_s: float) -> None:
+        """Let a stage begin a batch only when the stage before it has sent the next one too."""
+        self._queues[source, target, "rows"] = NextFirst(batches, wait_s)
+
     def box(self, source: int, target: int, kind: str) -> queue.Queue[Any]:
         with self._lock:
             return self._queues.setdefault((source, target, kind), queue.Queue())
@@ -58,6 +62,21 @@ class Exchange:
     def abort(self) -> None:
         for meeting in self._meetings.values():
             meeting.abort()
+
+
+class NextFirst(queue.Queue[Any]):
+    """A queue of a known number of items that gives one only when the next one is there too (but for the last)."""
+
+    def __init__(self, items: int, wait_s: float) -> None:
+        super().__init__()
+        self._left, self._wait_s = items, wait_s
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        with self.not_empty:
+            there = self.not_empty.wait_for(lambda: len(self.queue) >= min(2, self._left), self._wait_s)
+            assert there, f"the next of {self._left} items does not come before this one is taken"
+            self._left -= 1
+            return self._get()
 
 
 class VirtualLinks:
@@ -192,7 +211,7 @@ class VirtualWorld:
             if layout.kvp > 1:
                 decoder.backend = GroupAttention(decoder.backend, links, decoder.config.q_heads)
             self.workers.append(ModelWorker(decoder, kv_blocks, block_tokens, eos, links))
-        self._exchange = exchange
+        self.exchange = exchange
         self.threads = [threading.Thread(target=self._serve, args=(p,), daemon=True) for p in places(layout)]
         self.wire.on_close = self._join
         self.executor = MultiProcessExecutor(self.wire, layout, kv_blocks)
@@ -213,7 +232,7 @@ class VirtualWorld:
         try:
             RankLoop(self.workers[place.rank], VirtualChannel(place.rank, self.wire), kv).serve()
         except BaseException as error:
-            self._exchange.abort()
+            self.exchange.abort()
             said: FromRank = failure(error)
             self.wire.inbox.put((place.rank, [_encoder.encode(said)]))
 

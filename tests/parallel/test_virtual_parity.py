@@ -44,6 +44,18 @@ def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(tp: int, sta
     assert got == [expected("llama", i, 40, 60) for i in range(6)]
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_stage_computes_the_next_chunk_of_a_prompt_while_later_stages_compute_this_one(stages: int) -> None:
+    """Stream pipeline (Medha §3.3): no stage but the first begins a chunk before the stage in front of it has sent the
+    next one. A pipeline that serialised chunks would stand still."""
+    chunks = 6
+    with VirtualWorld(checkpoint("llama"), ParallelLayout(stages=stages)) as world:
+        for stage in range(1, stages):
+            world.exchange.hold_rows(stage - 1, stage, chunks, wait_s=5.0)
+        core = make_core(world.executor, stages=stages, chunking=f"static:{96 // chunks}")
+        assert serve(core, [Ask(prompt_of(0, 96), 1)], wait_s=0.005) == [expected("llama", 0, 96, 1)]
+
+
 def test_decodes_of_several_batches_alternate_between_stages() -> None:
     """With three stages three groups of decodes are in flight; each request's tokens are its own."""
     folder = checkpoint("phi3")
