@@ -32,7 +32,7 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupShape
-from headway.research.base import Mode, RunOptions
+from headway.research.base import MODES, Mode, RunOptions
 from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.runner import SimulationCache
@@ -326,6 +326,19 @@ class PecSchedStudy:
         """Return the expected number of long requests of a run; the actual number is drawn."""
         return _rates(name, regime)[1] * self.window_s(name)
 
+    def came(self, name: str, regime: Regime) -> tuple[int, ...]:
+        """Return the long requests of a model's runs, by seed: the same under every system, and few (a mean of two says
+        little)."""
+        points = [
+            self._point(name, system, mode, regime, seed)
+            for seed in self.seeds
+            for system in SYSTEMS
+            if system != "FIFO, no longs"
+            for mode in MODES
+        ]
+        found = {point.seed: RESULTS[point].longs for point in points if point in RESULTS}
+        return tuple(found.values())
+
     def source(self, regimes: Sequence[Regime], **more: Any) -> dict[str, Any]:
         """Return the `source` of a report."""
         name = self.names[-1]
@@ -335,6 +348,8 @@ class PecSchedStudy:
             "scenario": "4 × 8 A100, 400 Gb/s a node; Azure-like short requests, 100K to 500K uniform long ones; "
             f"replicas of a long request {', '.join(str(MODELS[n].long_sp) for n in self.names)}; "
             f"regimes {', '.join(regimes)}",
+            # how much a mean over them means
+            "long_requests": {regime: {n: list(self.came(n, regime)) for n in self.names} for regime in regimes},
             "seeds": list(self.seeds),
             "window_s": self.window_s(name),
             "windows_s": {n: self.window_s(n) for n in self.names},
