@@ -124,6 +124,7 @@ def not_reproduced_page() -> str:
         assert cause is not None, f"{name}: {row.claim}: say why in research/causes.yaml"
         counts[cause.cause] += 1
         seeds = "one" if row.one_seed else str(len(run.seeds) or "none drawn")
+        seeds += f"; {row.longs} long requests a run" if row.longs else ""
         cells = f"`{name}`", row.claim, row.paper, row.found, seeds, cause.cause, one_line(cause.reason)
         lines.setdefault(name.partition(".")[0], []).append(cells)
     text += table(("cause", "rows", "which is"), ((c, str(n), CAUSES_IN_WORDS[c]) for c, n in counts.items() if n))

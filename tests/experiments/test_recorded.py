@@ -40,6 +40,16 @@ def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
     assert [row["found"] for row in now["failing"]] == [row.found for row in run.failing], again
 
 
+def test_rows_say_how_many_long_requests_their_means_are_over() -> None:
+    counts = {"busy": {"7B": [4], "70B": [2]}, "trace": {"7B": [90], "70B": [600]}}
+    rows = tuple(
+        ClaimRow(claim=claim, paper=1, paper_mode=1, default_mode=1, verdict="not reproduced: 1, not 2", why="")
+        for claim in ("busy: JCT", "trace: JCT", "70B: JCT by load")
+    )
+    data = ExperimentReport(source={"seeds": [0], "long_requests": counts}, rows=rows).to_json("x")
+    assert [row["longs"] for row in to_record(data)["failing"]] == ["2 to 4", "90 to 600", "2 to 600"]
+
+
 @pytest.mark.parametrize(
     ("seeds", "why", "one"),
     [([0], "", True), ([0, 1, 2], "", False), ([0, 1, 2], "expected 1. First seed only.", True), ([], "", False)],

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.pecsched_worlds import SHAPE, Linear, drilled, policy, requests
 
 from headway.core.errors import ConfigError
-from headway.core.request import Request
+from headway.core.request import Request, Slo
 from headway.policy.placement.base import CommitSpans, EnqueueRequest, PreemptRequest, ResumeRequest
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 
@@ -153,6 +154,16 @@ def test_ageing_bounds_suspension(ageing: float, seed: int, gap_s: float) -> Non
     alone_s = 60_000 * 1e-4 / 3
     # 1 s is the default `slice_s`; 0.3 s bounds a last batch of short prompts, and a pause waits for one layer of eight
     assert out.prefilled_s["l"] <= alone_s + ageing * (alone_s + 1.0) + 0.3 + alone_s / 8
+
+
+@pytest.mark.parametrize("spare_s", [-1.0, 0.5, 4.0])
+def test_a_long_prefill_is_suspended_for_no_longer_than_its_target_allows(spare_s: float) -> None:
+    alone_s = 60_000 * 1e-4 / 3
+    tight = msgspec.structs.replace(long("l", 0.0), slo=Slo(ttft_s=alone_s + spare_s))
+    out = drilled(policy(batch_tokens=1000), [tight, *stream(0.03, 200)], 3)
+    # the last batch of short prompts ends, and a pause waits for the layer
+    assert out.prefilled_s["l"] <= alone_s + max(0.0, spare_s) + 0.3 + alone_s / 8
+    assert (out.suspensions == 0) == (spare_s < 0)
 
 
 def test_long_requests_keep_their_order() -> None:

@@ -72,6 +72,19 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
     assert [send.end for send in sends if isinstance(send, SendKv)] == [104, 104]
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlapped: bool) -> None:
+    """Under PecSched and Weave too, whose papers send it layer by layer (docs/concepts/placement.md says so)."""
+    fleet, moves = _moves()
+    attempt = _attempt()
+    moves.reserve(attempt, 1)
+    moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
+    moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, 100, overlapped=overlapped))
+    (send,) = [told for told in fleet.told if isinstance(told, SendKv)]
+    assert (send.start, send.end) == (0, attempt.kv_tokens)
+    assert {"layer", "layers"}.isdisjoint(SendKv.__struct_fields__), "a message without a layer is of all"
+
+
 def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
     fleet, moves = _moves()

@@ -90,7 +90,8 @@ def test_a_preempted_span_keeps_its_layers_and_queued_work_goes_first(
     assert result.paused == 1
 
 
-def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
+@pytest.mark.parametrize("sends_layers", [True, False])
+def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere(sends_layers: bool) -> None:
     def decide(event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             return [EnqueueRequest(event.request.id, (0,), "prefill")]
@@ -101,12 +102,14 @@ def test_disaggregated_prefill_moves_kv_and_decodes_elsewhere() -> None:
         return []
 
     policy = Scripted(decide)
-    result = simulate_cluster(cluster(2, decode=1), policy, [TraceRequest(0.0, 1000, 4)])
+    spec = replace(cluster(2, decode=1), sends_layers=sends_layers)
+    result = simulate_cluster(spec, policy, [TraceRequest(0.0, 1000, 4)])
     (record,) = result.sim.records
     assert record.ok
     assert len(record.token_s) == 4
-    layer_s = 1000 * 131072 / 32 / 1e9
-    assert policy.times(KvReady)[0] == pytest.approx(record.token_s[0] + layer_s, rel=1e-3)
+    # the last layer alone, or all of them
+    left_s = 1000 * 131072 / (32 if sends_layers else 1) / 1e9
+    assert policy.times(KvReady)[0] == pytest.approx(record.token_s[0] + left_s, rel=1e-3)
     assert result.sim.replicas[2].decode_tokens + result.sim.replicas[2].prefill_tokens == 3
 
 

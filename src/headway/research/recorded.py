@@ -43,6 +43,8 @@ class FailingRow:
     """What was found, and what was expected."""
     one_seed: bool
     """Whether it rests on simulations with a single seed, whose spread is not known."""
+    longs: str = ""
+    """How many long requests its runs had, "2 to 14", where a figure is a mean over them."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,21 @@ def to_record(data: Mapping[str, Any]) -> dict[str, Any]:
         if row["verdict"].startswith(MISSED):
             one_seed = len(seeds) == 1 or FIRST_SEED in row["why"].lower()
             found = row["verdict"].removeprefix(MISSED)
-            failing.append({"claim": row["claim"], "paper": _text(row["paper"]), "found": found, "one_seed": one_seed})
+            kept = {"claim": row["claim"], "paper": _text(row["paper"]), "found": found, "one_seed": one_seed}
+            failing.append(kept | _long_requests(data["source"], row["claim"]))
     return {"seeds": seeds, "rows": len(data["rows"]), "failing": failing}
+
+
+def _long_requests(source: Mapping[str, Any], claim: str) -> dict[str, str]:
+    """Return how many long requests the runs behind a row had, where its regime, or its model, has that counted."""
+    regimes: Mapping[str, Mapping[str, Sequence[int]]] = source.get("long_requests", {})
+    of_claim = [counts for regime, counts in regimes.items() if claim.startswith(f"{regime}: ")] or list(
+        regimes.values()
+    )
+    counts = [count for models in of_claim for found in models.values() for count in found]
+    if not counts:
+        return {}
+    return {"longs": f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])}
 
 
 def _text(value: Any) -> str:

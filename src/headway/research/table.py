@@ -54,4 +54,7 @@ def _source(source: Mapping[str, Any]) -> str:
         # Its rows may move with another seed, by how much is not known.
         spread = "one seed, so no row's spread is known" if len(source["seeds"]) == 1 else f"seeds {seeds}"
         lines.append(f"{spread}; window {window}")
+    for regime, models in source.get("long_requests", {}).items():
+        counts = ", ".join(f"{name} {'/'.join(map(str, found))}" for name, found in models.items())
+        lines.append(f"long requests a run, {regime}: {counts}")
     return "\n".join(lines)

@@ -80,6 +80,11 @@ class ClusterSection(FileSection):
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
     spans: SpansSection = SpansSection()
     backends: Count = Field(default=16, description="receive backends of an instance: KV transfers at a time")
+    sends_layers: bool = Field(
+        default=True,
+        description="KV of a prompt that a scheduler computes is sent layer by layer meanwhile, as in the papers; "
+        "false: all of it afterwards, as in `headway cluster`",
+    )
     span_rows: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="most rows of a span that an instance computes at once, to be paused in between; 0: all",

@@ -222,7 +222,8 @@ class TransferKv(msgspec.Struct, frozen=True):
     """One committed span: sent layer by layer while it is computed, after a handshake at its start. None: all KV, now.
     """
     overlapped: bool = False
-    """All layers but the last were sent while they were computed."""
+    """All layers but the last were sent while they were computed. A live cluster's schedulers do not: there all of the
+    KV goes now."""
 
 
 class RejectRequest(msgspec.Struct, frozen=True):

@@ -43,7 +43,8 @@ class PriorityOptions(PolicyOptions):
     """Kinder than the paper: a long prompt may begin on instances that only decode, and runs together with these."""
     promote: PositiveOrZero | Literal["off"] | None = None
     """A long request that has waited so many times its own predicted prefill time is promoted: it takes the instances
-    that are free first, and later requests there wait for it. "off": never. None: off in mode `paper`, else 5."""
+    that are free first, and later requests there wait for it; sooner where the target for its first token needs that.
+    "off": never. None: off in mode `paper`, else 5."""
     retry_s: Positive = 0.1
     """How often a waiting long prompt is tried, besides at the end of each request."""
 
@@ -121,7 +122,8 @@ class PriorityPlacement(PlacementPolicy):
         tokens = request.prompt_tokens - request.cached_tokens
         ring = GroupShape(size, strategy=Strategy(attn="ring") if size > 1 else Strategy())
         alone_s = self._latency.prefill_s(request.cached_tokens, tokens, ring)
-        return view.now_s - request.arrival_s >= after * alone_s
+        waited_s, due_s = view.now_s - request.arrival_s, request.slo.ttft_s
+        return waited_s >= after * alone_s or (due_s is not None and waited_s >= due_s - alone_s)
 
     def _is_idle(self, instance: int, view: ClusterSnapshot) -> bool:
         known = view.instances[instance]

@@ -13,9 +13,9 @@ yielding (`weave_groups`), which follows its relative slack as space sharing doe
 that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again,
 so that nothing starves.
 
-It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is sent
-layer by layer while it is computed, also on groups: a transfer that is begun with a group's span would block its sender
-while the group is paused.
+It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
+be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
+with a group's span would block its sender while the group is paused.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class SimulatedBackend(InstanceBackend):
         link = self.spec.links.between(instances[kv_slice.source], instances[kv_slice.target])
         count = (kv_slice.end - kv_slice.start) * shape.kv_bytes_per_token
         # all layers but the last were sent while the span computed
-        if kv_slice.overlapped:
+        if kv_slice.overlapped and self.spec.sends_layers:
             count //= shape.layers
         send_s = kv_slice.backend_state = link.transfer_s(int(count / kv_slice.share / instances[kv_slice.source].tp))
         entry, computed_s = kv_slice.entry, now

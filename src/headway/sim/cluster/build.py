@@ -113,6 +113,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         shape=shape,
         links=links,
         backends=cluster.backends,
+        sends_layers=cluster.sends_layers,
         rows=cluster.span_rows,
         utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )

@@ -30,6 +30,8 @@ class ClusterSpec:
     """Network links inside a node and between nodes."""
     backends: int = 16
     """KV transfers that an instance receives at the same time."""
+    sends_layers: bool = True
+    """Whether KV slices that are `overlapped` have sent all layers but the last while they were computed."""
     rows: int = 0
     """Most rows of a span that an instance computes at once (0: all): where it can be paused, see
     `perf.latency.pause_points`."""

@@ -23,13 +23,21 @@ GroupState = Literal["drain", "prefill", "pausing", "paused", "closing", "decode
 class SequenceParallelGroup:
     """A long request with the replicas that compute it."""
 
-    __slots__ = ("began_s", "busy", "computed_s", "decoding", "order", "pause_interval_s", "paused_at_s", "replicas",
-                 "request", "state", "suspended_s")  # fmt: skip
+    __slots__ = ("began_s", "busy", "computed_s", "decoding", "order", "pause_interval_s", "paused_at_s", "prefill_s",
+                 "replicas", "request", "state", "suspended_s")  # fmt: skip
 
-    def __init__(self, request: Request, replicas: tuple[int, ...], order: int, pause_interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        request: Request,
+        replicas: tuple[int, ...],
+        order: int,
+        pause_interval_s: float = 0.0,
+        prefill_s: float = 0.0,
+    ) -> None:
         self.request, self.replicas = request, replicas
         self.order = order  # of commitment
         self.pause_interval_s = pause_interval_s  # longest predicted time between two pause points of its prefill
+        self.prefill_s = prefill_s  # predicted time of its prefill alone
         self.state: GroupState = "drain"
         self.decoding = False
         self.busy = 0  # replicas with short requests
@@ -42,13 +50,21 @@ class SequenceParallelGroup:
         """Whether it computes now and has not been asked to pause."""
         return self.state == ("decode" if self.decoding else "prefill")
 
+    def spare_s(self, at_s: float) -> float:
+        """Return how long its prefill may stand still from `at_s` on for the first token to meet the request's target;
+        infinite without a target."""
+        due_s = self.request.slo.ttft_s
+        if due_s is None or self.decoding:
+            return float("inf")
+        return self.request.arrival_s + due_s - at_s - max(0.0, self.prefill_s - self.computed_s)
+
 
 class AgeingPolicy:
     """Bound on the suspension of long requests.
 
     A group may be preempted while it has been suspended for at most `ageing` times as long as it has computed; it then
     waits for at most `ageing` × `slice_s` more. So its whole suspension is little more than `ageing` times its own
-    length, and short requests wait for little more than a slice."""
+    length, and short requests wait for little more than a slice. A target for its first token bounds both further."""
 
     def __init__(self, ageing: float | None, slice_s: float) -> None:
         """ageing: None: no bound (the paper)."""
@@ -56,7 +72,12 @@ class AgeingPolicy:
 
     def preemptible_at_s(self, group: SequenceParallelGroup) -> float:
         """Return when a computing group may be preempted again."""
-        if self._ageing is None or not group.suspended_s:
+        if self._ageing is None:
+            return group.began_s
+        # no time to lose: how much there is does not change while it computes
+        if group.spare_s(group.began_s) <= 0.0:
+            return float("inf")
+        if not group.suspended_s:
             return group.began_s
         # ageing 0: any suspension is more than allowed, so that it is the last one
         if not self._ageing:
@@ -69,7 +90,8 @@ class AgeingPolicy:
         if self._ageing is None:
             return float("inf")
         # the time t at which suspended + t - paused_at = ageing * (computed + slice)
-        return group.paused_at_s + self._ageing * (group.computed_s + self._slice_s) - group.suspended_s
+        allowed_s = self._ageing * (group.computed_s + self._slice_s) - group.suspended_s
+        return group.paused_at_s + min(allowed_s, max(0.0, group.spare_s(group.paused_at_s)))
 
 
 class PreemptionCandidates:

@@ -1,0 +1,49 @@
+"""What placement policies make of a request's targets; instances' schedulers get them under all policies."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from tests.controller.test_cluster_replay import OPTIONS, TRAFFIC, made
+from tests.helpers.cluster_worlds import cluster
+
+from headway.core.request import Request, Slo
+from headway.core.span import Phase
+from headway.sim.cluster.simulated_request import SimRequest
+from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.metrics.record import SloTargets
+from headway.sim.spec import RunSpec
+from headway.sim.workload import TraceRequest
+
+HEEDED = {"weave", "pecsched", "priority"}
+
+
+def decided(name: str, ttft_s: float | None) -> tuple[list[object], set[Slo]]:
+    """Return a policy's actions, but for the requests in them, and the targets that schedulers were given."""
+    lines: list[bytes] = []
+    run = RunSpec(targets={klass: SloTargets(ttft_s=ttft_s) for klass in ("short", "long", "")}, send_slo=True)
+    seen: set[Slo] = set()
+    spec = cluster(4, 0 if name == "jsq" else 2)
+    result = simulate_cluster(spec, made(name), TRAFFIC, run, record=lines.append)
+    assert all(record.ok for record in result.sim.records)
+    for line in map(msgspec.json.decode, lines):
+        if line.get("do") == "arrive":
+            seen.add(msgspec.convert(line["request"]["slo"], Slo))
+    return [line["actions"] for line in map(msgspec.json.decode, lines) if "actions" in line], seen
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_placements_that_keep_to_the_order_of_arrival_ignore_targets_and_the_others_do_not(name: str) -> None:
+    """As docs/concepts/placement.md says."""
+    without, none = decided(name, None)
+    tight, given = decided(name, 0.05)
+    assert (none, given) == ({Slo()}, {Slo(ttft_s=0.05)})
+    assert (without == tight) == (name not in HEEDED)
+
+
+@pytest.mark.parametrize("phase", ["all", "prefill", "decode"])
+def test_an_instance_s_scheduler_gets_the_targets_in_every_phase(phase: Phase) -> None:
+    slo = Slo(ttft_s=0.5, tbt_s=0.05)
+    request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=8, slo=slo)
+    waiting = SimRequest(request, TraceRequest(0.0, 100, 8))
+    assert waiting.track_for(phase).request.slo == slo
