@@ -89,12 +89,12 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
         live = client._live
         assert live is not None
         left = [p.requests or p.runs or p.scheduled for p in fake.processes.values() if p.alive]
-        if not any(left) and not live.asked:
+        if not any(left) and not live.requests.asked:
             break
         await pause(0.002)
-    assert not live.asked
+    assert not live.requests.asked
     assert not live.machine.requests
-    assert not list(live.attempts)
+    assert not list(live.requests.attempts)
     assert live.hands.moves.under_way == 0
     live.machine.queues.check()
     assert all(not lane for lane in live.machine.queues.waiting)

@@ -191,7 +191,7 @@ class Fuzz:
         assert live is not None
         return [
             {name: getattr(attempt, name) for name in ("wire", "at", "running", "spread", "whole", "room", "halts")}
-            for attempt in live.attempts
+            for attempt in live.requests.attempts
         ][:4]
 
 

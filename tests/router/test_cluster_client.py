@@ -255,7 +255,9 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         client = router(fake, ("mixed",), "jsq")
         await client.start()
         said = asyncio.create_task(ask(client, "a", prompt(0, 20), 30))
-        await eventually(lambda: client._live is not None and client._live.asked and client._live.asked["a"].told)
+        await eventually(
+            lambda: client._live is not None and client._live.requests.asked and client._live.requests.asked["a"].told
+        )
         fake.kill(0)
         await eventually(lambda: client.state == "recovering")
         waits = asyncio.create_task(ask(client, "b", prompt(1, 20)))
@@ -268,7 +270,7 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         with pytest.raises(RequestError, match="largest instance"):
             await last
         last = asyncio.create_task(ask(client, "c", prompt(0, 20), 5000))
-        await eventually(lambda: client._live is not None and "c" in client._live.asked)
+        await eventually(lambda: client._live is not None and "c" in client._live.requests.asked)
         fake.kill(0)
         with pytest.raises(UnavailableError, match="no instance is left"):
             await asyncio.wait_for(last, 5)

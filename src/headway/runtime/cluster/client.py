@@ -24,15 +24,14 @@ from headway.policy.placement.view import ClusterLinks
 from headway.runtime.cluster.client_answer import time_limit
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.instance_events import InstanceEvents
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LatencyOf
 from headway.runtime.cluster.live_controller import DecisionLog, LiveController
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.membership import Another, ClusterMembership
+from headway.runtime.cluster.membership import Another
 from headway.runtime.cluster.merged_reports import merged_info, merged_stats
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.cluster.policies import RATES_NOTE
-from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import (
     EngineInfo,
@@ -85,13 +84,12 @@ class ClusterClient:
         self.fleet = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place, self._clock = backends, in_place, clock
-        self._roster = ClusterMembership(self.fleet, self, another)
+        self._events = InstanceEvents(self.fleet, another, lambda: self.state == "lost")
+        self._members = self._events.members
         self._live: LiveController | None = None
-        self._ready: dict[int, asyncio.Future[None]] = {}
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
         self._drains = False
-        self._receive_samples: Callable[[int, EngineSamples], None] | None = None
         self.failure: str | None = None
         """Why the cluster could not start, once that is known."""
 
@@ -103,14 +101,11 @@ class ClusterClient:
             return "lost" if self.failure is not None else "starting"
         if self._drains:
             return "draining"
-        if self._live.able is None:
+        if self._live.requests.not_placeable is None:
             return "ready"
-        return "recovering" if self._hopes else "lost"
-
-    @property
-    def _hopes(self) -> bool:
-        """Whether instances that are not there may come."""
-        return any(each.state in ("starting", "lost") for each in self.fleet)
+        # instances that are not there may come
+        hopes = any(each.state in ("starting", "lost") for each in self.fleet)
+        return "recovering" if hopes else "lost"
 
     @property
     def _most_waiting(self) -> int:
@@ -121,7 +116,7 @@ class ClusterClient:
         live = self._live
         assert live is not None
         stays = ("starting", "ready", "lost")
-        stay = (each for each in self.fleet if each.state in stays and each.number not in live.leaving)
+        stay = (each for each in self.fleet if each.state in stays and each.number not in live.instances.leaving)
         return sum(each.info.max_queued_requests for each in stay if each.info is not None) or (
             self.info.max_queued_requests
         )
@@ -138,20 +133,20 @@ class ClusterClient:
         live = self._live
         stats = merged_stats([each.stats for each in self.fleet], 0)
         if live is not None:
-            running = stats.running + live.running
-            waiting = stats.waiting + live.waiting
+            running = stats.running + live.requests.running
+            waiting = stats.waiting + live.requests.waiting
             stats = msgspec.structs.replace(
                 stats,
                 running=running,
                 waiting=waiting,
-                lost_tokens_total=stats.lost_tokens_total + live.retries.lost_tokens,
+                lost_tokens_total=stats.lost_tokens_total + live.requests.retries.lost_tokens,
                 recovering=self.state == "recovering",
             )
-        return accumulate_counters(self._roster.gone, stats)
+        return accumulate_counters(self._members.gone, stats)
 
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
         """See `SampledEngine`."""
-        self._receive_samples = receive
+        self._events.receive_samples = receive
 
     async def start(self) -> EngineInfo:
         """Start the cluster and return its merged report. May be awaited by several callers."""
@@ -160,13 +155,9 @@ class ClusterClient:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
-        loop = asyncio.get_running_loop()
         instances = list(self.fleet)
-        self._ready = {each.number: loop.create_future() for each in instances}
-        for each in instances:
-            self._roster.look_after(each)
         try:
-            await asyncio.gather(*self._ready.values())
+            await self._events.all_ready()
             infos = [cast(EngineInfo, each.info) for each in instances]
             info = merged_info(infos)
             rules = self._make(infos)
@@ -184,14 +175,15 @@ class ClusterClient:
                 rules.log,
                 self._clock,
             )
-            live.renew()
-            live.look_out()
-            if live.able is not None:
-                raise ConfigError(live.able)
+            live.instances.renew()
+            live.instances.restart_silent()
+            if live.requests.not_placeable is not None:
+                raise ConfigError(live.requests.not_placeable)
         except ConfigError as error:
             self.failure = str(error)
             raise
         self._live, self._info = live, info
+        self._events.begin(live, info)
         return info
 
     async def generate(self, submit: SubmitRequest, prompt: bytes | memoryview) -> AsyncIterator[OutputDelta]:
@@ -199,16 +191,16 @@ class ClusterClient:
         asked = ClusterRequest(submit, prompt)
         try:
             with time_limit(submit, partial(self._expire, asked)):
-                live.ask(asked)
-                self._roster.look(live)
+                live.requests.ask(asked)
+                self._members.look(live.instances)
                 last = False
                 while not last:
                     delta = await asked.answer.get()
                     last = delta.finish is not None
                     yield delta
         finally:
-            live.leave(asked)
-            self._roster.look(live)
+            live.requests.leave(asked)
+            self._members.look(live.instances)
 
     def _accepts(self, submit: SubmitRequest) -> LiveController:
         """Return the controller, or raise the error of a request that cannot be accepted."""
@@ -216,14 +208,16 @@ class ClusterClient:
         if live is None or state in ("starting", "draining"):
             raise UnavailableError(f"the cluster is {state}", 5.0)
         if state == "lost":
-            raise UnavailableError(f"no instance is left to serve ({live.able}); the cluster must be restarted", 30.0)
-        if submit.id in live.asked:
+            why = live.requests.not_placeable
+            raise UnavailableError(f"no instance is left to serve ({why}); the cluster must be restarted", 30.0)
+        if submit.id in live.requests.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
         self._check_size(submit)
         most = self._most_waiting
-        if not submit.resubmitted and live.unanswered >= most:
+        unanswered = live.requests.unanswered
+        if not submit.resubmitted and unanswered >= most:
             raise OverloadedError(
-                f"{live.unanswered} requests are waiting, which is the limit; try again later", live.patience_s
+                f"{unanswered} requests are waiting, which is the limit; try again later", live.instances.patience_s
             )
         return live
 
@@ -241,111 +235,24 @@ class ClusterClient:
     def _expire(self, asked: ClusterRequest) -> None:
         assert self._live is not None
         asked.tell(OutputDelta(id=asked.submit.id, finish="timeout"))
-        self._live.leave(asked, "it has timed out")
-        self._roster.look(self._live)
+        self._live.requests.leave(asked, "it has timed out")
+        self._members.look(self._live.instances)
 
     async def drain(self) -> None:
         self._drains = True
-        while self._live is not None and self._live.asked:
+        while self._live is not None and self._live.requests.asked:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         if self._live is not None:
-            self._live.close_all()
-        for future in self._ready.values():
-            if not future.done():
-                future.set_exception(UnavailableError("the server is closing"))
-                # Retrieved, or asyncio would log it if no caller awaits the start.
-                future.exception()
-        self._roster.stop()
+            self._live.close()
+        self._events.close()
         self.end()
 
     def end(self) -> None:
         """End all instances. For callers without an event loop. Harmless when repeated."""
         for each in self.fleet:
             each.end()
-
-    # -- messages of instances ----------------------------------------------------------------------------------------
-
-    def joined(self, number: int) -> None:
-        """See `InstanceListener`."""
-        ready = self._ready.get(number)
-        if ready is not None and not ready.done():
-            ready.set_result(None)
-        if self._live is None:
-            return
-        if (why := self._differs(number)) is not None:
-            self.fleet[number].fail(why)
-            return
-        self._live.joined(number)
-        self._roster.look(self._live)
-
-    def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            attempt = self._live.attempts.get(message.id)
-            if self._receive_samples is not None and attempt is not None:
-                # Before the controller, which may forget the attempt.
-                samples = samples_of(number, message, attempt)
-                if samples is not None:
-                    self._receive_samples(number, samples)
-            self._live.said(number, message)
-            self._roster.look(self._live)
-
-    def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            self._live.heard(number, delta)
-            if self._live.leaving:
-                self._roster.look(self._live)
-
-    def measured(self, number: int) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            self._live.measured(number)
-
-    def sampled(self, number: int, samples: EngineSamples) -> None:
-        """See `InstanceListener`."""
-        if self._receive_samples is not None:
-            self._receive_samples(number, samples)
-
-    def lost(self, number: int, why: str) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            # Read before `lost`, which takes the number out of `leaving`.
-            leaves = number in self._live.leaving
-            self._live.lost(number, why)
-            # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
-            if leaves:
-                self.fleet[number].drain()
-            self._roster.look(self._live)
-
-    def ended(self, number: int) -> None:
-        """See `InstanceListener`."""
-        instance = self.fleet[number]
-        ready = self._ready.get(number)
-        if ready is not None and not ready.done():
-            ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
-        if instance.state == "left":
-            self._roster.remove(instance)
-        if self._live is not None and self.state == "lost":
-            self._live.give_up(
-                UnavailableError(f"no instance is left to serve: {instance.failure or self._live.able}", 30.0)
-            )
-
-    def _differs(self, number: int) -> str | None:
-        """Return why an instance that has joined cannot be part of this cluster; None: it can."""
-        info = self.fleet[number].info
-        assert info is not None
-        try:
-            merged_info([self.info, info])
-        except ConfigError as error:
-            return str(error)
-        longest = self.info.max_model_len
-        # Requests of up to that length have been accepted.
-        if info.max_model_len < longest:
-            return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
-        return None
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
@@ -355,20 +262,20 @@ class ClusterClient:
         return ClusterReport(
             placement=self._placement,
             state=self.state,
-            requests=0 if live is None else len(live.asked),
-            waiting=0 if live is None else live.waiting,
+            requests=0 if live is None else len(live.requests.asked),
+            waiting=0 if live is None else live.requests.waiting,
             transfers=0 if live is None else live.hands.moves.under_way,
             decodes_moved=0 if live is None else live.hands.stays.halted,
             groups_grown=0 if live is None else live.hands.steps.grown,
             groups_shrunk=0 if live is None else live.hands.steps.shrunk,
-            instances=self._roster.reports(live),
+            instances=self._members.reports(None if live is None else live.instances),
         )
 
     def join(self, pool: int) -> InstanceReport:
         """See `InstanceAdmin.join`."""
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
-        return self._roster.join(pool, self._live)
+        return self._members.join(pool, self._live.instances)
 
     def replace_rates(self, table: RateTable) -> None:
         """See `ImprovementRateAdmin`."""
@@ -382,4 +289,4 @@ class ClusterClient:
         """See `InstanceAdmin.leave`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
-        return self._roster.leave(number, self._live)
+        return self._members.leave(number, self._live.instances)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from headway.core.errors import RequestError, UnavailableError
 from headway.runtime.cluster.cluster_report import InstanceReport
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.live_controller import LiveController
 from headway.runtime.cluster.live_instance import InstanceListener, LiveInstance
+from headway.runtime.cluster.placeable_instances import PlaceableInstances
 from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import EngineStats
 
@@ -38,15 +38,17 @@ class ClusterMembership:
         for task in self._tasks.values():
             task.cancel()
 
-    def reports(self, live: LiveController | None) -> list[InstanceReport]:
+    def reports(self, placeable: PlaceableInstances | None) -> list[InstanceReport]:
         """Return the reports of all instances."""
-        placed = Counter[int]() if live is None else live.placed()
-        return [self._report(each, live, placed) for each in self._fleet]
+        placed = Counter[int]() if placeable is None else placeable.placed()
+        return [self._report(each, placeable, placed) for each in self._fleet]
 
-    def _report(self, instance: LiveInstance, live: LiveController | None, all_placed: Counter[int]) -> InstanceReport:
+    def _report(
+        self, instance: LiveInstance, placeable: PlaceableInstances | None, all_placed: Counter[int]
+    ) -> InstanceReport:
         number, stats = instance.number, instance.stats
         placed = all_placed[number]
-        queued, free_in_s = (0, 0.0) if live is None else live.figures(number)
+        queued, free_in_s = (0, 0.0) if placeable is None else placeable.figures(number)
         if instance.state == "lost":
             queued, free_in_s = 0, 0.0
         return InstanceReport(
@@ -55,7 +57,7 @@ class ClusterMembership:
             node=instance.node,
             host=instance.host,
             pool=instance.pool,
-            state="draining" if live is not None and number in live.leaving else instance.state,
+            state="draining" if placeable is not None and number in placeable.leaving else instance.state,
             incarnation=instance.incarnation,
             pid=instance.pid,
             placed=placed,
@@ -71,7 +73,7 @@ class ClusterMembership:
             failure=instance.failure,
         )
 
-    def join(self, pool: int, live: LiveController) -> InstanceReport:
+    def join(self, pool: int, placeable: PlaceableInstances) -> InstanceReport:
         """See `InstanceAdmin.join`. The instance gets the lowest free number."""
         if self._another is None:
             raise RequestError("this cluster cannot start more instances", "pool")
@@ -83,16 +85,16 @@ class ClusterMembership:
         except OSError as error:
             raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
         self._fleet.add(instance)
-        live.reserve(number)
+        placeable.reserve(number)
         self.look_after(instance)
-        return self._report(instance, live, live.placed())
+        return self._report(instance, placeable, placeable.placed())
 
     def _kv_bytes(self, pool: int) -> int | None:
         """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
         infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
-    def leave(self, number: int, live: LiveController) -> InstanceReport:
+    def leave(self, number: int, placeable: PlaceableInstances) -> InstanceReport:
         """See `InstanceAdmin.leave`."""
         instance = self._fleet[number]
         # Without a process there is nothing to drain: the instance leaves at once.
@@ -100,19 +102,19 @@ class ClusterMembership:
             instance.drain()
             if instance.state == "failed":
                 self.remove(instance)
-        elif number not in live.leaving and instance.state == "ready":
-            why = live.refuses(live.others(number))
+        elif number not in placeable.leaving and instance.state == "ready":
+            why = placeable.refuses(placeable.others(number))
             if why is not None:
                 raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
-            live.close(number)
-            self.look(live)
-        return self._report(instance, live, live.placed())
+            placeable.close(number)
+            self.look(placeable)
+        return self._report(instance, placeable, placeable.placed())
 
-    def look(self, live: LiveController) -> None:
+    def look(self, placeable: PlaceableInstances) -> None:
         """End the drained instances on which nothing is left. Called after every event."""
-        for number in list(live.leaving):
-            if live.quiet(number):
-                live.leaving.discard(number)
+        for number in list(placeable.leaving):
+            if placeable.quiet(number):
+                placeable.leaving.discard(number)
                 self._fleet[number].drain()
 
     def remove(self, instance: LiveInstance) -> None:
