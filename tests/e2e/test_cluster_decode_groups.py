@@ -117,7 +117,7 @@ def test_answers_survive_any_instance_that_dies_while_groups_change(
     path = write(tmp_path, short_llama, "loongserve", options, MIXED, decode, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         url = running.url
-        for turn in range(4):
+        for turn in range(16):
             asked, moved = [], report(url)["decodes_moved"]
             for prompt in (*SHORTS[:3], *TOGETHER, *SHORTS[3:]):
                 asked += ask(pool, url, [prompt])
@@ -128,6 +128,9 @@ def test_answers_survive_any_instance_that_dies_while_groups_change(
                 os.kill(int(chance.choice(there)["pid"]), signal.SIGKILL)
             assert answers(asked) == [*wanted[4:7], *wanted[:4], *wanted[7:]]
             until(lambda: all(each["state"] == "ready" for each in instances(url)))
+            # whether a decode has to make room for another is a matter of when prompts arrive
+            if turn >= 3 and report(url)["decodes_moved"]:
+                break
         until(lambda: empty(url))
         assert report(url)["decodes_moved"]
     replays(path, log, capsys)
