@@ -78,17 +78,17 @@ def test_bodies_are_in_shared_memory_and_only_notes_in_the_socket(make: Make) ->
     receiver.open("a", SLOTS, ((0, SLOTS),))
     positions = np.arange(SLOTS)
     there = up(receiver, 0)
-    read, inline = there._body, list[int]()
+    read, inline = there._incoming._body, list[int]()
 
     def body(ahead: BufferedReader, frame: FrameHead) -> bool:
         inline.append(frame.length)
         return read(ahead, frame)
 
-    there._body = body  # type: ignore[method-assign]
+    there._incoming._body = body  # type: ignore[method-assign]
     sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
     assert np.array_equal(receiver.cache, sender.cache)
-    assert there._reader.messages > LAYERS
+    assert there._incoming._reader.messages > LAYERS
     assert inline == [0]  # the end of the piece
 
 
@@ -167,7 +167,7 @@ def test_forget_waits_for_the_copy_under_way_and_nothing_is_written_after(make: 
     forgets.join(5.0)
     assert not forgets.is_alive()
     sender.peers.push(1, "s", b"", [b"x"])
-    receiver.until(lambda: receiver.peers._connections[0]._reader.messages == 2)
+    receiver.until(lambda: receiver.peers._connections[0]._incoming._reader.messages == 2)
     assert wrote.count("all") <= 2  # "r" and "s"
     assert wrote[0] == "all"
 
@@ -225,7 +225,7 @@ def test_a_suspended_scope_does_not_complete_and_may_return(make: Make) -> None:
         go_on.set()
         ceases.join(5.0)
         assert not ceases.is_alive()
-        receiver.until(lambda: receiver.peers._connections[0]._reader.messages == 1)
+        receiver.until(lambda: receiver.peers._connections[0]._incoming._reader.messages == 1)
         assert wrote == ["all"]
     receiver.until(lambda: wrote == ["all", "all", "complete"])
 

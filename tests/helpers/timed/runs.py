@@ -21,7 +21,7 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
 from headway.perf.latency.pause_points import PausePoints
-from headway.runtime.cluster.instance_agent import Slots
+from headway.runtime.cluster.agent_protocols import Slots
 from headway.runtime.cluster.messages import SpanTask
 from headway.runtime.kv_transfer.peers import PeerStream
 

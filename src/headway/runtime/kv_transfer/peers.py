@@ -18,8 +18,9 @@ from contextlib import suppress
 
 from headway.core.errors import ConfigError
 from headway.runtime.kv_transfer.completion import TransferCompletion
-from headway.runtime.kv_transfer.connection import Buffer, Handler, PeerConnection, ReceivePlace, SendRoom
+from headway.runtime.kv_transfer.connection import Buffer, PeerConnection, SendRoom
 from headway.runtime.kv_transfer.frames import FrameKind, greet
+from headway.runtime.kv_transfer.incoming_frames import Handler, ReceivePlace
 from headway.runtime.kv_transfer.peer import PeerAddress, PeerLostError, listen, prepare, reach
 from headway.runtime.kv_transfer.rank_routes import named
 from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES, exchange
