@@ -191,7 +191,7 @@ class SimulatedBackend(InstanceBackend):
     def pump(self, now: float) -> None:
         """Start batches on all engines with an event at this instant, in order of creation; decodes that batches of
         other engines take along come last."""
-        sharing = {index: self._sharing(engine) for index, engine in self._due.items()}
+        sharing = {index: _sharing(engine, self._on) for index, engine in self._due.items()}
         for index in sorted(self._due, key=lambda i: (bool(sharing[i]) and not self._due[i].queued_tokens, i)):
             engine = self._due[index]
             # No instance of its group may run a span that excludes batches.
@@ -205,13 +205,6 @@ class SimulatedBackend(InstanceBackend):
                         self.occupy(engine.group, 1)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
-
-    def _sharing(self, engine: SimulatedInstance) -> list[SimulatedInstance]:
-        """Return the other engines with work on an engine's instances: their iterations are fused with its own."""
-        if all(len(self._on[i]) == 1 for i in engine.group):
-            return []
-        others = {each.index: each for i in engine.group for each in self._on[i] if each is not engine}
-        return [each for each in others.values() if each.resident]
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
@@ -287,6 +280,16 @@ class SimulatedBackend(InstanceBackend):
             if active:
                 self.busy_s_of[i] += self.simulation.now - self._since[i]
                 self._since[i] = self.simulation.now
+
+
+def _sharing(engine: SimulatedInstance, on: Sequence[list[SimulatedInstance]]) -> list[SimulatedInstance]:
+    """Return the other engines with work on an engine's instances: their iterations are fused with its own.
+
+    on: the engines of each instance."""
+    if all(len(on[i]) == 1 for i in engine.group):
+        return []
+    others = {each.index: each for i in engine.group for each in on[i] if each is not engine}
+    return [each for each in others.values() if each.resident]
 
 
 def _fused(engine: SimulatedInstance, others: list[SimulatedInstance]) -> tuple[float, float]:

@@ -360,9 +360,8 @@ class PecSched(PlacementPolicy):
             self._long_queue.popleft()
             choice = self._strategies.choose(request.prompt_tokens, size, taken.nodes)
             self._committed_longs += 1
-            group = SequenceParallelGroup(
-                request, taken.replicas, self._committed_longs, choice.pause_interval_s, choice.prefill_s
-            )
+            order = self._committed_longs
+            group = SequenceParallelGroup(request, taken.replicas, order, choice.pause_interval_s, choice.prefill_s)
             replicas.occupy(group)
             self._groups[request.id] = group
             span = Span(
