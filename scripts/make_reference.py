@@ -116,7 +116,11 @@ def not_reproduced_page() -> str:
     runs = recorded()
     failing = [(name, run, row) for name, run in runs.items() for row in run.failing]
     rows, missing = sum(run.rows for run in runs.values()), [name for name in EXPERIMENTS if name not in runs]
-    text = f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail.\n\n"
+    one_mode = [(name, row) for name, run in runs.items() for row in run.one_mode]
+    text = (
+        f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail and {len(one_mode)} hold in one of the "
+        "two modes only.\n\n"
+    )
     counts = dict.fromkeys(CAUSES_IN_WORDS, 0)
     lines: dict[str, list[tuple[str, ...]]] = {}
     for name, run, row in failing:
@@ -131,6 +135,10 @@ def not_reproduced_page() -> str:
     for paper, cells in lines.items():
         text += f"## {paper}\n\n"
         text += table(("figure", "claim", "paper", "found here", "seeds", "cause", "reason"), cells)
+    if one_mode:
+        text += "## In one mode only\n\nNeither held nor failed: `paper` is the paper's own formulas and settings.\n\n"
+        cells = ((f"`{name}`", row.claim, row.paper, row.paper_mode, row.default_mode) for name, row in one_mode)
+        text += table(("figure", "claim", "paper", "`paper`", "`default`"), cells)
     if missing:
         text += "## Not recorded\n\nOf these no full run is recorded, so rows of theirs may fail too: "
         text += ", ".join(f"`{name}`" for name in missing) + ".\n"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headway.research.base import ClaimRow, ExperimentReport, RunOptions
-from headway.research.recorded import causes, recorded, to_record
+from headway.research.recorded import OneModeRow, RecordedRun, causes, recorded, to_record
 from headway.research.registry import EXPERIMENTS, experiment
+from headway.research.verdicts import band, judge
 
 TIMED = {"tetris.table2"}
 """By the machine's clock: no two runs are alike."""
@@ -38,6 +39,9 @@ def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
     assert now["rows"] == run.rows, again
     assert [row["claim"] for row in now["failing"]] == [row.claim for row in run.failing], again
     assert [row["found"] for row in now["failing"]] == [row.found for row in run.failing], again
+    assert [(row["claim"], row["mode"]) for row in now["one_mode"]] == [
+        (row.claim, row.mode) for row in run.one_mode
+    ], again
 
 
 def test_rows_say_how_many_long_requests_their_means_are_over() -> None:
@@ -63,4 +67,14 @@ def test_rows_of_one_seed_are_marked(seeds: list[int], why: str, one: bool) -> N
         "seeds": seeds,
         "rows": 2,
         "failing": [{"claim": "c", "paper": "8B 2", "found": "1, not 2", "one_seed": one}],
+        "one_mode": [],
     }
+
+
+def test_a_row_that_one_mode_meets_is_neither_held_nor_failed() -> None:
+    row = judge("c", 1, band(0, 2), {"paper": 1.5, "default": 9.0})
+    kept = to_record(ExperimentReport(source={"seeds": []}, rows=(row,)).to_json("x"))
+    one = {"claim": "c", "paper": "1", "mode": "paper", "paper_mode": "1.5", "default_mode": "9.0"}
+    assert (kept["failing"], kept["one_mode"]) == ([], [one])
+    run = RecordedRun(seeds=(), rows=1, failing=(), one_mode=(OneModeRow(**one),))
+    assert run.verdict() == "0 of 1 hold, 1 in one mode only"

@@ -32,8 +32,8 @@ def test_rules_hold_inside_and_not_outside(check: v.VerdictRule, inside: list[ob
     ("paper", "default", "verdict", "where"),
     [
         (1.5, 1.6, "within band", "in both modes"),
-        (1.5, 9.0, "within band, in paper mode only", "in paper mode only"),
-        (9.0, 1.5, "within band, in default mode only", "in default mode only"),
+        (1.5, 9.0, "in paper mode only", "in paper mode only"),
+        (9.0, 1.5, "in default mode only", "in default mode only"),
         (None, 1.5, "within band", "in the only mode that applies"),
     ],
 )

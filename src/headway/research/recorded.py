@@ -16,7 +16,8 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.strict_yaml import read_yaml
-from headway.research.verdicts import MISSED
+from headway.research.base import MODES, Mode
+from headway.research.verdicts import MISSED, ONE_MODE
 
 RECORDED = Path(__file__).with_name("recorded.json")
 CAUSES = Path(__file__).with_name("causes.yaml")
@@ -48,6 +49,19 @@ class FailingRow:
 
 
 @dataclass(frozen=True)
+class OneModeRow:
+    """A claim that one of the two modes meets: neither held nor failed."""
+
+    claim: str
+    paper: str
+    """The paper's value."""
+    mode: Mode
+    """The mode that meets it."""
+    paper_mode: str
+    default_mode: str
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One experiment's last full run."""
 
@@ -55,11 +69,14 @@ class RecordedRun:
     """Empty where nothing is drawn."""
     rows: int
     failing: tuple[FailingRow, ...]
+    one_mode: tuple[OneModeRow, ...]
 
     def verdict(self) -> str:
         """Return how many rows hold, in a few words."""
-        held = self.rows - len(self.failing)
+        held = self.rows - len(self.failing) - len(self.one_mode)
         words = f"all {held} hold" if held == self.rows else f"{held} of {self.rows} hold"
+        if self.one_mode:
+            words += f", {len(self.one_mode)} in one mode only"
         return f"{words}, one seed" if len(self.seeds) == 1 else words
 
 
@@ -78,7 +95,12 @@ def recorded() -> dict[str, RecordedRun]:
     """Return the recorded runs by experiment; an experiment that was not run in full is absent."""
     data = msgspec.json.decode(RECORDED.read_bytes())
     return {
-        name: RecordedRun(tuple(run["seeds"]), run["rows"], tuple(FailingRow(**row) for row in run["failing"]))
+        name: RecordedRun(
+            tuple(run["seeds"]),
+            run["rows"],
+            tuple(FailingRow(**row) for row in run["failing"]),
+            tuple(OneModeRow(**row) for row in run["one_mode"]),
+        )
         for name, run in data.items()
     }
 
@@ -101,14 +123,18 @@ def cause_of(name: str, claim: str) -> RecordedCause | None:
 
 def to_record(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept of an experiment's JSON."""
-    seeds, failing = list(data["source"]["seeds"]), []
+    seeds, failing, one_mode = list(data["source"]["seeds"]), [], []
+    modes = {verdict: mode for mode, verdict in ONE_MODE.items()}
     for row in data["rows"]:
+        if row["verdict"] in modes:
+            ours = {f"{mode}_mode": _text(row["ours"][f"{mode}_mode"]) for mode in MODES}
+            one_mode.append({"claim": row["claim"], "paper": _text(row["paper"]), "mode": modes[row["verdict"]]} | ours)
         if row["verdict"].startswith(MISSED):
             one_seed = len(seeds) == 1 or FIRST_SEED in row["why"].lower()
             found = row["verdict"].removeprefix(MISSED)
             kept = {"claim": row["claim"], "paper": _text(row["paper"]), "found": found, "one_seed": one_seed}
             failing.append(kept | _long_requests(data["source"], row["claim"]))
-    return {"seeds": seeds, "rows": len(data["rows"]), "failing": failing}
+    return {"seeds": seeds, "rows": len(data["rows"]), "failing": failing, "one_mode": one_mode}
 
 
 def _long_requests(source: Mapping[str, Any], claim: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Verdicts on claims, by rules that are fixed before the numbers are known.
 
 Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
-`not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it the
-verdict says so (`within band, in paper mode only`), and a figure that no machine reaches fails in either.
+`not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it none of
+these is granted: the verdict is `in paper mode only` or `in default mode only`, which counts neither as held nor as
+failed. A figure that no machine reaches fails in either.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any, Literal
 from headway.research.base import MODES, ClaimRow, Mode, plain
 
 Kind = Literal["exact", "within band", "ordering holds"]
-PLAIN = ("exact", "within band", "ordering holds", "illustrative")
-HELD = (*PLAIN, *(f"{verdict}, in {mode} mode only" for verdict in PLAIN for mode in MODES))
+HELD = ("exact", "within band", "ordering holds", "illustrative")
+ONE_MODE: dict[Mode, str] = {mode: f"in {mode} mode only" for mode in MODES}
 MISSED = "not reproduced: "
 
 
 def allowed(verdict: str) -> bool:
     """Return whether a text is one of the verdicts."""
-    return verdict in HELD or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
+    return verdict in (*HELD, *ONE_MODE.values()) or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ def judge(
         elif len(held) == 2:
             where = "in both modes"
         else:
-            where = f"in {held[0]} mode only"
-            verdict += f", {where}"
+            verdict = where = ONE_MODE[held[0]]
         why = f"{check.words}: holds {where}"
     else:
         verdict, why = f"{MISSED}{_found(ours)}, not {check.words}", f"expected {check.words}"
