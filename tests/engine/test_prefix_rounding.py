@@ -1,4 +1,4 @@
-"""What a hit changes in float32: nothing where chunks end at the same tokens, and elsewhere what chunk sizes alone do."""
+"""What a hit changes in float32: nothing where chunks end at the same tokens, else what chunk sizes alone do."""
 
 from __future__ import annotations
 

@@ -41,13 +41,12 @@ class IndexMachine(RuleBasedStateMachine):
         """Match, hold what is found, compute the rest and hold it too: the life of a request."""
         tip = self.index.match(prefixes(prompt))
         assert self.index.path(tip) == [self.cached[p] for p in prefixes(self.longest(prompt))]
-        self.index.acquire(tip)
+        self.index.acquire(tip, self.index.runs(tip))
         rest = prefixes(prompt)[tip.depth :]
         blocks = list(range(self.next_block, self.next_block + len(rest)))
         self.next_block += len(rest)
         end = self.index.extend(tip, rest, blocks)
-        self.index.acquire(end)
-        self.index.release(tip)
+        self.index.advance(tip, end)
         self.cached.update(zip(rest, blocks, strict=True))
         self.users.append(prompt)
         return prompt, end
@@ -80,7 +79,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
         assert {node.key: node.block for node in self.index.nodes()} == self.cached
         used = {p for prompt in self.users for p in prefixes(prompt)}
-        assert {node.key for node in self.index.nodes() if node.users} == used
+        assert {node.key for node in self.index.nodes() if self.index.users(node)} == used
         assert self.index.evictable == len(self.cached) - len(used)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.helpers.unit_latency import Linear, small_machine
 
-from headway.perf.latency.base import BatchLoad, load_s
+from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack, rules_of
 from headway.policy.iteration.chunking_strategies import (
@@ -250,6 +250,27 @@ def test_an_iteration_stretches_to_complete_a_short_prompt_and_no_further(prompt
         BatchLoad(), [PackCandidate("a", 0, prompt, False, 1.0)], True, rules, AdaptiveChunks(), MILLISECOND
     )
     assert quotas == [ChunkAllocation("a", given)]
+
+
+@pytest.mark.parametrize(
+    ("past", "decodes", "given"), [(99, 0, 20), (100, 0, 50), (100, 1, 19)], ids=["short prefix", "long", "decodes"]
+)
+def test_the_rest_of_a_long_cached_prompt_is_one_chunk_where_nothing_decodes(
+    past: int, decodes: int, given: int
+) -> None:
+    rules = replace(RULES, stretch=0.1, cached_rest_s=0.05, cached_from=100)
+    hit, too_long = (PackCandidate("a", past, rest, False, 1.0) for rest in (50, 60))
+    load = decode_load(MILLISECOND, decodes, 0)
+    quotas, _ = pack(load, [hit], False, rules, AdaptiveChunks(), MILLISECOND)
+    assert quotas == [ChunkAllocation("a", given)]
+    quotas, _ = pack(load, [too_long], False, rules, AdaptiveChunks(), MILLISECOND)
+    assert quotas == [ChunkAllocation("a", 20 - decodes)]
+
+
+@pytest.mark.parametrize("config", [{"t_target_s": 0.05}, {"newcomer_wait_s": 0.1}, {"stages": 2}])
+def test_configured_times_and_stages_leave_the_rest_of_a_cached_prompt_in_chunks(config: dict[str, float]) -> None:
+    assert rules_of(SchedulerConfig(), 0.05).cached_rest_s > 0.05
+    assert rules_of(SchedulerConfig(**config), 0.05).cached_rest_s == 0  # type: ignore[arg-type]
 
 
 def test_nothing_stretches_for_a_long_prompt() -> None:

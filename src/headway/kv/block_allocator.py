@@ -212,6 +212,13 @@ class BlockTables:
             raise InvariantError("owned and free blocks do not add up to the pool")
 
 
+def joined(runs: tuple[Run, ...], behind: tuple[Run, ...]) -> tuple[Run, ...]:
+    """Return runs and further ones behind them; the two that touch are one run."""
+    if runs and behind and sum(runs[-1]) == behind[0][0]:
+        return (*runs[:-1], (runs[-1][0], runs[-1][1] + behind[0][1]), *behind[1:])
+    return (*runs, *behind)
+
+
 def joined_runs(blocks: Iterable[int]) -> tuple[Run, ...]:
     """Return block numbers as runs, in their order: consecutive ascending ones are one run."""
     runs: list[Run] = []

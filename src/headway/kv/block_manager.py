@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.block_allocator import BlockTables, Run, joined_runs
+from headway.kv.block_allocator import BlockTables, Run, joined_runs, without_runs
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import PrefixNode
 
@@ -153,8 +153,9 @@ class BlockManager:
         self._own(lease)
         kept: tuple[Run, ...] = ()
         if self.cache is not None and lease.tip is not None:
-            cached = set(self.cache.index.path(lease.tip))
-            kept = joined_runs(block for block in _numbers(self._tables.runs(lease.request)) if block in cached)
+            runs = self._tables.runs(lease.request)
+            # Blocks of its own under keys that were cached already are not in the index.
+            kept = tuple(without_runs(runs, without_runs(runs, self.cache.index.runs(lease.tip))))
             self.cache.end(lease.tip)
             lease.tip = None
         del self._leases[lease.request]
@@ -201,7 +202,8 @@ class BlockManager:
         if self.cache is None or lease is None or lease.tip is None:
             return
         if tokens // self.block_tokens > lease.tip.depth:
-            lease.tip = self.cache.computed(request, lease.tip, tokens, _numbers(self._tables.runs(lease.request)))
+            blocks = _numbers(self._tables.runs(lease.request), lease.tip.depth)
+            lease.tip = self.cache.computed(request, lease.tip, tokens, blocks)
 
     def clear_cache(self) -> None:
         """Evict all cached blocks that no request uses, pinned ones too: their contents may be lost."""
@@ -280,6 +282,11 @@ def _check_shared(n_blocks: int, tables: BlockTables, cache: PrefixCache, held: 
         raise InvariantError("a block has two owners, or is owned and free, or is neither")
 
 
-def _numbers(runs: Iterable[Run]) -> list[int]:
-    """Return the blocks of runs one by one, in order of their tokens."""
-    return [block for first, count in runs for block in range(first, first + count)]
+def _numbers(runs: Iterable[Run], behind: int = 0) -> list[int]:
+    """Return the blocks of runs one by one but for the first `behind`, in order of their tokens."""
+    blocks: list[int] = []
+    for first, count in runs:
+        skipped = min(behind, count)
+        behind -= skipped
+        blocks += range(first + skipped, first + count)
+    return blocks

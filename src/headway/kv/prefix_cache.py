@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
-from headway.kv.block_allocator import Run, joined_runs
+from headway.kv.block_allocator import Run, joined
 from headway.kv.eviction import EvictionPolicy
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
 
@@ -35,8 +35,8 @@ class _PrefixEntry:
         self.counted = False
         # (tip, epoch, blocks of the match that others use): memo of `in_use`.
         self.used: tuple[PrefixNode, int, int] | None = None
-        # (tip, blocks of its prefix): made when the request comes, so that deciding that it begins takes less.
-        self.runs: tuple[PrefixNode, tuple[Run, ...]] = (tip, ())
+        # While it waits, the blocks of its match: kept, so that deciding that it begins takes less.
+        self.runs: tuple[Run, ...] = ()
         # Key of the next block of a prompt that it is computing.
         self.computing: Hashable | None = None
 
@@ -77,7 +77,7 @@ class PrefixCache:
         entry = _PrefixEntry(keys, prompt_tokens, shareable, self.index.root)
         self._entries[request] = entry
         entry.tip = self.index.match(keys[:shareable])
-        entry.runs = (entry.tip, joined_runs(self.index.path(entry.tip)))
+        entry.runs = self.index.runs(entry.tip)
         self._watch(request, entry)
         return entry.tip.depth * self._block_tokens
 
@@ -103,6 +103,7 @@ class PrefixCache:
             return
         self._stop_computing(entry)
         entry.tip = self.index.match(entry.keys[: entry.shareable])
+        entry.runs = self.index.runs(entry.tip)
         self._watch(request, entry)
         self._changed[request] = None
 
@@ -126,12 +127,9 @@ class PrefixCache:
         used = entry.used
         if used is not None and used[0] is entry.tip and used[1] == self._epoch:
             return used[2]
-        node = entry.tip
-        # Blocks in use are a prefix of every match: walk up to the last of them.
-        while not node.users and node.parent is not None:
-            node = node.parent
-        entry.used = (entry.tip, self._epoch, node.depth)
-        return node.depth
+        blocks = self.index.used_blocks(entry.runs)
+        entry.used = (entry.tip, self._epoch, blocks)
+        return blocks
 
     def computed_by(self, request: str) -> str | None:
         """Return the request that computes the next block of a waiting request's prompt, if any does."""
@@ -173,15 +171,13 @@ class PrefixCache:
             self._unwatch(request, entry)
         self._changed.pop(request, None)
         self._epoch += 1
-        self.index.acquire(entry.tip)
+        self.index.acquire(entry.tip, entry.runs)
         self._start_computing(request, entry)
         return entry.tip
 
     def shared_runs(self, request: str) -> tuple[Run, ...]:
         """Return the cached blocks with which a request that has just begun, begins."""
-        entry = self._entries[request]
-        tip, runs = entry.runs
-        return runs if tip is entry.tip else joined_runs(self.index.path(entry.tip))
+        return self._entries[request].runs
 
     def cancel(self, request: str) -> None:
         """Undo `begin` for a request that got no KV after all."""
@@ -200,7 +196,7 @@ class PrefixCache:
             self.hit_tokens += entry.tip.depth * self._block_tokens
 
     def computed(self, request: str, tip: PrefixNode, tokens: int, blocks: Sequence[int]) -> PrefixNode:
-        """Index the blocks of a request's first `tokens` tokens; `blocks`: all of its blocks. Return its new tip.
+        """Index the blocks of a request's first `tokens` tokens; `blocks`: those behind `tip`. Return its new tip.
 
         A block that is cached under the same key stays, and the request's own is freed with the request."""
         entry = self._entries.get(request)
@@ -211,11 +207,10 @@ class PrefixCache:
             return tip
         keys = entry.keys[tip.depth : full]
         before = len(self.index)
-        end = self.index.extend(tip, keys, blocks[tip.depth : full])
+        end = self.index.extend(tip, keys, blocks[: len(keys)])
         # Blocks that were cached and unused are in use now.
         self._epoch += len(self.index) - before < len(keys)
-        self.index.acquire(end)
-        self.index.release(tip)
+        self.index.advance(tip, end)
         entry.tip = end
         self._stop_computing(entry)
         self._start_computing(request, entry)
@@ -239,7 +234,8 @@ class PrefixCache:
             entry = self._entries[name]
             self._unwatch(name, entry)
             assert node.parent is not None
-            entry.tip = node.parent
+            entry.tip, (first, count) = node.parent, entry.runs[-1]
+            entry.runs = (*entry.runs[:-1], (first, count - 1)) if count > 1 else entry.runs[:-1]
             self._watch(name, entry)
             self._changed[name] = None
         return node.block
@@ -262,7 +258,9 @@ class PrefixCache:
     def _rematch(self, request: str) -> None:
         entry = self._entries[request]
         self._unwatch(request, entry)
+        known = entry.tip.depth
         entry.tip = self.index.match(entry.keys[: entry.shareable], entry.tip)
+        entry.runs = joined(entry.runs, self.index.runs(entry.tip, known))
         self._watch(request, entry)
         self._changed[request] = None
 

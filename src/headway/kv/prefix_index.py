@@ -2,7 +2,8 @@
 
 A block's key stands for all tokens up to the block's end (vLLM's hash chain: the hash of the parent's key and of the
 block's tokens), so one hash table finds the longest cached prefix, and a tree of parents keeps the order of eviction:
-only leaves are evicted, hence a cached block's ancestors are cached too.
+only leaves are evicted, hence a cached block's ancestors are cached too. Users are counted in an array over the blocks
+of the pool, so that holding a prefix takes a few operations on runs of blocks however long it is.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 from headway.core.errors import InvariantError
+from headway.kv.block_allocator import Run
 from headway.kv.eviction import EvictionPolicy
 
 _KEY_BYTES = 16
@@ -66,13 +70,11 @@ class PrefixNode(msgspec.Struct, gc=False, eq=False):
     parent: PrefixNode | None
     key: Hashable
     block: int
-    """Number of the block in the KV pool."""
+    """Number of the block in the KV pool; no two cached blocks have the same."""
     depth: int
     """Blocks of the prefix, this one included; 0 for the root."""
     children: int = 0
     """Cached blocks that extend this prefix by one block."""
-    users: int = 0
-    """Users that end here, and children in use: above 0 exactly while the block is in use."""
     stamp: float = 0.0
     """The eviction policy's mark of the last use."""
     ticket: int = _UNLISTED
@@ -89,6 +91,8 @@ class PrefixIndex:
         # Blocks with users.
         self.in_use = 0
         self._nodes: dict[Hashable, PrefixNode] = {}
+        # Users of each block of the pool: those whose prefix it is part of.
+        self._users = np.zeros(1024, dtype=np.int32)
         # Unused leaves by (rank, ticket); entries whose ticket is not the node's are stale.
         self._leaves: list[tuple[float, int, PrefixNode]] = []
         self._tickets = 0
@@ -124,6 +128,8 @@ class PrefixIndex:
 
         Raises InvariantError when a key is cached behind another prefix: keys must stand for whole prefixes."""
         nodes, find = self._nodes, self._nodes.get
+        if blocks and (most := max(blocks)) >= len(self._users):
+            self._users = np.concatenate((self._users, np.zeros(most + 1, dtype=np.int32)))
         for key, block in zip(keys, blocks, strict=True):
             found = find(key)
             if found is None:
@@ -134,38 +140,57 @@ class PrefixIndex:
             elif found.parent is not node:
                 raise InvariantError(f"key {key!r} stands for two prefixes")
             node = found
-        if not (node.users or node.children or node.ticket != _UNLISTED or node is self.root):
+        if not (node is self.root or node.children or node.ticket != _UNLISTED or self._users[node.block]):
             node.stamp = self.eviction.stamp()
             self._list(node)
         return node
 
-    def acquire(self, node: PrefixNode) -> None:
-        """Keep a prefix from eviction until `release`. O(blocks that were unused)."""
-        begun = 0
-        while (parent := node.parent) is not None:
-            node.users = users = node.users + 1
-            if users > 1:
-                break
-            begun += 1
-            if node.ticket != _UNLISTED:
-                self._unlist(node)
-            node = parent
-        self.in_use += begun
+    def acquire(self, node: PrefixNode, runs: Sequence[Run] | None = None) -> None:
+        """Keep a prefix from eviction until `release`. `runs`: its blocks, where the caller has them."""
+        for first, count in self.runs(node) if runs is None else runs:
+            users = self._users[first : first + count]
+            self.in_use += count - int(np.count_nonzero(users))
+            users += 1
+        # Only a leaf is a candidate.
+        if node.ticket != _UNLISTED:
+            self._unlist(node)
+
+    def advance(self, node: PrefixNode, end: PrefixNode) -> None:
+        """Let one user of a prefix hold a longer one, which ends at `end`. O(blocks between)."""
+        if end is not node and end.ticket != _UNLISTED:
+            self._unlist(end)
+        while end is not node:
+            self.in_use += not self._users[end.block]
+            self._users[end.block] += 1
+            assert end.parent is not None
+            end = end.parent
 
     def release(self, node: PrefixNode) -> None:
-        """Undo one `acquire`. O(blocks that become unused)."""
-        stamp = self.eviction.stamp()
-        while node.parent is not None:
-            if node.users < 1:
-                raise InvariantError(f"block {node.block} is released more often than acquired")
-            node.users -= 1
-            if node.users:
-                return
-            self.in_use -= 1
+        """Undo one `acquire`."""
+        stamp, ended = self.eviction.stamp(), 0
+        for first, count in self.runs(node):
+            users = self._users[first : first + count]
+            if not users.all():
+                raise InvariantError(f"a block of {first}..{first + count - 1} is released more often than acquired")
+            users -= 1
+            ended += count - int(np.count_nonzero(users))
+        self.in_use -= ended
+        leaf = node
+        # Whatever extends an unused block is unused, so these are the last blocks of the prefix.
+        for _ in range(ended):
             node.stamp = stamp
-            if not node.children:
-                self._list(node)
+            assert node.parent is not None
             node = node.parent
+        if ended and not leaf.children:
+            self._list(leaf)
+
+    def users(self, node: PrefixNode) -> int:
+        """Return how many users hold a cached block."""
+        return int(self._users[node.block])
+
+    def used_blocks(self, runs: Sequence[Run]) -> int:
+        """Return how many of these blocks are in use; of a prefix's, they are the first."""
+        return sum(int(np.count_nonzero(self._users[first : first + count])) for first, count in runs)
 
     def evict(self) -> PrefixNode | None:
         """Remove the unused leaf that the policy ranks lowest and return it. None: every block is in use."""
@@ -179,19 +204,26 @@ class PrefixIndex:
             del self._nodes[node.key]
             self.eviction.evicted(rank)
             parent.children -= 1
-            if not (parent.children or parent.users or parent is self.root):
+            if not (parent.children or parent is self.root or self._users[parent.block]):
                 self._list(parent)
             return node
         return None
 
-    def path(self, node: PrefixNode) -> list[int]:
-        """Return the blocks of a prefix, in order of its tokens."""
+    def path(self, node: PrefixNode, behind: int = 0) -> list[int]:
+        """Return the blocks of a prefix but for its first `behind`, in order of its tokens."""
         blocks = []
-        while node.parent is not None:
+        for _ in range(node.depth - behind):
             blocks.append(node.block)
+            assert node.parent is not None
             node = node.parent
         blocks.reverse()
         return blocks
+
+    def runs(self, node: PrefixNode, behind: int = 0) -> tuple[Run, ...]:
+        """Return what `path` does, as runs."""
+        blocks = np.array(self.path(node, behind), dtype=np.int64)
+        ends = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+        return tuple((int(blocks[at]), end - at) for at, end in pairwise(ends) if end > at)
 
     def check(self) -> None:
         """Raise InvariantError unless counts, tree and candidates agree. O(blocks)."""
@@ -203,13 +235,13 @@ class PrefixIndex:
             if parent is not self.root and self._nodes.get(parent.key) is not parent:
                 raise InvariantError(f"block {node.block} is cached without its parent")
             children[id(parent)] = children.get(id(parent), 0) + 1
-            used[id(parent)] = used.get(id(parent), 0) + (node.users > 0)
+            used[id(parent)] = used.get(id(parent), 0) + self.users(node)
         for node in self._nodes.values():
-            if node.children != children.get(id(node), 0) or node.users < used.get(id(node), 0):
+            if node.children != children.get(id(node), 0) or self.users(node) < used.get(id(node), 0):
                 raise InvariantError(f"block {node.block} counts its children wrongly")
-            if (node.ticket != _UNLISTED) != (not node.children and not node.users):
+            if (node.ticket != _UNLISTED) != (not node.children and not self.users(node)):
                 raise InvariantError(f"block {node.block} is wrongly listed for eviction, or not listed")
-        if self.in_use != sum(node.users > 0 for node in self._nodes.values()):
+        if self.in_use != sum(self.users(node) > 0 for node in self._nodes.values()):
             raise InvariantError("the count of blocks in use is wrong")
 
     def _list(self, node: PrefixNode) -> None:

@@ -5,7 +5,8 @@ Stateless: views and aggregates in, quotas out, so that the scheduler, the simul
 call the same function. Departures (DESIGN.md §4): one pass over the order, nothing is requeued; the *total* predicted
 time is held to the budget; a minimum chunk and a bound on how long the first in line may be passed over; a long
 request yields only while a short one waits, and at least rho_min; an iteration is stretched a little where that
-completes a short prompt, which would otherwise wait for a second one.
+completes a short prompt, which would otherwise wait for a second one, and further where a long prefix of it is cached
+and nothing decodes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk
 from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.efficient_chunks import LEAST_AIM_S
+from headway.policy.iteration.efficient_chunks import LEAST_AIM_S, LONGEST_AIM_S
 from headway.policy.iteration.space_sharing import time_of_long_s
 
 MAX_UNSCHEDULABLE = 2
@@ -59,6 +60,10 @@ class PackRules(msgspec.Struct, frozen=True, gc=False):
     rho_max: float
     shares_space: bool
     stretch: float = 0.0
+    cached_rest_s: float = 0.0
+    """Longest iteration, seconds, without decodes, that completes a short prompt behind a long cached prefix."""
+    cached_from: int = 0
+    """Tokens from which on a short prompt's prefix is a long cached one."""
     shared_s: float = float("inf")
     """Longest iteration, seconds, of which a long request gets a share while shorts wait."""
 
@@ -74,6 +79,11 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
         rho_max=config.rho_max,
         shares_space=config.shares_space,
         stretch=config.stretch,
+        # Configured times bound iterations as they stand; with stages a batch behind may hold decodes.
+        cached_rest_s=LONGEST_AIM_S
+        if config.t_target_s is None and config.newcomer_wait_s is None and config.stages == 1
+        else 0.0,
+        cached_from=config.long_tokens,
         # A short that waits should not wait for what the machine finds efficient for a long one.
         shared_s=config.t_target_s or LEAST_AIM_S,
     )
@@ -211,8 +221,13 @@ class _Filling:
         Else return the given size. A prompt that is cut a few tokens before its end waits a whole iteration for its
         first token."""
         past, rest = candidate.past, candidate.remaining
+        if not candidate.completes:
+            return tokens, attention_s
         longer_s = budget_s * (1.0 + self.rules.stretch)
-        if not candidate.completes or _exceeds(self.latency, self.load, past, rest, longer_s):
+        # A short prompt with so much before its chunk is one whose prefix was cached.
+        if past >= self.rules.cached_from and is_empty(self.load):
+            longer_s = max(longer_s, self.rules.cached_rest_s)
+        if _exceeds(self.latency, self.load, past, rest, longer_s):
             return tokens, attention_s
         return rest, one_chunk_s(self.latency, past, rest)
 
