@@ -43,21 +43,24 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.question is None:
         raise ConfigError("name a question file (such as examples/plan-chat-and-documents.yaml), or --schema")
     result = _search(_read(arguments), arguments)
+    from headway.planning.error_bars import error_bars
+
+    bars = error_bars(result, _jobs(arguments))
     if arguments.json:
         import msgspec
 
         from headway.planning.answer import result_json
 
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result_json(result, bars)), indent=1) + b"\n")
     else:
         from headway.planning.tables import plan_report
         from headway.sim.report.console import show
 
-        show(plan_report(result))
+        show(plan_report(result, bars))
     if arguments.out is not None:
         from headway.planning.answer import write_files
 
-        for path in write_files(result, arguments.out):
+        for path in write_files(result, arguments.out, bars):
             print(path, file=sys.stderr)
     # scripts can tell "no plan" from a plan
     return 0 if result.best is not None else 1

@@ -13,6 +13,7 @@ from headway.core.errors import ConfigError
 from headway.core.output_file import write_output
 from headway.perf.hardware.accelerators import accelerator
 from headway.planning.candidates import DeploymentCandidate, cost_of
+from headway.planning.error_bars import PlanErrorBars
 from headway.planning.question import PlanQuestion
 from headway.planning.search import PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure, SimulationJob
@@ -20,8 +21,8 @@ from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure,
 SCHEMA = "headway.plan/1"
 
 
-def result_json(result: PlanResult) -> dict[str, Any]:
-    """Return everything as plain data."""
+def result_json(result: PlanResult, bars: PlanErrorBars | None = None) -> dict[str, Any]:
+    """Return everything as plain data. bars: of the plan, or of the nearest one."""
     question = result.question
     return {
         "schema": SCHEMA,
@@ -38,6 +39,21 @@ def result_json(result: PlanResult) -> dict[str, Any]:
         "best": measure_json(result.best, question),
         "nearest": measure_json(result.nearest, question),
         "front": [measure_json(one, question) for one in pareto(result.measures, question)],
+        "error_bars": None if bars is None else _bars_json(bars, question),
+    }
+
+
+def _bars_json(bars: PlanErrorBars, question: PlanQuestion) -> dict[str, Any]:
+    ranges = [bars.range_s(index) for index in range(len(question.demand_list()))]
+    return {
+        "iteration_times": bars.band.words(),
+        "share": bars.band.share,
+        "extrapolated": bars.band.extrapolated,
+        "derived": bars.band.derived,
+        "demands": [
+            {"demand": demand.name, "least_s": least, "greatest_s": greatest}
+            for demand, (least, greatest) in zip(question.demand_list(), ranges, strict=True)
+        ],
     }
 
 
@@ -148,14 +164,15 @@ def cluster_data(candidate: DeploymentCandidate) -> dict[str, Any] | None:
     return {"placement": "jsq", "pools": [{"count": candidate.replicas}], "serve": serve}
 
 
-def write_files(result: PlanResult, folder: Path) -> list[Path]:
+def write_files(result: PlanResult, folder: Path, bars: PlanErrorBars | None = None) -> list[Path]:
     """Write plan.json and, with a plan, scenario.yaml, serve.sh and cluster.yaml to a folder; return their paths.
 
     Raises ConfigError if it cannot."""
     import msgspec
     import yaml
 
-    bodies = {"plan.json": msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1).decode() + "\n"}
+    plan = msgspec.json.format(msgspec.json.encode(result_json(result, bars)), indent=1)
+    bodies = {"plan.json": plan.decode() + "\n"}
     if result.best is not None:
         candidate = result.best.candidate
         bodies["scenario.yaml"] = yaml.safe_dump(candidate.scenario_data(result.question), sort_keys=False)

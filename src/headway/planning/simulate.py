@@ -21,6 +21,7 @@ from headway.sim.metrics.quantiles import quantile
 from headway.sim.records import SimulatedRequest, record_of
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
+from headway.sim.scenario import NoiseSection
 from headway.sim.simulation import InstanceSimulation
 from headway.sim.workload import TraceRequest
 
@@ -104,6 +105,8 @@ class SimulationJob(NamedTuple):
     """Do not stop when a demand cannot be met any more."""
     ratio: float = 1.0
     """Stop when some latency is certain to exceed this share of its limit: below 1, the best plan's of this cost."""
+    bias: float = 1.0
+    """Iterations take so many times what is predicted (`planning.error_bars`); searches have 1."""
 
     @property
     def key(self) -> MeasureKey:
@@ -159,7 +162,8 @@ def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
     question, scenario = job.question, job.candidate.scenario(job.question)
     requests = workload_of(question, seed)[: job.requests]
     # the window cuts arrivals, not answers: a plan is judged by whole requests
-    run = run_of(scenario.model_copy(update={"run": scenario.run.model_copy(update={"window_s": None})}), seed)
+    section = scenario.run.model_copy(update={"window_s": None, "noise": NoiseSection(bias=job.bias)})
+    run = run_of(scenario.model_copy(update={"run": section}), seed)
     demands = question.demand_list()
     capacity = 1
     simulation: InstanceSimulation | ClusterSimulation

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from headway.planning.answer import binds, latency_note
 from headway.planning.candidates import cost_of
+from headway.planning.error_bars import PlanErrorBars
 from headway.planning.search import PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure
 from headway.sim.report.units import duration
@@ -15,9 +16,9 @@ _ROWS = 12
 """Longest Pareto table, in rows."""
 
 
-def plan_report(result: PlanResult) -> RenderableType:
+def plan_report(result: PlanResult, bars: PlanErrorBars | None = None) -> RenderableType:
     """Return the answer: the plan and its margins (or the nearest miss), the Pareto front, and what was tried."""
-    return Group(_headline(result), *_tables(result), _tried(result))
+    return Group(_headline(result), *_tables(result, bars), _tried(result, bars))
 
 
 def _headline(result: PlanResult) -> str:
@@ -34,16 +35,19 @@ def _headline(result: PlanResult) -> str:
     )
 
 
-def _tables(result: PlanResult) -> list[Table]:
+def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
     one, demands = result.best or result.nearest, result.question.demand_list()
     if one is None:
         return []
     margins = Table()
-    for name in ("demand", "limit", "predicted", "of the limit"):
+    for name in ("demand", "limit", "predicted", "of the limit", *(["error bar"] if bars is not None else [])):
         margins.add_column(name, justify="left" if name == "demand" else "right")
     for index, demand in enumerate(demands):
         worst = one.worst_s(index)
-        margins.add_row(demand.name, duration(demand.limit_s), _spread(one, index), f"{worst / demand.limit_s:.0%}")
+        cells = [demand.name, duration(demand.limit_s), _spread(one, index), f"{worst / demand.limit_s:.0%}"]
+        if bars is not None:
+            cells.append(" … ".join(map(duration, bars.range_s(index))))
+        margins.add_row(*cells)
     front = Table(title="Pareto front of what was simulated to the end", title_justify="left")
     front.add_column("plan")
     for name in ("cost", *(demand.name for demand in demands), "good/s", "idle"):
@@ -64,7 +68,7 @@ def _spread(one: CandidateMeasure, index: int) -> str:
     return duration(max(values)) if len(values) == 1 else f"{duration(min(values))} … {duration(max(values))}"
 
 
-def _tried(result: PlanResult) -> str:
+def _tried(result: PlanResult, bars: PlanErrorBars | None) -> str:
     simulated = len(result.measures)
     stopped = sum(not one.complete() for one in result.measures)
     layouts = f"{len(result.without_memory)} layouts without memory"
@@ -73,4 +77,6 @@ def _tried(result: PlanResult) -> str:
     if result.screened:
         words.append(f"{result.screened} removed on a part of the workload: raise search.effort for an exact search")
     words.append(f"iteration times: {latency_note(result.question, result.best or result.nearest)}")
+    if bars is not None:
+        words.append(f"error bars: simulated again with all iterations {bars.band.words()} of what is predicted")
     return "\n".join(words)

@@ -1,0 +1,66 @@
+"""Error bars of a plan: both ends are simulations with iterations as much longer and shorter as predictions may err."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headway.cli.main import main
+from headway.planning.error_bars import error_bars
+from headway.planning.question import parse_question
+from headway.planning.search import PlanSearch
+
+QUESTION: dict[str, Any] = {
+    "model": "llama-3-8b",
+    "accelerators": [{"name": "a100-80gb", "most": 1}],
+    "workload": {
+        "qps": 0.5,
+        "requests": 40,
+        "mix": [
+            {"class": "chat", "share": 0.9, "prompt": "fixed:500", "output": "fixed:20"},
+            {"class": "document", "share": 0.1, "prompt": "fixed:60K", "output": "fixed:5"},
+        ],
+    },
+    "demands": {"chat": {"ttft_p99_s": 2.0}, "document": {"ttft_p90_s": 60}},
+    "latency": {"source": "fitted"},
+    "search": {"tp": [1], "stages": [1], "t_target_s": [0.05]},
+}
+
+
+def test_the_prediction_lies_between_both_ends_and_queueing_widens_them() -> None:
+    result = PlanSearch(parse_question(QUESTION)).run()
+    bars = error_bars(result)
+    assert result.best is not None
+    assert bars is not None
+    for index in range(2):
+        least_s, greatest_s = bars.range_s(index)
+        assert least_s <= result.best.worst_s(index) <= greatest_s
+    # documents wait for each other, so they suffer more than their iterations do
+    assert bars.slow.worst_s(1) / result.best.worst_s(1) > 1.0 + bars.band.share
+    assert bars.fast.worst_s(1) < result.best.worst_s(1)
+
+
+def test_a_class_of_longer_prompts_than_were_measured_widens_the_band() -> None:
+    of_chats = QUESTION | {"demands": {"chat": {"ttft_p99_s": 2.0}}}
+    short = error_bars(PlanSearch(parse_question(of_chats)).run())
+    long = error_bars(PlanSearch(parse_question(QUESTION)).run())
+    assert short is not None
+    assert long is not None
+    assert long.band.share > short.band.share
+    assert "history" in long.band.extrapolated
+    assert not short.band.extrapolated
+
+
+def test_tables_and_json_show_the_error_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "question.yaml"
+    path.write_text(yaml.safe_dump(QUESTION))
+    assert main(["plan", str(path), "--jobs", "1", "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "error bar" in shown
+    bars = json.loads((tmp_path / "out/plan.json").read_text())["error_bars"]
+    assert bars["iteration_times"] in shown
+    assert [one["demand"] for one in bars["demands"]] == ["chat TTFT P99", "document TTFT P90"]
