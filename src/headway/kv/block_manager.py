@@ -14,6 +14,7 @@ from headway.kv.block_allocator import BlockTables, Run, joined_runs, without_ru
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import PrefixNode
 
+_ALWAYS = 1 << 62
 _EVICTED_TOGETHER = 16
 """Least blocks to evict where free ones lie scattered."""
 
@@ -38,7 +39,6 @@ class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
     # For the iteration policy (`policy.iteration.kv_pool.KvPool`).
-    answers_hold = 0
     holders_grow = True
 
     def __init__(
@@ -56,6 +56,8 @@ class BlockManager:
         # A partial block at the end is not used.
         self.n_blocks = total_tokens // block_tokens
         self.cache = cache
+        # Without a cache a request needs the same blocks as long as it has none (`KvPool`).
+        self.answers_hold = _ALWAYS if cache is None else 0
         self._spare_blocks = spare_blocks
         self._tables = BlockTables(self.n_blocks + spare_blocks)
         self._leases: dict[str, KvLease] = {}

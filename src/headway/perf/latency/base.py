@@ -95,7 +95,12 @@ class LatencyModel(Protocol):
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
         """Return the sum of both lower bounds as a function of a chunk's tokens, batched with `rows` other rows."""
-        return lambda tokens: self.least_rows_s(rows + tokens) + self.least_attention_s(past, tokens)
+        rows_s, attention_s = self.floor_terms(rows, past)
+        return lambda tokens: rows_s(tokens) + attention_s(tokens)
+
+    def floor_terms(self, rows: int, past: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
+        """Return the two terms of `floor_s` as functions of a chunk's tokens."""
+        return lambda tokens: self.least_rows_s(rows + tokens), lambda tokens: self.least_attention_s(past, tokens)
 
 
 class CoupledLatency(LatencyModel, Protocol):
@@ -121,8 +126,12 @@ def load_s(model: LatencyModel, load: BatchLoad) -> float:
     whole_s: Callable[[BatchLoad], float] | None = getattr(model, "whole_s", None)
     if whole_s is not None:
         return whole_s(load)
-    decode = model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
-    return model.rows_s(load.tokens) + decode + load.chunk_s
+    return model.rows_s(load.tokens) + decodes_s(model, load) + load.chunk_s
+
+
+def decodes_s(model: LatencyModel, load: BatchLoad) -> float:
+    """Return the attention seconds of a batch's decodes."""
+    return model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
 
 
 def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
@@ -144,7 +153,7 @@ def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, bu
     if hasattr(model, "whole_s"):
         return _halve(model, load, past, limit, budget_s)
     # What is left for the row term of the whole batch and the attention of the new chunk.
-    left_s = budget_s - (load.chunk_s + (model.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0))
+    left_s = budget_s - (load.chunk_s + decodes_s(model, load))
     rows = load.tokens
     attention_s = model.attention_s(past, limit)
     if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits

@@ -70,12 +70,10 @@ class CorrectedLatency(LatencyModel):
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
         """The sum of both lower bounds, with what does not depend on the chunk looked up once."""
-        base_rows_s, base_attention_s = self.base.least_rows_s, self.base.least_attention_s
+        rows_s, attention_s = self.base.floor_terms(rows, past)
         k_rows, k_chunk = self._k_rows, self._k_chunk
         fixed_s = self._fixed_s * (self._k_fixed - k_rows)
-        return lambda tokens: (
-            max(base_rows_s(rows + tokens) * k_rows + fixed_s, 0.0) + base_attention_s(past, tokens) * k_chunk
-        )
+        return lambda tokens: max(rows_s(tokens) * k_rows + fixed_s, 0.0) + attention_s(tokens) * k_chunk
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode

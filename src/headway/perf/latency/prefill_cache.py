@@ -16,6 +16,8 @@ from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, one_ch
 
 _UNEVEN = 0.25
 """Products and attention may change so differently, as a share, before times are computed anew."""
+_MOST_KNOWN = 4096
+"""Look-ups that are kept."""
 _RESCALED = 2.0
 """Times may be scaled up or down by so much: chunks of another size fit the same iteration then."""
 
@@ -36,6 +38,14 @@ class PrefillCache:
         """Return the seconds to prefill `tokens` from an empty cache, alone. Monotone; total_s(0) == 0."""
         if tokens <= 0:
             return 0.0
+        seconds = self._known.get(tokens)
+        if seconds is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            seconds = self._known[tokens] = self._interpolated_s(tokens)
+        return seconds
+
+    def _interpolated_s(self, tokens: int) -> float:
         while self._tokens[-1] < tokens:
             self._extend()
         # Within the first chunk: exact. Interpolating from 0 would spread the fixed cost over its tokens.
@@ -58,6 +68,8 @@ class PrefillCache:
         self._first = np.zeros(0).data
         # Factor of all times since then.
         self._scale = 1.0
+        # Look-ups of `total_s`: the same lengths are asked about after every chunk.
+        self._known: dict[int, float] = {}
         # The model's predictions when this was built, for `refresh`.
         self._mark = self._probe()
 
@@ -74,6 +86,7 @@ class PrefillCache:
         if abs(scale - self._scale) <= 0.1 * self._scale:
             return False
         self._scale = scale
+        self._known.clear()
         return True
 
     def _probe(self) -> tuple[float, float]:

@@ -142,6 +142,13 @@ class TableLatency(LatencyModel):
         own, per_past = chunks.least_own, chunks.least_per_past
         return lambda tokens: least_rows[rows + tokens] + (own[tokens] + per_past[tokens] * past)
 
+    def floor_terms(self, rows: int, past: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
+        if rows + MAX_CHUNK > self._last:
+            return super().floor_terms(rows, past)
+        least_rows, chunks = self._least_rows, self._chunks(past)
+        own, per_past = chunks.least_own, chunks.least_per_past
+        return lambda tokens: least_rows[rows + tokens], lambda tokens: own[tokens] + per_past[tokens] * past
+
     def _chunks(self, past: int) -> _ChunkAttention:
         return self._fresh if not past else self._over if past <= self._knee else self._beyond
 

@@ -36,6 +36,8 @@ class KvBlockAdmission:
         self._config = config
         self._pool = pool
         self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
+        # A request that other groups hold shards of was asked about in their decisions, which have counts of their own.
+        self._answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
         # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
         self._decisions = 0
@@ -69,7 +71,8 @@ class KvBlockAdmission:
 
     def fits(self, state: PrefillState) -> bool:
         """Whether the pool has the blocks of a request, with the headroom it must leave, in this decision."""
-        blocks, free = self.blocks(state), self._free
+        free = self._free
+        blocks = state.needed_blocks if state.asked_again > self._decisions else self.blocks(state)
         return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
 
     def blocks(self, state: PrefillState) -> int:
@@ -77,7 +80,7 @@ class KvBlockAdmission:
         if state.asked_again > self._decisions:
             return state.needed_blocks
         blocks = self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
-        state.needed_blocks, state.asked_again = blocks, self._decisions + self._pool.answers_hold
+        state.needed_blocks, state.asked_again = blocks, self._decisions + self._answers_hold
         return blocks
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:

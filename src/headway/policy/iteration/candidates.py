@@ -43,6 +43,8 @@ class PrefillCandidates:
     ) -> None:
         # A long request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
         self.reserved_for: PrefillState | None = None
+        # Whether no further long request is to be yielded in this decision, set by the caller: one gets tokens.
+        self.long_taken = False
         self._config = config
         self._queue = queue
         self._admission = admission
@@ -55,24 +57,29 @@ class PrefillCandidates:
 
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
         requests without KV may begin."""
-        admission = self._admission
+        admission, queue = self._admission, self._queue
         admission.decide()
+        self.long_taken = False
+        holders, max_holders = admission.holders, self._config.max_num_seqs
         shares_prefixes, blocked = admission.shares_prefixes, 0
         # Whether no request without KV enters any more.
-        closed = not admits_new or len(admission.holders) >= self._config.max_num_seqs
+        closed = not admits_new or len(holders) >= max_holders
         # Blocks that shorts may take while a long request has waited too long; None: no such limit.
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
+        admission_age_s = self._config.admission_age_s
+        # Requests with KV that were looked at: by id, for prefixes that they compute, and by order of arrival.
         ahead: set[str] = set()
         seen: set[int] = set()
-        for state in self._queue.ordered(now):
-            if closed and not state.holds_kv:
+        for state in queue.ordered(now):
+            holds_kv = state.holds_kv
+            if closed and not holds_kv:
                 # Only those that hold KV are left.
-                yield from self._begun(now, iterations, skip, seen)
+                if queue.begun_shorts or not self.long_taken:
+                    yield from self._begun(now, iterations, skip, seen)
                 return
-            seen.add(state.order)
             if skip and state.request.id in skip:
                 continue
-            if not state.holds_kv:
+            if not holds_kv:
                 if shares_prefixes and admission.waits_for_prefix(state, ahead):
                     continue
                 if spare is not None and (state.is_long or admission.blocks(state) > spare):
@@ -81,29 +88,33 @@ class PrefillCandidates:
                     continue
                 if not admission.fits(state):
                     blocked += 1
-                    if self._skipped_too_long(state, now):
+                    if state.skipped_since is None:
+                        state.skipped_since = now
+                    if now - state.skipped_since >= admission_age_s:
                         spare = admission.spare_blocks(state)
                     closed = blocked >= MAX_BLOCKED or spare == 0
                     continue
                 if spare is not None:
                     spare -= admission.blocks(state)
-            # A request that has not begun counts from the last progress of any prefill: it is not stalled while others
-            # advance.
-            stalled = iterations - (state.last_progress if state.holds_kv else advanced)
-            candidate = self._candidate(state, now, stalled)
-            # 0: its shard is full and no group has taken over yet.
-            if candidate.remaining > 0:
-                yield candidate
+            seen.add(state.order)
+            if not (state.is_long and self.long_taken):
+                # A request that has not begun counts from the last progress of any prefill: it is not stalled while
+                # others advance.
+                stalled = iterations - (state.last_progress if holds_kv else advanced)
+                candidate = self._candidate(state, now, stalled)
+                # 0: its shard is full and no group has taken over yet.
+                if candidate.remaining > 0:
+                    yield candidate
             # The caller may have admitted it.
-            if state.holds_kv:
+            if shares_prefixes and state.holds_kv:
                 ahead.add(state.request.id)
             # Re-read after the yield: the caller may have admitted this candidate.
-            closed = closed or len(admission.holders) >= self._config.max_num_seqs
+            closed = closed or len(holders) >= max_holders
 
     def _begun(self, now: float, iterations: int, skip: Collection[str], seen: set[int]) -> Iterator[PackCandidate]:
         """Yield the candidates that hold KV, but those whose order of arrival is among `seen`."""
         for state in self._queue.begun_ordered(now):
-            if state.order in seen or state.request.id in skip:
+            if state.order in seen or (state.is_long and self.long_taken) or state.request.id in skip:
                 continue
             candidate = self._candidate(state, now, iterations - state.last_progress)
             if candidate.remaining > 0:
@@ -135,9 +146,3 @@ class PrefillCandidates:
             remote.reserved_s,
             remote.exchange_s_per_row,
         )
-
-    def _skipped_too_long(self, state: PrefillState, now: float) -> bool:
-        """Note that a request was skipped for lack of KV. Return whether that has gone on for `admission_age_s`."""
-        if state.skipped_since is None:
-            state.skipped_since = now
-        return now - state.skipped_since >= self._config.admission_age_s

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, decodes_s, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
@@ -134,10 +134,18 @@ def pack(
     return filling.quotas, filling.load
 
 
+def is_bounded(chunking: ChunkingStrategy) -> bool:
+    """Whether the limit on an iteration's tokens always holds: `whole` may exceed it by one prompt."""
+    return chunking.timed or chunking.most is not None
+
+
 class _Filling:
     """Running state of one `pack` call."""
 
     __slots__ = (
+        "_decode_s",
+        "_load_s",
+        "_yields_time",
         "bounded",
         "chunking",
         "first",
@@ -169,8 +177,13 @@ class _Filling:
         # The most urgent candidate that found no time.
         self.skipped: PackCandidate | None = None
         self.max_tokens = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
-        # False for `whole` only, which may exceed `max_tokens` by one prompt.
-        self.bounded = chunking.timed or chunking.most is not None
+        self.bounded = is_bounded(chunking)
+        # Whether long candidates leave part of the time to shorts: shorts wait (space sharing).
+        self._yields_time = shorts_wait and rules.shares_space
+        # Seconds of the decodes, the same whatever is added; None: the model's terms depend on each other.
+        self._decode_s = None if hasattr(latency, "whole_s") else decodes_s(latency, load)
+        # Predicted seconds of `load`; None: not known yet.
+        self._load_s: float | None = None
 
     @property
     def full(self) -> bool:
@@ -178,32 +191,28 @@ class _Filling:
 
     def size(self, candidate: PackCandidate) -> tuple[int, float]:
         """Return (tokens, seconds of their attention) for a candidate on top of `load`; 0 tokens: skip it."""
-        budget_s = self._budget_s(candidate)
-        model = self.latency
+        model, past, remaining = self.latency, candidate.past, candidate.remaining
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room = max(self.max_tokens - self.load.tokens, 0)
-        ask = PrefillDemand(candidate.past, candidate.remaining, room)
+        ask = PrefillDemand(past, remaining, room)
+        budget_s = self._budget_s(candidate)
         if not self.chunking.timed:
             return self.chunking.quota(ask, self.load, budget_s, model)
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
-        floor = min(max(self.rules.min_chunk, 1), candidate.remaining, max(room, 1))
+        floor = min(max(self.rules.min_chunk, 1), remaining, max(room, 1))
         # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the
         # little time that a larger chunk may save is not worth a search.
-        if not self.first and _exceeds(model, self.load, candidate.past, floor, budget_s):
+        if not self.first and self._exceeds(model, past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
             tokens, attention_s = self.chunking.quota(ask, self.load, budget_s, model)
         # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
-        if self.rules.stretch and tokens < candidate.remaining <= room and not candidate.is_long:
+        if tokens < remaining <= room and self.rules.stretch and not candidate.is_long:
             tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
         if tokens < floor:
             tokens, attention_s = self._progress(candidate, model, floor, tokens, attention_s)
         return tokens, attention_s
-
-    def _yields(self, candidate: PackCandidate) -> bool:
-        """Whether a candidate leaves part of the time to shorts: it is long, and shorts wait (space sharing)."""
-        return self.shorts_wait and self.rules.shares_space and candidate.is_long
 
     def _budget_s(self, candidate: PackCandidate) -> float:
         """Return the longest iteration, in seconds, that adding a candidate may make.
@@ -211,7 +220,7 @@ class _Filling:
         A long request yields the share that its slack allows; one in several groups keeps to the busiest of them."""
         rules = self.rules
         budget_s = rules.t_target_s
-        if self._yields(candidate):
+        if self._yields_time and candidate.is_long:
             budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
         return budget_s - candidate.reserved_s
 
@@ -227,7 +236,7 @@ class _Filling:
         # A short prompt with so much before its chunk is one whose prefix was cached.
         if past >= self.rules.cached_from and is_empty(self.load):
             longer_s = max(longer_s, self.rules.cached_rest_s)
-        if _exceeds(self.latency, self.load, past, rest, longer_s):
+        if self._exceeds(self.latency, past, rest, longer_s):
             return tokens, attention_s
         return rest, one_chunk_s(self.latency, past, rest)
 
@@ -237,7 +246,7 @@ class _Filling:
         """Raise a chunk below the floor to the floor if the most urgent request must advance, else drop it."""
         empty = is_empty(self.load)
         # In an empty iteration an oversized chunk delays no decode; but shorts that wait may yet use the time.
-        idle = empty and not self._yields(candidate)
+        idle = empty and not (self._yields_time and candidate.is_long)
         must = self.first and (idle or candidate.stalled >= self.rules.progress_every)
         # min_chunk 0 (paper mode) raises a chunk in an empty iteration only: else nothing would ever advance.
         if must and (self.rules.min_chunk or empty):
@@ -254,7 +263,9 @@ class _Filling:
             self.first = False
             return False
         # The time is used up: every later chunk costs more than nothing.
-        if self.load.tokens and load_s(self.latency, self.load) >= self.rules.t_target_s:
+        if self._load_s is None:
+            self._load_s = load_s(self.latency, self.load)
+        if self.load.tokens and self._load_s >= self.rules.t_target_s:
             return True
         self.first = False
         # A candidate with a reduced budget (yielding, or in a busy group) says nothing about candidates with the full
@@ -267,6 +278,7 @@ class _Filling:
         self.first = False
         self.quotas.append(ChunkAllocation(candidate.request, tokens))
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
+        self._load_s = None
         self.has_long = self.has_long or candidate.is_long
 
     def use_yielded_time(self, admit: Callable[[str], bool]) -> None:
@@ -280,7 +292,10 @@ class _Filling:
         tokens = min(max(self.rules.min_chunk, 1), skipped.remaining, self.max_tokens)
         self.add(skipped, tokens, one_chunk_s(self.latency, skipped.past, tokens))
 
-
-def _exceeds(latency: LatencyModel, load: BatchLoad, past: int, tokens: int, budget_s: float) -> bool:
-    """Whether a chunk of so many tokens makes the iteration longer than the budget."""
-    return load_s(latency, load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)) > budget_s
+    def _exceeds(self, model: LatencyModel, past: int, tokens: int, budget_s: float) -> bool:
+        """Whether a chunk of so many tokens makes the iteration longer than the budget, by a model of its own costs."""
+        load, attention_s = self.load, model.attention_s(past, tokens)
+        if self._decode_s is None:
+            return load_s(model, load.with_chunk(tokens, attention_s, past)) > budget_s
+        # As `load_s`, without making a load.
+        return model.rows_s(load.tokens + tokens) + self._decode_s + (load.chunk_s + attention_s) > budget_s

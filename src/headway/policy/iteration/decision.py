@@ -16,7 +16,7 @@ from headway.perf.latency.base import BatchLoad, LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
-from headway.policy.iteration.chunk_allocation import ChunkAllocation, pack, rules_of
+from headway.policy.iteration.chunk_allocation import ChunkAllocation, is_bounded, pack, rules_of
 from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
@@ -69,6 +69,7 @@ class IterationPolicy:
         self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost)
         self._pool = pool
         self._rules = rules_of(config, aim_s)
+        self._bounded = is_bounded(self.chunking)
         self._states: dict[str, PrefillState] = {}
         self._entered = 0
         self._iterations = 0
@@ -182,9 +183,11 @@ class IterationPolicy:
         if self._pool.cache is not None:
             for request_id, cached in self._pool.cache.drain_changes():
                 self._set_cached(self._states[request_id], cached)
-        t_target_s = self.budget_s(now) if budget_s is None else budget_s
-        if t_target_s != self._rules.t_target_s:
-            self._rules = replace(self._rules, t_target_s=t_target_s)
+        # Other chunking ignores the time.
+        if self.chunking.timed:
+            t_target_s = self.budget_s(now) if budget_s is None else budget_s
+            if t_target_s != self._rules.t_target_s:
+                self._rules = replace(self._rules, t_target_s=t_target_s)
         shorts_wait = self.leaves_time(shorts_elsewhere)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
@@ -278,9 +281,10 @@ class IterationPolicy:
     def _admit(self, request_id: str) -> bool:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
         state = self._states[request_id]
-        if state.holds_kv:
-            return True
-        entered = self.admission.enter(state)
-        if entered:
+        if not state.holds_kv:
+            if not self.admission.enter(state):
+                return False
             self.queue.note_begun(state, True)
-        return entered
+        # `whole` asks for one more candidate before it finds the iteration full: let it be any.
+        self.candidates.long_taken |= state.is_long and self._bounded
+        return True
