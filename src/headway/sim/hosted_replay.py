@@ -126,7 +126,7 @@ class HostedReplay:
         tokens = {name: count for name, _, count, _ in event["chunks"]}
         if self.detail:
             decision.chunks = tuple(self._chunk(decision, chunk, event) for chunk in event["chunks"])
-        decision.decodes = frozenset(self._driver.decoding - set(event.get("left_out", ())))
+        decision.decodes = frozenset(self._driver.decoding.keys() - set(event.get("left_out", ())))
         decision.yielding = [*decision.decodes, *(name for name, *_, last in event["chunks"] if last)]
         for name, start, count, last in event["chunks"]:
             request = self._requests[name]

@@ -198,7 +198,8 @@ class HeadwaySchedulerMethods:
             self._enter_unblocked()
         running: list[Any] = self.running
         room = len(running) + self.num_waiting_for_streaming_input < adapter.most_active(self)
-        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens)
+        # A transfer that fails takes tokens back.
+        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens, recount=self.connector is not None)
         if planned is None:
             # Rebuilt in the next step.
             self._headway = None
@@ -221,9 +222,11 @@ class HeadwaySchedulerMethods:
     def _note(self: Any, output: Any, began_s: float) -> None:
         """Move the policy's cursors to what vLLM has scheduled."""
         driver, plan = self._headway, self._headway_plan
-        if self._headway_off:
-            self._headway_off.difference_update(output.num_scheduled_tokens)
         load = driver.scheduled(plan, output.num_scheduled_tokens)
+        if self._headway_off:
+            # Some of these may have begun.
+            driver.tally.forget()
+            self._headway_off.difference_update(output.num_scheduled_tokens)
         self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
         self.headway_stats.slo.scheduled(id(output), driver.completed)
 

@@ -8,7 +8,6 @@ microseconds. `CoupledLatency` is the exception.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,6 +17,8 @@ import numpy.typing as npt
 
 Seconds = npt.NDArray[np.float64]
 
+_INTERPOLATED = 10
+"""Look-ups of a search by interpolation before it goes on by halves."""
 MAX_CHUNK = 16_384
 """Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not call `solve_tokens`.)"""
 
@@ -158,9 +159,8 @@ def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, bu
     attention_s = model.attention_s(past, limit)
     if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
         return limit, attention_s
-    # range(1, limit) leaves out `limit`, which was just ruled out; index i of it is i + 1 tokens, so bisect_right
-    # returns the number of tokens whose floor still fits.
-    most = bisect_right(range(1, limit), left_s, key=model.floor_s(rows, past))
+    # Below `limit`, which was just ruled out.
+    most = _most_within(model.floor_s(rows, past), limit, left_s)
     return _downwards(model, rows, past, most, left_s)
 
 
@@ -184,6 +184,31 @@ def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: flo
         # Windows grow fourfold: a far miss costs few vectors, a near one (the usual case) a short vector.
         most, width = first - 1, 4 * width
     return 0, 0.0
+
+
+def _most_within(floor_s: Callable[[int], float], limit: int, left_s: float) -> int:
+    """Return the largest chunk below `limit` whose floor, non-decreasing in its tokens, is at most `left_s`; 0: none.
+
+    Floors are nearly linear, so a line through both ends finds the place in a few look-ups (regula falsi; the end that
+    stays counts half, Illinois' variant). After many it halves: floors may be staircases."""
+    low, high = 1, limit
+    if limit < 2 or (low_s := floor_s(low) - left_s) > 0.0:
+        return 0
+    if (high_s := floor_s(high) - left_s) <= 0.0:
+        return limit - 1
+    # Invariant: `low` fits, `high` does not; low_s and high_s have the signs of that.
+    probes, before = 0, 0
+    while high - low > 1:
+        probes += 1
+        place = (low + high) // 2
+        if probes < _INTERPOLATED:
+            place = min(max(low + int((high - low) * low_s / (low_s - high_s)), low + 1), high - 1)
+        over_s = floor_s(place) - left_s
+        if over_s <= 0.0:
+            low, low_s, high_s, before = place, over_s, high_s * 0.5 if before < 0 else high_s, -1
+        else:
+            high, high_s, low_s, before = place, over_s, low_s * 0.5 if before > 0 else low_s, 1
+    return low
 
 
 def _halve(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:

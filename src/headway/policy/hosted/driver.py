@@ -7,7 +7,6 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import is_
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
+from headway.policy.hosted.running_tally import RunningTally
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.prefill import PrefillState
 
@@ -39,8 +39,9 @@ class PolicyDriver:
         self.policy = policy
         self.pool = pool
         self.prefills: dict[str, VllmRequest] = {}
-        # Requests that have had their first token.
-        self.decoding: set[str] = set()
+        # Requests that have had their first token, and counts over all that run.
+        self.decoding: dict[str, VllmRequest] = {}
+        self.tally = RunningTally(self.decoding)
         # Requests whose prompt was completed by the last `advance`.
         self.completed: list[tuple[PrefillState, VllmRequest]] = []
 
@@ -57,16 +58,19 @@ class PolicyDriver:
         self.policy.enter(facts, holds_kv=running)
         if decodes:
             self.pool.complete(facts.id)
-            self.decoding.add(facts.id)
+            self.decoding[facts.id] = request
         else:
             self.prefills[facts.id] = request
+            if running:
+                self.tally.begun.add(facts.id)
 
     def lost(self, request: VllmRequest) -> None:
         """Requeue a request that vLLM has preempted: all its tokens are computed again."""
         name = request.request_id
         if name in self:
             self.pool.drop(name)
-            self.decoding.discard(name)
+            self.tally.lost(name)
+            self.decoding.pop(name, None)
             self.prefills[name] = request
             self.policy.lost(name, request.num_tokens)
 
@@ -74,32 +78,40 @@ class PolicyDriver:
         """Remove a finished or aborted request. Unknown ones are ignored."""
         if request_id in self:
             self.pool.drop(request_id)
-            self.decoding.discard(request_id)
+            self.tally.ended(request_id)
+            self.decoding.pop(request_id, None)
             self.prefills.pop(request_id, None)
             self.policy.ended(request_id)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan_step(
-        self, running: list[VllmRequest], now: float, admits_new: bool, rows_each: int = 1
+        self, running: list[VllmRequest], now: float, admits_new: bool, rows_each: int = 1, recount: bool = False
     ) -> tuple[StepPlan, list[VllmRequest]] | None:
         """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows; and
         `running` with decodes first, then prefills by urgency, since vLLM preempts from its end.
 
+        `recount`: cached tokens of running requests may have changed otherwise than by `scheduled`.
         None: the policy would wait although nothing runs that could free KV; the caller lets vLLM decide."""
-        # Few passes, each over hundreds of requests: this is much of a decision's time.
-        prefills = [request for request in running if request.is_prefill_chunk]
-        kv_sum = sum([request.num_computed_tokens for request in running])
-        kv_sum -= sum([request.num_computed_tokens for request in prefills])
-        decodes = len(running) - len(prefills)
+        decodes, kv_sum = self.tally.decodes_of(running, recount or rows_each > 1)
         plan = self.plan(decodes, rows_each * decodes, kv_sum, now, admits_new)
         if not (plan.quotas or running or not self.prefills):
             return None
-        place = {name: i for i, name in enumerate(plan.quotas)}
-        prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
-        if all(map(is_, reversed(prefills), reversed(running))):
+        # Prefills end the list, but for those whose last chunk was in the step before: look at the end only.
+        first, wanted = len(running), len(running) - decodes
+        prefills: list[VllmRequest] = []
+        while len(prefills) < wanted:
+            first -= 1
+            if running[first].is_prefill_chunk:
+                prefills.append(running[first])
+        prefills.reverse()
+        if len(prefills) > 1:
+            place = {name: i for i, name in enumerate(plan.quotas)}
+            prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
+        end = running[first:]
+        if prefills == end:
             return plan, running
-        return plan, [request for request in running if not request.is_prefill_chunk] + prefills
+        return plan, running[:first] + [request for request in end if not request.is_prefill_chunk] + prefills
 
     def quota(self, plan: StepPlan, request_id: str, running: bool) -> int | None:
         """Return the tokens that a request may take; None: no limit by the policy."""
@@ -125,7 +137,9 @@ class PolicyDriver:
     def scheduled(self, plan: StepPlan, tokens: Mapping[str, int]) -> BatchLoad:
         """Move the policy by the tokens that vLLM has scheduled of each request. Return the actual load of the step."""
         chunks = {name: tokens[name] for name in tokens.keys() & self.prefills.keys()}
-        return self.advance(plan, chunks, len(tokens) - len(chunks), sum(tokens.values()) - sum(chunks.values()))
+        rows = sum(tokens.values()) - sum(chunks.values())
+        self.tally.computed(rows)
+        return self.advance(plan, chunks, len(tokens) - len(chunks), rows)
 
     def advance(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:
         """See `scheduled`: tokens by prefill, and the number of all other requests with their tokens."""
@@ -151,13 +165,15 @@ class PolicyDriver:
             # Still a prefill for vLLM: keep one token, so that the policy does not count it as complete.
             self.policy.moved(name, min(request.num_computed_tokens, known - 1))
             self.pool.settle(name)
+            self.tally.begun.add(name)
             return
         self.policy.moved(name, known)
         self.policy.decoding(name)
         if state is not None:
             self.completed.append((state, request))
         self.pool.complete(name)
-        self.decoding.add(name)
+        self.decoding[name] = request
+        self.tally.decoding_from_now(name)
         del self.prefills[name]
 
     def _real_load(self, plan: StepPlan, chunks: Mapping[str, int], others: int, rows: int) -> BatchLoad:

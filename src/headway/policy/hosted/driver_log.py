@@ -178,7 +178,7 @@ class RecordingDriver(PolicyDriver):
             "others": len(tokens) - len(chunks),
             "rows": sum(tokens.values()) - sum(chunk[2] for chunk in chunks),
         }
-        if left_out := sorted(self.decoding - tokens.keys()):
+        if left_out := sorted(self.decoding.keys() - tokens.keys()):
             others["left_out"] = left_out
         self._log.scheduled(load, load_s(self.policy.latency, load), chunks, others)
         return load

@@ -40,9 +40,10 @@ class KvBlockAdmission:
         self._answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
         # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
-        self._decisions = 0
+        # Decisions so far.
+        self.decisions = 0
         # Free blocks of the pool in the current decision.
-        self._free = 0
+        self.free_blocks = 0
         # Blocks of short holders, at most the headroom; None: to be counted again.
         self._short: int | None = None
 
@@ -53,8 +54,8 @@ class KvBlockAdmission:
 
     def decide(self) -> None:
         """Begin a decision: blocks in use may have changed since the last one."""
-        self._decisions += 1
-        self._free = self._pool.free_blocks
+        self.decisions += 1
+        self.free_blocks = self._pool.free_blocks
         if self._pool.holders_grow:
             self._short = None
 
@@ -71,16 +72,15 @@ class KvBlockAdmission:
 
     def fits(self, state: PrefillState) -> bool:
         """Whether the pool has the blocks of a request, with the headroom it must leave, in this decision."""
-        free = self._free
-        blocks = state.needed_blocks if state.asked_again > self._decisions else self.blocks(state)
+        free, blocks = self.free_blocks, self.blocks(state)
         return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
 
     def blocks(self, state: PrefillState) -> int:
         """Return how many free blocks a request would take to enter: the pool's answer while it holds."""
-        if state.asked_again > self._decisions:
+        if state.asked_again > self.decisions:
             return state.needed_blocks
         blocks = self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
-        state.needed_blocks, state.asked_again = blocks, self._decisions + self._answers_hold
+        state.needed_blocks, state.asked_again = blocks, self.decisions + self._answers_hold
         return blocks
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
@@ -102,7 +102,7 @@ class KvBlockAdmission:
         if not self._pool.pledge(name, tokens, headroom):
             state.asked_again = 0
             return False
-        self._free = self._pool.free_blocks
+        self.free_blocks = self._pool.free_blocks
         state.skipped_since = None
         self.hold(state)
         return True

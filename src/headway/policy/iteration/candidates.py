@@ -59,6 +59,7 @@ class PrefillCandidates:
         requests without KV may begin."""
         admission, queue = self._admission, self._queue
         admission.decide()
+        decisions = admission.decisions
         self.long_taken = False
         holders, max_holders = admission.holders, self._config.max_num_seqs
         shares_prefixes, blocked = admission.shares_prefixes, 0
@@ -86,7 +87,9 @@ class PrefillCandidates:
                     blocked += 1
                     closed = blocked >= MAX_BLOCKED
                     continue
-                if not admission.fits(state):
+                # Mostly the pool's last answer still holds, and is too many.
+                known = state.asked_again > decisions and state.needed_blocks > admission.free_blocks
+                if known or not admission.fits(state):
                     blocked += 1
                     if state.skipped_since is None:
                         state.skipped_since = now
