@@ -55,6 +55,10 @@ class TokenServer:
     end_token_at: int | None = None
     max_model_len: int = 4096
     seen: list[Held] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    """Request ids whose KV waits to be read by another server."""
+    peers: list[TokenServer] = field(default_factory=list)
+    """Servers whose KV this one can read."""
     running: int = 0
     port: int = 0
 
@@ -119,11 +123,14 @@ class TokenServer:
             return web.json_response(error, status=429, headers={"Retry-After": "0.05"})
         if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return web.json_response({"error": {"message": "too long", "param": "prompt"}}, status=400)
+        if "kv_transfer_params" in body and not body["stream"]:
+            return await self._prefill(held)
         self.running += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(request)
             await asyncio.sleep(self.prefill_s * len(body["prompt"]))
+            self._read(held)
             await self._stream(request, response, held)
         except (asyncio.CancelledError, ConnectionError):
             held.ended = held.ended or "aborted"
@@ -131,6 +138,32 @@ class TokenServer:
         finally:
             self.running -= 1
         return response
+
+    async def _prefill(self, held: Held) -> web.Response:
+        """The prefill leg of vLLM's NixlConnector."""
+        assert held.body["kv_transfer_params"]["do_remote_decode"]
+        assert held.body["max_tokens"] == 1
+        name = held.headers["x-request-id"]
+        self.running += 1
+        try:
+            await asyncio.sleep(self.prefill_s * len(held.body["prompt"]))
+        except asyncio.CancelledError:
+            held.ended = "aborted"
+            raise
+        finally:
+            self.running -= 1
+        held.ended = "finished"
+        self.kept.add(name)
+        parameters = {"do_remote_prefill": True, "remote_request_id": name, "remote_port": self.port, "extra": [[1]]}
+        return web.json_response({"choices": [], "kv_transfer_params": parameters})
+
+    def _read(self, held: Held) -> None:
+        """Read KV that the request's parameters name, which frees it there."""
+        parameters = held.body.get("kv_transfer_params")
+        if parameters is not None:
+            assert parameters["extra"] == [[1]]
+            source = next(each for each in self.peers if each.port == parameters["remote_port"])
+            source.kept.remove(held.headers["x-request-id"])
 
     async def _stream(self, request: web.Request, response: web.StreamResponse, held: Held) -> None:
         tokens, count = list(held.body["prompt"]), held.body["max_tokens"]

@@ -113,6 +113,33 @@ class HttpServer:
             raise ServerGoneError(f"{self.url}: {str(error) or type(error).__name__}") from error
         raise ServerGoneError(f"{self.url}: the answer broke off")
 
+    async def prefill(self, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+        """Compute a prompt and keep its KV; return the `kv_transfer_params` with which another server reads it.
+
+        Cancelling closes the connection, which ends the request. Raises RequestError, ServerBusyError or
+        ServerGoneError."""
+        import aiohttp
+
+        try:
+            async with self._session.post(
+                f"{self.url}/v1/completions",
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json", **headers},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            ) as response:
+                page = await response.read()
+                if response.status != 200:
+                    raise _refusal(response.status, page, response.headers.get("Retry-After"))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ServerGoneError(f"{self.url}: {str(error) or type(error).__name__}") from error
+        try:
+            parameters = msgspec.json.decode(page).get("kv_transfer_params")
+        except (msgspec.DecodeError, AttributeError):
+            parameters = None
+        if not isinstance(parameters, dict):
+            raise ServerGoneError(f"{self.url} gives no `kv_transfer_params`: start it with vLLM's NixlConnector")
+        return parameters
+
     async def _get(self, path: str) -> bytes:
         status, page = await self._fetch(path, _PAGE_S)
         if status != 200:
