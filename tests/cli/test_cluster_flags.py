@@ -75,6 +75,7 @@ def test_a_host_of_the_file_is_accepted_with_and_without_a_count(
             "unrecognized arguments: --max-model-length 8k; --max-model-length: did you mean --max-model-len?",
         ),
         (("--tensor-parallel", "2"), "unrecognized arguments: --tensor-parallel 2; --tensor-parallel: did you mean"),
+        (("--gpu-mem", "0.9"), "--gpu-mem: did you mean --gpu-memory-utilization?"),
         (("--dry-run", "--replay", "log"), "argument --replay: not allowed with argument --dry-run"),
     ],
 )
@@ -105,3 +106,9 @@ def test_a_dry_run_names_idle_pools(
         said = capsys.readouterr().out
         assert "threads each\ndecodes\n" in said
         assert ("pools[1] is of role decode and does nothing: fifo decodes where it prefills" in said) == idle
+
+
+def test_a_cluster_file_given_to_simulate_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(Path(__file__).parents[2] / "examples" / "cluster.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "is a file of `headway cluster`, whose `--dry-run` simulates it" in said

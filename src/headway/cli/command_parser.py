@@ -42,6 +42,10 @@ class CommandParser(argparse.ArgumentParser):
         # Only flags get hints; a surplus word could be anything.
         for word in unknown:
             flag = word.partition("=")[0]
-            close = get_close_matches(flag, shown, 1, 0.7) if flag.startswith("--") else []
-            hints += [f"{flag}: did you mean {close[0]}?" for _ in close]
+            if not flag.startswith("--"):
+                continue
+            # What was cut short, also of flags of vLLM that the help leaves out; else what is spelt alike.
+            begun = [known for known in self._option_string_actions if len(flag) > 4 and known.startswith(flag)]
+            close = begun[:1] or get_close_matches(flag, shown, 1, 0.7)
+            hints += [f"{flag}: did you mean {found}?" for found in close]
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints))

@@ -94,6 +94,11 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     from headway.sim.sweep import parse_sweep, with_field
 
     data = read_yaml(str(arguments.scenario))
+    if "pools" in data and "workload" not in data:
+        raise ConfigError(
+            f"{arguments.scenario} is a file of `headway cluster`, whose `--dry-run` simulates it on this machine's "
+            "measured times; a scenario has placement, options and pools under `cluster`, and a `workload`"
+        )
     trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
     if isinstance(trace, str) and not Path(trace).is_absolute():  # beside the scenario, as one would expect
         beside = arguments.scenario.parent / trace
