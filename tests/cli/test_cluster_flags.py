@@ -75,7 +75,6 @@ def test_a_host_of_the_file_is_accepted_with_and_without_a_count(
             "unrecognized arguments: --max-model-length 8k; --max-model-length: did you mean --max-model-len?",
         ),
         (("--tensor-parallel", "2"), "unrecognized arguments: --tensor-parallel 2; --tensor-parallel: did you mean"),
-        (("--gpu-mem", "0.9"), "--gpu-mem: did you mean --gpu-memory-utilization?"),
         (("--dry-run", "--replay", "log"), "argument --replay: not allowed with argument --dry-run"),
     ],
 )
@@ -112,3 +111,10 @@ def test_a_cluster_file_given_to_simulate_is_named_as_such(capsys: pytest.Captur
     assert main(["simulate", str(Path(__file__).parents[2] / "examples" / "cluster.yaml")]) == 2
     said = capsys.readouterr().err
     assert "is a file of `headway cluster`, whose `--dry-run` simulates it" in said
+
+
+def test_a_flag_that_is_cut_short_is_answered_with_the_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--gpu-mem", "0.9"])
+    assert ended.value.code == 2
+    assert "--gpu-mem: did you mean --gpu-memory-utilization?" in capsys.readouterr().err
