@@ -10,9 +10,12 @@ from tests.helpers.engine_fixtures import EOS, INFO, Heard, frame, make_core, ru
 from tests.helpers.fake_executor import VOCAB, FakeExecutor, answer
 
 from headway.core.clock import ManualClock
+from headway.core.errors import OverloadedError
+from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.rejections import rejection_error
 
 
 def clock_of(core: EngineCore) -> ManualClock:
@@ -153,6 +156,22 @@ def test_beyond_the_queue_limit_requests_are_refused_as_overload() -> None:
     core.step()
     assert submit(core, "d", [1, 2]) is None
     assert sorted(run(core).last) == ["a", "b", "d"]
+
+
+def test_a_request_that_would_be_late_is_refused_with_a_time_to_retry_if_it_asked_for_that() -> None:
+    core = make_core()
+    assert submit(core, "ahead", [1] * 200) is None
+    slo = Slo(ttft_s=1e-9, refuse_late=True)
+    asking = SubmitRequest(id="late", prompt_tokens=2, params=SamplingParams(max_tokens=2), received_s=0.0, slo=slo)
+    delta = core.submit(asking, memoryview(frame([1, 2])))
+    assert delta is not None
+    assert delta.rejected == "overloaded"
+    error = rejection_error(delta)
+    assert isinstance(error, OverloadedError)
+    assert 0 < error.retry_after_s < 60
+    patient = replace(asking, slo=Slo(ttft_s=1e-9))
+    assert core.submit(patient, memoryview(frame([1, 2]))) is None
+    assert sorted(run(core).last) == ["ahead", "late"]
 
 
 def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log2
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import POLICIES, PrefillFacts, make_policy, relative_slack
+from headway.policy.iteration.preflow import DOUBLING_S
 
 FACTS = st.builds(
     lambda arrival, ttft, total, left: PrefillFacts(arrival, arrival + ttft, total, total * left),
@@ -23,6 +26,8 @@ TEXTBOOK = {
     "edf": lambda f, now: f.deadline_s,
     "lrs": lambda f, now: f.deadline_s - now - f.remaining_s,
     "srpt": lambda f, now: f.remaining_s,
+    # log2 of the inverse of its priority, 2^(age / D) / (P · R)
+    "preflow": lambda f, now: log2(f.total_s) + log2(max(f.remaining_s, 1e-9)) - (now - f.arrival_s) / DOUBLING_S,
     "lars": lambda f, now: (f.deadline_s - now - f.remaining_s) / f.total_s,
 }
 
@@ -67,7 +72,7 @@ def test_lars_orders_the_same_for_any_factor_of_the_isolated_time(
     "fields", [{"policy": "lottery"}, {"chunking": "static:0"}, {"chunking": "static"}, {"chunking": "tiny"}]
 )
 def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(fields: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"fcfs, edf, lrs, srpt, lars|adaptive, whole, or static:N"):
+    with pytest.raises(ConfigError, match=r"fcfs, edf, lrs, srpt, preflow, lars|adaptive, whole, or static:N"):
         SchedulerConfig.named("default", **fields)
 
 

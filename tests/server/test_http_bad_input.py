@@ -97,6 +97,8 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"slo": {"ttft": 200}}, "slo.ttft"),
     ({"slo": {"ttft_ms": -5}}, "slo.ttft_ms"),
     ({"slo": {"tpot_ms": "fast"}}, "slo.tpot_ms"),
+    ({"slo": {"refuse_late": True}}, "slo"),
+    ({"slo": {"refuse_late": 1}}, "slo.refuse_late"),
     ({"timeout_s": 0}, "timeout_s"),
     ({"timeout_s": -3}, "timeout_s"),
     ({"add_special_tokens": 1}, "add_special_tokens"),

@@ -186,6 +186,8 @@ SLOS = [
     ({**ALIAS, **CANONICAL}, {"ttft_ms": 900}, Slo(ttft_s=0.3)),
     ({"x-llm-d-slo-tpot-ms": "25.5", "x-slo-tpot-ms": "99"}, None, Slo(tbt_s=0.0255)),
     ({"x-slo-ttft-ms": "0.001", "x-slo-tpot-ms": "0.001"}, None, Slo(ttft_s=0.1, tbt_s=0.02)),
+    (ALIAS, {"refuse_late": True}, Slo(ttft_s=0.7, refuse_late=True)),
+    ({**ALIAS, "x-slo-refuse-late": "true"}, {"refuse_late": False}, Slo(ttft_s=0.7, refuse_late=True)),
     ({"x-slo-ttft-ms": "1e9", "x-slo-tpot-ms": "1e9"}, None, Slo(ttft_s=60.0, tbt_s=2.0)),
 ]
 

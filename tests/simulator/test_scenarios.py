@@ -29,7 +29,7 @@ EXAMPLES = [f for f in FILES if "\nworkload:" in f.read_text() and "\ndemands:" 
     [
         ("clutser", {}, "clutser is not a field; allowed here: name, about, cluster"),
         ("policy.polcy", "lars", "policy.polcy is not a field; allowed here: policy, chunking"),
-        ("policy.policy", "sjf", "choose one of fcfs, edf, lrs, srpt, lars"),
+        ("policy.policy", "sjf", "choose one of fcfs, edf, lrs, srpt, preflow, lars"),
         ("layout.tp", 0, "layout.tp must be at least 1, not 0"),
         ("workload.mix.0.prmpt", "fixed:3", "workload.mix[0].prmpt is not a field; allowed here: share, class"),
         ("workload.preset", "medha-mix", "exactly one of preset, trace and mix"),

@@ -16,6 +16,8 @@ class Slo(msgspec.Struct, frozen=True):
     """Seconds from arrival to the first output token."""
     tbt_s: float | None = None
     """Seconds between two output tokens."""
+    refuse_late: bool = False
+    """Refuse the request on arrival if its first token is predicted to be later than `ttft_s`."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,9 @@ def draw(panels: Sequence[PlotPanel], file: Path) -> list[Path]:
                 if not points:
                     continue
                 x, y = zip(*points, strict=True)
-                axes.plot(x, y, label=label, lw=1.6, markersize=4, color=COLOURS[index % len(COLOURS)],
+                # Beyond the last colour they come again, dashed.
+                style = "-" if index < len(COLOURS) else "--"
+                axes.plot(x, y, style, label=label, lw=1.6, markersize=4, color=COLOURS[index % len(COLOURS)],
                           marker=MARKERS[index % len(MARKERS)])  # fmt: skip
             axes.set_title(panel.title, fontweight="bold", fontsize=11)
             axes.set_xlabel(panel.x)

@@ -59,6 +59,9 @@ class SloBody(RequestBody):
 
     ttft_ms: float | None = Field(None, gt=0, le=_LONGEST_MS, description="time to first token")
     tpot_ms: float | None = Field(None, gt=0, le=_LONGEST_MS, description="time per output token")
+    refuse_late: bool | None = Field(
+        None, description="answer 429 with Retry-After at once if the first token is predicted to be later than ttft_ms"
+    )
 
 
 class StreamOptions(RequestBody):

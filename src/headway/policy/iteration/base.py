@@ -13,6 +13,7 @@ from typing import Protocol
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.events import RequestEvent
+from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.kv.block_manager import BlockManager
 from headway.kv.staged_kv import StagedKv
@@ -48,6 +49,9 @@ class InstanceScheduler(Protocol):
 
     def deadline_s(self, request_id: str) -> float:
         """Return when the first token of a request is due, seconds: by its SLO, else by the configured default."""
+
+    def predicted_ttft_s(self, request: Request, now: float) -> float:
+        """Return when a new request would have its first token, seconds after its arrival, if nothing came after it."""
 
     def progress(self, request_id: str) -> int:
         """Return how many tokens of a request have their KV in place; for one that decodes, a lower bound."""

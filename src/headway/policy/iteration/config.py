@@ -24,7 +24,7 @@ class SchedulerConfig:
     """Settings of one instance's scheduler. Raises ConfigError on an impossible value."""
 
     policy: str = _f(
-        "lars", "order of waiting prefills: fcfs, edf, lrs, srpt, lars, or a class by its path, module.Class"
+        "lars", "order of waiting prefills: fcfs, edf, lrs, srpt, preflow, lars, or a class by its path, module.Class"
     )
     chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
     mode: Mode = _f("default", "'paper': the papers literally; 'default': our rulings (docs/concepts/scheduling.md)")
@@ -61,6 +61,13 @@ class SchedulerConfig:
     quantum: float = _f(0.02, "a running long keeps its place until another is more urgent by this share; paper: 0")
     deadline_base_s: float = _f(1.0, "TTFT deadline without an SLO: max(base, factor × isolated prefill time), seconds")
     deadline_factor: float = _f(5.0, "the factor of the same")
+    relegation: bool = _f(
+        False, "when not all deadlines can be met, give up the fewest requests and serve those behind the others"
+    )
+    relegated_share: float = _f(0.05, "share of the prefill work that requests so given up get, the oldest first")
+    prefill_share: float = _f(
+        1.0, "share of the time for prefills while requests decode, in turns; 0: by the pressure on both; 1: no turns"
+    )
     reserve_tokens: int = _f(1024, "KV reserved beyond what is known, in tokens; grown by as much on demand")
     kv_headroom: float = _f(0.05, "share of the KV pool that long requests leave free for shorts")
     admission_age_s: float = _f(10.0, "a request skipped for want of KV for so long stops later ones from entering")
@@ -85,6 +92,8 @@ class SchedulerConfig:
         need(self.min_chunk >= 0, "min_chunk", "0 or more")
         need(self.stretch >= 0, "stretch", "0 or more")
         need(self.progress_every >= 1, "progress_every", "at least 1")
+        need(0 < self.relegated_share < 1, "relegated_share", "between 0 and 1")
+        need(0 <= self.prefill_share <= 1, "prefill_share", "from 0 to 1")
         need(0 <= self.kv_headroom < 1, "kv_headroom", "in [0, 1)")
         need(self.stages >= 1, "stages", "at least 1")
         need(self.kv_parallel >= 1, "kv_parallel", "at least 1")

@@ -12,17 +12,19 @@ import msgspec
 from msgspec.structs import replace
 
 from headway.core.request import Request
-from headway.perf.latency.base import BatchLoad, LatencyModel
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
 from headway.policy.iteration.chunk_allocation import ChunkAllocation, is_bounded, pack, rules_of
 from headway.policy.iteration.chunking_strategies import make_chunking
+from headway.policy.iteration.compute_share import ComputeShare
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.iteration_budget import IterationBudget
 from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.ordering import UrgencyLine
+from headway.policy.iteration.predicted_ttft import predicted_ttft_s, prefill_speed
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import make_queue
 from headway.policy.iteration.urgency import UrgencyOrder
@@ -61,6 +63,9 @@ class IterationPolicy:
         aim_s = reference_aim_s(config, latency)
         times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
         self.urgency = UrgencyOrder(config, times, aim_s)
+        self.relegation = self.urgency.relegation
+        # None: prefills may have all the time that budgets leave them.
+        self.compute_share = ComputeShare(config.prefill_share) if config.prefill_share < 1 else None
         self.budget = IterationBudget(config, latency)
         self.targets = self.budget.targets
         self.queue = make_queue(self.urgency.policy.parallel)
@@ -111,12 +116,15 @@ class IterationPolicy:
         state.scheduled = scheduled
         # +1: `began` has not yet counted the iteration that is being built.
         state.last_progress = self._advanced = self._iterations + 1
+        before_s = state.work_s
         if state.is_long:
             self.urgency.mark_active(state, self.queue)
         if state.remaining == 0:
             self.queue.remove(state)
         else:
             self.queue.update(state, self.urgency.line(state))
+        if self.relegation is not None:
+            self.relegation.worked(state, before_s - (state.work_s if state.remaining else 0.0))
 
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
@@ -157,6 +165,8 @@ class IterationPolicy:
             self.queue.remove(state)
         if state is self.urgency.active_long:
             self.urgency.active_long = None
+        if self.relegation is not None:
+            self.relegation.left(state)
         if state.decoding:
             self.targets.leave(state)
         self.admission.release(request_id)
@@ -183,11 +193,16 @@ class IterationPolicy:
         if self._pool.cache is not None:
             for request_id, cached in self._pool.cache.drain_changes():
                 self._set_cached(self._states[request_id], cached)
+        if self.compute_share is not None and not self.compute_share.grants(load.decodes):
+            return IterationDecision([], load)
         # Other chunking ignores the time.
         if self.chunking.timed:
             t_target_s = self.budget_s(now) if budget_s is None else budget_s
             if t_target_s != self._rules.t_target_s:
                 self._rules = replace(self._rules, t_target_s=t_target_s)
+        if self.relegation is not None:
+            speed = prefill_speed(self.latency, load, self._rules.t_target_s)
+            self.relegation.choose(now, self.queue, speed, self.urgency.line)
         shorts_wait = self.leaves_time(shorts_elsewhere)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
@@ -202,6 +217,26 @@ class IterationPolicy:
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
         self.budget.observed(self.urgency.prefill_times.refresh())
+
+    def charge(self, load: BatchLoad, seconds: float | None, now: float) -> None:
+        """Charge an iteration that ended at `now` to the share of its class; measured seconds, None: as predicted."""
+        share = self.compute_share
+        if share is None:
+            return
+        prefilled = load.tokens > load.decodes
+        contended = load.decodes > 0 and (prefilled or len(self.queue) > 0)
+        share.charge(prefilled, contended, load_s(self.latency, load) if seconds is None else seconds, now)
+        if share.automatic and contended and len(self.queue):
+            oldest = min(self.queue, key=lambda state: state.order)
+            share.adjust(now - oldest.request.arrival_s, oldest.work_s, now)
+
+    def predicted_ttft_s(self, request: Request, decodes: BatchLoad, now: float) -> float:
+        """Return when a new request would have its first token, seconds after its arrival, beside these decodes."""
+        newcomer = PrefillState(request, self._entered)
+        line = self.urgency.assess(newcomer)
+        waiting = ((state, self.urgency.line(state)) for state in self.queue)
+        speed = prefill_speed(self.latency, decodes, self.budget_s(now))
+        return predicted_ttft_s(newcomer, line, waiting, speed, now)
 
     # -- questions ----------------------------------------------------------------------------------------------
 

@@ -94,10 +94,14 @@ class GroupState:
 
     def outstanding_s(self) -> float:
         """Return the predicted seconds of work ahead of a new request: waiting prefills, and one decode iteration."""
+        load = self.decodes_load()
+        return self.policy.waiting_s + (load_s(self.latency, load) if load.decodes else 0.0)
+
+    def decodes_load(self) -> BatchLoad:
+        """Return the load of all decodes, in flight or not, as an upper bound."""
         count = len(self.ready) + sum(len(batch.decodes) for batch in self.in_flight.values())
         # All leased KV, not the decodes' exact sum: it is the same however many steps a repeated batch takes at once.
-        load = BatchLoad(count, count, self.block_manager.used_tokens)
-        return self.policy.waiting_s + (load_s(self.latency, load) if count else 0.0)
+        return BatchLoad(count, count, self.block_manager.used_tokens)
 
     def count_iterations(self, iterations: int = 1) -> None:
         """Count scheduled iterations, here and in the policy."""

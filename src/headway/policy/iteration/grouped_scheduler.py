@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.events import RequestEvent
+from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import LatencyModel
@@ -117,6 +118,10 @@ class GroupedScheduler:
     def deadline_s(self, request_id: str) -> float:
         """See `InstanceScheduler`."""
         return self._owner(request_id).deadline_s(request_id)
+
+    def predicted_ttft_s(self, request: Request, now: float) -> float:
+        """See `InstanceScheduler`. In the group with the least predicted work, where it would be queued."""
+        return self.groups[self._placement.by_load()[0].group].predicted_ttft_s(request, now)
 
     def progress(self, request_id: str) -> int:
         """See `InstanceScheduler`."""

@@ -51,7 +51,7 @@ def relative_slack(facts: PrefillFacts, now: float) -> float:
     return (facts.deadline_s - now - facts.remaining_s) / max(facts.total_s, 1e-9)
 
 
-POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars")
+POLICIES = ("fcfs", "edf", "lrs", "srpt", "preflow", "lars")
 
 
 def make_policy(name: str) -> OrderingPolicy:
@@ -59,11 +59,18 @@ def make_policy(name: str) -> OrderingPolicy:
     if is_dotted(name):
         return _own_policy(name)
     # Imported here: the policies import this module.
-    from headway.policy.iteration import edf, fcfs, lars, lrs, srpt
+    from headway.policy.iteration import edf, fcfs, lars, lrs, preflow, srpt
 
     known: dict[str, OrderingPolicy] = {
         policy.name: policy
-        for policy in (fcfs.FcfsPolicy(), edf.EdfPolicy(), lrs.LrsPolicy(), srpt.SrptPolicy(), lars.LarsPolicy())
+        for policy in (
+            fcfs.FcfsPolicy(),
+            edf.EdfPolicy(),
+            lrs.LrsPolicy(),
+            srpt.SrptPolicy(),
+            preflow.PreflowPolicy(),
+            lars.LarsPolicy(),
+        )
     }
     if name not in known:
         raise ConfigError(f"unknown scheduling policy {name!r}: choose one of {', '.join(POLICIES)}")

@@ -91,6 +91,10 @@ class Scheduler:
         """See `InstanceScheduler`."""
         return self.state.sequences[request_id].deadline_s
 
+    def predicted_ttft_s(self, request: Request, now: float) -> float:
+        """See `InstanceScheduler`."""
+        return self.policy.predicted_ttft_s(request, self.state.decodes_load(), now)
+
     def progress(self, request_id: str) -> int:
         """See `InstanceScheduler`."""
         return self.state.sequences[request_id].computed

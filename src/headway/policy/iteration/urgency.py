@@ -8,6 +8,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import UrgencyLine, make_policy
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import WaitingQueue
+from headway.policy.iteration.relegation import Relegation
 
 
 class UrgencyOrder:
@@ -21,6 +22,8 @@ class UrgencyOrder:
         self.prefill_times = prefill_times
         # The long request that got tokens last; it keeps its place by a quantum.
         self.active_long: PrefillState | None = None
+        # None: all requests keep the policy's order, however late.
+        self.relegation = Relegation(config.relegated_share) if config.relegation else None
 
     def is_long(self, request: Request) -> bool:
         """Whether a request is long: by its uncached tokens or their isolated time."""
@@ -45,12 +48,15 @@ class UrgencyOrder:
         if ttft_s is None:
             ttft_s = max(self._config.deadline_base_s, self._config.deadline_factor * state.total_s)
         state.deadline_s = state.request.arrival_s + ttft_s
-        return self.policy.line(state.facts(state.work_s))
+        line = self.policy.line(state.facts(state.work_s))
+        return line if self.relegation is None else self.relegation.line(state, line)
 
     def line(self, state: PrefillState) -> UrgencyLine:
         """Return the line of a request whose progress has changed."""
         state.work_s = self._work_s(state)
         line = self.policy.line(state.facts(state.work_s))
+        if self.relegation is not None and self.relegation.reorders:
+            return self.relegation.line(state, line)
         if state is self.active_long:
             # A share `quantum` of its isolated time, in units of the key: total_s * slope is 1 under LARS.
             return UrgencyLine(line.intercept - self._config.quantum * state.total_s * line.slope, line.slope)

@@ -22,6 +22,7 @@ from headway.core.span import Span
 from headway.perf.hardware.utilisation import AttentionWork
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
+from headway.policy.iteration.predicted_ttft import refuse_late
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import ScheduledOutput
@@ -129,8 +130,10 @@ class EngineCore:
         # The executor first: `add` may reject the request, and only then is there something to undo.
         self.executor.admit(submit.id, prompt, submit.params, submit.output, submit.phase == "decode")
         try:
+            if not known:
+                refuse_late(self.scheduler, request, now)
             self.scheduler.add(Span.whole(request), now, submit.phase)
-        except RequestError:
+        except (RequestError, OverloadedError):
             self.executor.forget(submit.id)
             self._prefixes.forget(submit.id)
             raise
@@ -167,9 +170,7 @@ class EngineCore:
     def stage(self, request_id: str) -> None:
         """Stop a decode that is to continue on another instance, unless it ends first. Its KV remains staged here.
 
-        The request then appears in `staged`.
-
-        Unknown ids are ignored.
+        The request then appears in `staged`. Unknown ids are ignored.
         """
         if request_id in self._live:
             self._record_staged(self.scheduler.stage(request_id, self._clock.now()))

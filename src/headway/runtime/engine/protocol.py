@@ -79,6 +79,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The engine did not take the request on, for this reason. None: it was accepted."""
     param: str | None = None
     """The request's field at fault, with `rejected == "invalid"`."""
+    retry_after_s: float = 1.0
+    """When to try again, with `rejected == "overloaded"`."""
     first_scheduled_s: float | None = None
     cached_tokens: int = 0
     """Tokens of the prompt that came from the prefix cache. Sent with the first token."""

@@ -13,15 +13,23 @@ RejectionError = RequestError | OverloadedError | UnavailableError
 def rejection_delta(request_id: str, error: RejectionError, now: float) -> OutputDelta:
     """Return the last delta of a request that was not taken on because of `error`."""
     rejected: Rejection = "invalid"
-    param = None
+    param, retry_after_s = None, 1.0
     match error:
         case OverloadedError():
-            rejected = "overloaded"
+            rejected, retry_after_s = "overloaded", error.retry_after_s
         case UnavailableError():
             rejected = "unavailable"
         case RequestError():
             param = error.param
-    return OutputDelta(id=request_id, finish="error", error=str(error), rejected=rejected, param=param, emitted_s=now)
+    return OutputDelta(
+        id=request_id,
+        finish="error",
+        error=str(error),
+        rejected=rejected,
+        param=param,
+        retry_after_s=retry_after_s,
+        emitted_s=now,
+    )
 
 
 def rejection_error(delta: OutputDelta) -> RejectionError | None:
@@ -31,7 +39,7 @@ def rejection_error(delta: OutputDelta) -> RejectionError | None:
         case None:
             return None
         case "overloaded":
-            return OverloadedError(message)
+            return OverloadedError(message, delta.retry_after_s)
         case "unavailable":
             return UnavailableError(message)
         case "invalid":
