@@ -234,8 +234,9 @@ class SimulatedEngine:
 
     def _start(self, batch: Batch, now: float, quiet_s: float) -> RunningBatch:
         parts = batch.parts
-        cohorts = [self._cohorts.of(part.decodes, part.group) for part in parts]
+        cohorts = []
         for part in parts:
+            cohorts.append(self._cohorts.of(part.decodes, part.group))
             if part.kv_ops or part.prefills:
                 self._count_chunks(part, now)
         stage_s = max(self._stage_s(batch) + self.fused_s, self.fused_until_s - now)

@@ -180,8 +180,10 @@ class _Filling:
         self.bounded = is_bounded(chunking)
         # Whether long candidates leave part of the time to shorts: shorts wait (space sharing).
         self._yields_time = shorts_wait and rules.shares_space
-        # Seconds of the decodes, the same whatever is added; None: the model's terms depend on each other.
-        self._decode_s = None if hasattr(latency, "whole_s") else decodes_s(latency, load)
+        # Seconds of the decodes, the same whatever is added; None: the model's terms depend on each other, or the
+        # time does not matter.
+        separable = chunking.timed and not hasattr(latency, "whole_s")
+        self._decode_s = decodes_s(latency, load) if separable else None
         # Predicted seconds of `load`; None: not known yet.
         self._load_s: float | None = None
 
@@ -196,9 +198,9 @@ class _Filling:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room = max(self.max_tokens - self.load.tokens, 0)
         ask = PrefillDemand(past, remaining, room)
-        budget_s = self._budget_s(candidate)
         if not self.chunking.timed:
-            return self.chunking.quota(ask, self.load, budget_s, model)
+            return self.chunking.quota(ask, self.load, self.rules.t_target_s, model)
+        budget_s = self._budget_s(candidate)
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
         floor = min(max(self.rules.min_chunk, 1), remaining, max(room, 1))
         # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the

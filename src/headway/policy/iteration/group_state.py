@@ -119,7 +119,7 @@ class GroupState:
     def rejoin(self, decodes: DecodeSet) -> None:
         """Make the decodes of a completed batch ready again. O(smaller set): the smaller set joins the larger."""
         # Mostly `ready` is empty, and the set comes back whole with its epoch unchanged.
-        if len(decodes) > len(self.ready):
+        if len(decodes.members) > len(self.ready.members):
             self.ready, decodes = decodes, self.ready
         for sequence in list(decodes.members.values()):
             decodes.settle(sequence)
