@@ -12,6 +12,7 @@ DEFAULT_CHUNKING = {
     "edf": "adaptive",
     "lrs": "adaptive",
     "srpt": "adaptive",
+    "preflow": "adaptive",
 }
 """Chunking of a policy that is named without one: whole prompts for the baseline, a time budget for the others."""
 
