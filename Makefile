@@ -11,7 +11,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm test-vllm check format bench clients docs figures lock sbom package embedded clean
+.PHONY: help setup demo test test-long vllm nixl test-vllm check format bench clients docs figures lock sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples o
 
 vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)
+
+nixl: ## NIXL beside it, in .nixl, for hand-over of KV between vLLM servers (0.5 GB)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target .nixl nixl==1.5.1 nixl-cu12==1.5.1
 
 # In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
 test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server), a cluster of its servers; makes .venv-vllm

@@ -16,8 +16,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster_live import Times, convoy, points, synthetic
-from benchmarks.peers.vllm_server import flags_of, vllm_server
+from benchmarks.peers.vllm_server import entered_together, flags_of, vllm_server
 from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
 from headway.policy.placement.view import ClusterSnapshot
@@ -69,20 +68,8 @@ def servers(scheduling: str, a: argparse.Namespace) -> Iterator[list[str]]:
         )
         for core in range(2)
     ]  # fmt: skip
-    entered: list[AbstractContextManager[str]] = []
-
-    def enter(context: AbstractContextManager[str]) -> str:
-        url = context.__enter__()
-        entered.append(context)
-        return url
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            urls = list(pool.map(enter, started))
+    with entered_together(started) as urls:
         yield urls
-    finally:
-        for context in entered:
-            context.__exit__(None, None, None)
 
 
 def cluster(urls: Sequence[str], placement: str, model: str) -> HttpCluster:

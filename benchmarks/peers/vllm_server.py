@@ -10,8 +10,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 
@@ -40,8 +41,10 @@ def vllm_server(
     threads: int = 0,
     first_core: int = 0,
     log: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """The URL of a server that is ready. It listens on 127.0.0.1 only and ends with the block. `threads` 0: all cores.
+    variables: of its environment, besides.
 
     On a machine that does other work take one thread: several wait for each other in every operator.
     """
@@ -61,6 +64,7 @@ def vllm_server(
         "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, cores),
         "VLLM_NO_USAGE_STATS": "1",
         **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
+        **(variables or {}),
     }
     environment.pop("OMP_NUM_THREADS", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -77,6 +81,25 @@ def vllm_server(
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+@contextmanager
+def entered_together(servers: Sequence[AbstractContextManager[str]]) -> Iterator[list[str]]:
+    """The URLs of servers that start at the same time."""
+    entered: list[AbstractContextManager[str]] = []
+
+    def enter(server: AbstractContextManager[str]) -> str:
+        url = server.__enter__()
+        entered.append(server)
+        return url
+
+    try:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            urls = list(pool.map(enter, servers))
+        yield urls
+    finally:
+        for server in entered:
+            server.__exit__(None, None, None)
 
 
 def _range(first: int, count: int) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.token_server import TokenServer
 
 from headway.core.sampling import SamplingParams
 from headway.perf.latency.roofline import MachineRates
-from headway.runtime.build.http_instances import rules_of
+from headway.runtime.build.http_instances import instance_settings, rules_of
 from headway.runtime.cluster.cluster_file import ClusterFile
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.http_cluster.http_cluster import HttpCluster, HttpInstanceSettings
+from headway.runtime.http_cluster.http_cluster import HttpCluster
 
 RATES = MachineRates(linear_flops=1e10, attention_flops=1e10, bandwidth=1e10, name="a made-up machine")
 
@@ -49,20 +50,25 @@ async def stream(
 
 @asynccontextmanager
 async def cluster_of(
-    servers: Sequence[TokenServer], placement: str = "jsq", options: dict[str, Any] | None = None, wait: bool = True
+    servers: Sequence[TokenServer],
+    placement: str = "jsq",
+    options: dict[str, Any] | None = None,
+    prefill: Sequence[TokenServer] = (),
 ) -> AsyncIterator[HttpCluster]:
     """A started cluster of these servers, which are started too and end with the block."""
-    for server in servers:
+    for server in (*servers, *prefill):
         await server.start()
     urls = [server.url for server in servers]
-    pools = [{"backend": "vllm", "urls": urls}]
+    pools: list[dict[str, Any]] = [{"backend": "vllm", "urls": urls}]
+    if prefill:
+        pools.append({"backend": "vllm", "role": "prefill", "urls": [server.url for server in prefill]})
     file = ClusterFile.model_validate({"pools": pools, "placement": placement, "options": options or {}})
     rules = rules_of(file, str(model_path()), RATES)
-    cluster = HttpCluster([HttpInstanceSettings(0, url) for url in urls], rules)
+    cluster = HttpCluster(instance_settings(file, str(model_path()), Path()), rules)
     try:
         await cluster.start()
         yield cluster
     finally:
         await cluster.close()
-        for server in servers:
+        for server in (*servers, *prefill):
             await server.stop()

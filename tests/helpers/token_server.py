@@ -84,7 +84,10 @@ class TokenServer:
         return self
 
     async def stop(self) -> None:
-        """As a kill: connections close in the midst of answers. `start` serves again on the same port."""
+        """As a kill: connections close in the midst of answers. `start` serves again on the same port. Harmless when
+        repeated."""
+        if self._runner.server is None:
+            return
         for held in self.seen:
             held.ended = held.ended or "broken"
         for connection in list(self._runner.server.connections):

@@ -44,6 +44,7 @@ ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
         ({"pools": [{"backend": "vllm", "urls": [URL], "command": "x"}]}, "leave out command"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "count": 2}]}, "there are 1 urls"),
         ({"pools": [{"backend": "vllm", "role": "decode"}]}, "leave out role"),
+        ({"pools": [{"backend": "vllm", "role": "prefill"}]}, "one has to decode"),
         ({"pools": [{"backend": "vllm"}, {}]}, "all have to be of one backend"),
         ({"pools": [{"backend": "vllm"}], "placement": "weave"}, "weave cannot work"),
         ({"pools": [{"backend": "vllm"}], "placement": "fifo"}, "fifo needs the options `long_sp: 1`"),

@@ -20,13 +20,14 @@ from headway.runtime.http_cluster.server_command import ServerCommand, server_wo
 def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpInstanceSettings]:
     """Return where each instance is, by number. folder: for the output of servers that the cluster starts."""
     found: list[HttpInstanceSettings] = []
-    for i, pool in enumerate(file.pools):
-        found += [HttpInstanceSettings(i, url) for url in pool.urls]
+    # Those that prefill come last: policies see the others, whose numbers have no gaps.
+    for i, pool in sorted(enumerate(file.pools), key=lambda item: item[1].role == "prefill"):
+        found += [HttpInstanceSettings(i, url, role=pool.role) for url in pool.urls]
         for _ in range(0 if pool.urls else pool.count):
             number, port = len(found), free_port()
             words = server_words(pool.command, pool.serve, model, number, port)
             process = ServerCommand(words, port, folder / f"instance-{number}.log")
-            found.append(HttpInstanceSettings(i, process.url, process))
+            found.append(HttpInstanceSettings(i, process.url, process, pool.role))
     return found
 
 

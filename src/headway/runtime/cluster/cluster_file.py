@@ -32,7 +32,11 @@ class InstancePool(FileSection):
     """Equal instances of one role."""
 
     count: Annotated[int, Field(ge=1, le=LARGEST_POOL)] = Field(default=1, description="number of instances")
-    role: Role = Field(default="mixed", description="`mixed`, `prefill` or `decode`")
+    role: Role = Field(
+        default="mixed",
+        description="`mixed`, `prefill` or `decode`; backend vllm: servers of role `prefill` compute all "
+        "prompts and hand the KV to the mixed one that the policy chooses (all need vLLM's NixlConnector)",
+    )
     backend: Literal["native", "vllm"] = Field(
         default="native",
         description="what computes: Headway's engine, or servers with vLLM's HTTP API, each of which serves whole "
@@ -70,8 +74,8 @@ class InstancePool(FileSection):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")
-        if self.backend == "vllm" and (self.role != "mixed" or self.host or self.per_node is not None):
-            raise ValueError("backend vllm: instances serve whole requests: leave out role, host and per_node")
+        if self.backend == "vllm" and (self.role == "decode" or self.host or self.per_node is not None):
+            raise ValueError("backend vllm: leave out role (unless it is prefill), host and per_node")
         return self
 
     @property
@@ -153,6 +157,10 @@ def _check_placement(file: ClusterFile, where: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if file.behind_http:
+        if roles == {"prefill"}:
+            raise ConfigError(f"{where}: pools: all are of role prefill; one has to decode (leave out its role)")
+        # Policies place requests on the others.
+        roles = {"mixed"}
         missing = missing_for(name, file.options, HTTP_CAPABILITIES)
         if missing is not None:
             raise ConfigError(f"{where}: on instances of backend vllm, which serve whole requests, {name} {missing}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headway.control.request_lifecycle import AttemptContinuation
 from headway.core.errors import HeadwayError, InvariantError
 from headway.runtime.http_cluster.completion_body import completion_body, request_headers
+from headway.runtime.http_cluster.kv_hand_over import KvHandOver
 
 if TYPE_CHECKING:
     from headway.runtime.engine.protocol import SubmitRequest
@@ -27,10 +28,12 @@ _LARGE_PROMPT = 1 << 16
 class AnswerStream:
     """One attempt's connection. What comes after `close`, or when its request has another stream, is ignored."""
 
-    __slots__ = ("first", "instance", "sent_s", "task")
+    __slots__ = ("first", "instance", "prefill", "sent_s", "task")
 
-    def __init__(self, instance: int, sent_s: float) -> None:
+    def __init__(self, instance: int, sent_s: float, prefill: HttpInstance | None = None) -> None:
         self.instance, self.sent_s = instance, sent_s
+        self.prefill = prefill
+        """Instance that computes the prompt for `instance`, until it has; None: `instance` itself."""
         self.first = False
         """Whether the prompt is computed."""
         self.task: asyncio.Task[None] | None = None
@@ -44,13 +47,15 @@ class AnswerStream:
 async def read_answer(
     request: HttpRequest,
     target: HttpInstance,
+    prefill: HttpInstance | None,
     continuation: AttemptContinuation,
     api_key: str | None,
     receive: Callable[[StreamedTokens], None],
     broken: Callable[[HeadwayError], None],
 ) -> None:
-    """Send a request to an instance and read its answer to the end. api_key: sent to the instance. receive: called with
-    each part. broken: called with the error that ended it, those raised by `receive` included."""
+    """Send a request to an instance and read its answer to the end. prefill: computes the prompt for it, if any.
+    api_key: sent to both. receive: called with each part. broken: called with the error that ended it, those raised by
+    `receive` included."""
     headers = request_headers(request.submit, request.life.attempts, api_key)
     try:
         arguments = (request.submit, request.prompt, target.model.id, continuation)
@@ -58,7 +63,11 @@ async def read_answer(
             body = await asyncio.to_thread(completion_body, *arguments)
         else:
             body = completion_body(*arguments)
-        async with aclosing(target.server.complete(body, headers)) as pieces:  # type: ignore[type-var]
+        if prefill is None:
+            answer = target.server.complete(body, headers)
+        else:
+            answer = KvHandOver(prefill.server, target.server, body, headers).pieces()
+        async with aclosing(answer) as pieces:  # type: ignore[type-var]
             async for piece in pieces:
                 receive(piece)
     except HeadwayError as error:

@@ -133,3 +133,5 @@ class HttpBackend(InstanceBackend):
         if stream is not None:
             stream.close()
             self._instances[stream.instance].queue.remove(request.name, self._clock())
+            if stream.prefill is not None:
+                stream.prefill.queue.remove(request.name, self._clock())

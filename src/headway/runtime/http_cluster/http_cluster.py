@@ -14,7 +14,7 @@ import msgspec
 from headway.core.errors import ConfigError, RequestError, UnavailableError
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import PlacementPolicy
-from headway.policy.placement.view import ClusterLinks
+from headway.policy.placement.view import ClusterLinks, Role
 from headway.runtime.cluster.client_answer import time_limit
 from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
@@ -42,6 +42,8 @@ class HttpInstanceSettings(msgspec.Struct, frozen=True):
     url: str
     process: ServerCommand | None = None
     """The command that starts it; None: the server is not the cluster's."""
+    role: Role = "mixed"
+    """`prefill`: it computes prompts for the others, which read their KV."""
 
 
 class HttpClusterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +133,9 @@ class HttpCluster:
         for number, each in enumerate(self._settings):
             server = HttpServer(each.url, session, self._api_key)
             queue = PrefillQueue(number, rules.latency)
-            self.instances[number] = HttpInstance(number, each.pool, server, queue, each.process, self._clock)
+            self.instances[number] = HttpInstance(
+                number, each.pool, server, queue, each.process, self._clock, each.role
+            )
         self._live = HttpController(
             self.instances, rules.links, rules.policy, rules.latency, rules.shape.layers, rules.model.eos_token_ids,
             api_key=self._api_key, clock=self._clock,
@@ -171,7 +175,7 @@ class HttpCluster:
                 continue
 
     def _describe(self) -> EngineInfo:
-        model, ready = self._rules.model, [each for each in self._all if each.state == "ready"]
+        model, ready = self._rules.model, [each for each in self._all if each.state == "ready" and each.role == "mixed"]
         lengths = [each.model.max_model_len or model.max_model_len for each in ready]
         longest = min(lengths)
         if len(set(lengths)) > 1:
@@ -294,7 +298,7 @@ class HttpCluster:
         placed, free_in_s = (0, 0.0) if self._live is None else self._live.figures(each.number)
         return InstanceReport(
             id=each.number,
-            role="mixed",
+            role=each.role,
             node=0,
             pool=each.pool,
             state=each.state,
@@ -325,8 +329,8 @@ class HttpCluster:
     def leave(self, number: int) -> InstanceReport:
         """See `InstanceAdmin.leave`."""
         each = self.instances[number]
-        others = [one for one in self._all if one.state == "ready" and one is not each]
-        if not others:
+        others = [one for one in self._all if one.state == "ready" and one is not each and one.role == "mixed"]
+        if not others and each.role == "mixed":
             raise RequestError(f"instance {number} cannot leave: no other one serves", "id")
         assert self._live is not None
         if each.state == "ready":

@@ -27,6 +27,7 @@ from headway.runtime.http_cluster.http_request import HttpRequest
 from headway.runtime.http_cluster.http_retries import HttpRetries
 from headway.runtime.http_cluster.http_server import ServerBusyError, ServerGoneError, StreamedTokens
 from headway.runtime.http_cluster.prefill_queue import LearnedLatency
+from headway.runtime.http_cluster.prefill_servers import PrefillServers
 
 log = logging.getLogger("headway.cluster")
 
@@ -47,28 +48,30 @@ class HttpController:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """make: returns a new policy. end_tokens: of the model. api_key: sent to the instances. clock: seconds, of the
-        event loop's clock. Instances count as lost until `joined`."""
+        event loop's clock. Instances count as lost until `joined`. Those of role prefill have the highest
+        numbers: policies do not see them."""
         self.instances, self._api_key, self._clock = instances, api_key, clock
         self._end_tokens = frozenset(end_tokens)
         self.requests: dict[str, HttpRequest] = {}
-        state = ClusterState([each.initial_instance for each in instances.values()], links)
+        state = ClusterState([each.initial_instance for each in instances.values() if each.role == "mixed"], links)
+        self._prefill = PrefillServers(instances)
         self.backend = HttpBackend(instances, latency, self._open, clock)
         self._policies = PlacementChain(make, lambda name, number: self._may(name, number))
         self.machine = ClusterController(state, self.backend, self._policies, layers=layers)
         self._may = may_of(self.machine)
 
         def prefilling() -> list[int]:
-            return [number for number, each in instances.items() if each.queue.unanswered]
+            return [n for n, each in instances.items() if each.queue.unanswered and each.role == "mixed"]
 
         self._loop = SettlingLoop(self.machine, prefilling, self._follow, clock)
         self.retries = HttpRetries(len(instances), self._place, self._drop, self.settle)
-        for number in instances:
+        for number in range(len(state.instances)):
             self.machine.lost(number, clock())
 
     @property
     def able(self) -> bool:
         """Whether an instance takes requests."""
-        return any(each.state == "ready" for each in self.instances.values())
+        return any(each.state == "ready" and each.role == "mixed" for each in self.instances.values())
 
     @property
     def unplaced(self) -> int:
@@ -77,6 +80,9 @@ class HttpController:
 
     def figures(self, number: int) -> tuple[int, float]:
         """Return an instance's requests, and the predicted seconds until all that is placed there is prefilled."""
+        if self.instances[number].role == "prefill":
+            queue = self.instances[number].queue
+            return queue.requests, queue.left_s(self._clock())
         placed = sum(request.life.instance == number for request in self.requests.values())
         return placed, max(0.0, self.machine.cluster.instances[number].free_at_s - self._clock())
 
@@ -127,10 +133,12 @@ class HttpController:
         """Send a request to an instance; called by the backend."""
         now = self._clock()
         continuation, target = request.life.place(number), self.instances[number]
-        target.queue.add(request.name, request.submit.prompt_tokens + len(continuation.output), now)
-        stream = request.stream = AnswerStream(number, now)
+        tokens = request.submit.prompt_tokens + len(continuation.output)
+        target.queue.add(request.name, tokens, now)
+        prefill = self._prefill.choose(request.name, tokens, now)
+        stream = request.stream = AnswerStream(number, now, prefill)
         receive, broken = partial(self._receive, request, stream), partial(self._broken, request, stream)
-        reading = read_answer(request, target, continuation, self._api_key, receive, broken)
+        reading = read_answer(request, target, prefill, continuation, self._api_key, receive, broken)
         stream.task = asyncio.get_running_loop().create_task(reading)
 
     def _receive(self, request: HttpRequest, stream: AnswerStream, piece: StreamedTokens) -> None:
@@ -138,7 +146,11 @@ class HttpController:
         if request.stream is not stream:
             return
         now, life = self._clock(), request.life
-        self.instances[stream.instance].note_alive()
+        if stream.prefill is None:
+            self.instances[stream.instance].note_alive()
+        else:
+            # Its part is done with the first piece.
+            self._prefill.done(stream, request.name, now)
         if life.state == "placed":
             life.accept()
             request.begun(now)
@@ -194,6 +206,9 @@ class HttpController:
             return
         self.instances[stream.instance].queue.remove(request.name, self._clock())
         request.stream = None
+        if stream.prefill is not None:
+            stream.prefill.queue.remove(request.name, self._clock())
+            stream.prefill.probe_now()
         if isinstance(error, ServerBusyError):
             self._fail(request, self.retries.refused(request, error))
         elif isinstance(error, ServerGoneError):
@@ -216,11 +231,20 @@ class HttpController:
     def joined(self, number: int) -> None:
         """See `InstanceListener.joined`."""
         log.info("instance %d is ready at %s", number, self.instances[number].server.url)
+        if self.instances[number].role == "prefill":
+            return
         self.machine.open(self.instances[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int) -> None:
         """See `InstanceListener.lost`."""
+        for request in list(self.requests.values()):
+            stream = request.stream
+            if stream is not None and stream.prefill is self.instances[number]:
+                stream.close()
+                self._broken(request, stream, ServerGoneError(f"instance {number}, which prefills it, is gone"))
+        if self.instances[number].role == "prefill":
+            return
         known: dict[str, HttpRequest] = {
             name: controlled.backend_state for name, controlled in self.machine.requests.items()
         }
@@ -237,15 +261,19 @@ class HttpController:
 
     def measured(self, number: int) -> None:
         """See `InstanceListener.measured`."""
-        self.machine.changed((number,), self._clock())
+        if self.instances[number].role == "mixed":
+            self.machine.changed((number,), self._clock())
 
     def drain(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
-        self.machine.close(number, self._clock())
-        self.renew()
+        if self.instances[number].role == "mixed":
+            self.machine.close(number, self._clock())
+            self.renew()
 
     def quiet(self, number: int) -> bool:
         """Whether no request is or will be on an instance."""
+        if self.instances[number].role == "prefill":
+            return not self.instances[number].queue.requests
         return self.machine.quiet(number)
 
     def renew(self) -> None:

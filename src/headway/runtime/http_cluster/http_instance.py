@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from headway.policy.placement.view import ClusterInstance
+from headway.policy.placement.view import ClusterInstance, Role
 from headway.runtime.cluster.live_instance import InstanceState
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 from headway.runtime.http_cluster.http_server import HttpServer, ServedModel, ServerGoneError
@@ -54,9 +54,11 @@ class HttpInstance:
         queue: PrefillQueue,
         process: ServerCommand | None = None,
         clock: Callable[[], float] = time.monotonic,
+        role: Role = "mixed",
     ) -> None:
         """process: started by `watch`; None: the server is not the cluster's."""
         self.number, self.pool, self.server, self.queue, self.process = number, pool, server, queue, process
+        self.role: Role = role
         self.state: InstanceState = "starting"
         self.model = ServedModel("")
         self.load = ServerLoad()
@@ -73,7 +75,7 @@ class HttpInstance:
     @property
     def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
-        return ClusterInstance(id=self.number, node=0, role="mixed", capacity=self.load.kv_tokens)
+        return ClusterInstance(id=self.number, node=0, role=self.role, capacity=self.load.kv_tokens)
 
     def note_alive(self) -> None:
         """Note that the server has sent tokens: it is alive, however late its probes are."""
