@@ -15,6 +15,7 @@ from headway.planning.question import PlanQuestion, parse_question
 from headway.planning.search import PlanSearch, pareto
 from headway.planning.simulate import (
     BACKLOG,
+    OUTRUN,
     CandidateMeasure,
     SimulationJob,
     measure,
@@ -198,3 +199,19 @@ def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> N
     assert whole.ratio(question.demand_list()) <= 1
     assert whole.seeds[0].missed == BACKLOG
     assert not whole.meets(question.demand_list())
+
+
+@pytest.mark.long
+def test_race_over_thousands_of_requests_finds_the_plan_that_full_runs_find() -> None:
+    """Large enough for candidates to be ordered by a part of the workload, and to be stopped by another's margin."""
+    section = random_question(1).model_dump(mode="json", by_alias=True, exclude_none=True)
+    section["accelerators"] = [{"name": "a100-80gb", "most": 2}]
+    section["workload"] |= {"requests": 6400, "qps": 6}
+    section["demands"] = {"all": {"ttft_p99_s": 4.0}, "chat": {"tbt_p90_s": 0.12}}
+    section["search"] |= {"t_target_s": [0.03, 0.06, 0.1]}
+    question = parse_question(section)
+    result, truth = PlanSearch(question).run(), brute_force(question)
+    assert result.best is not None
+    assert truth is not None
+    assert result.best.candidate == truth.candidate
+    assert any(seed.missed == OUTRUN for one in result.measures for seed in one.seeds)
