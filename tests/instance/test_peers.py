@@ -124,20 +124,34 @@ def test_nothing_is_written_once_a_scope_is_forgotten(make: Make) -> None:
     """Half of a body is there when its scope is forgotten: the rest goes nowhere, and what follows is understood."""
     one, two = make(0), make(1)
     begun = threading.Event()
-    room = bytearray(256 << 20)  # long enough to be cut short while it is read
-    two.handle(lambda *_: begun.set() or ReceivePlace([memoryview(room)], lambda: pytest.fail("it is complete")))
+    body = b"\1" * (64 << 20)
+    room = bytearray(len(body))
+    complete: list[str] = []
+
+    def place(source: int, scope: str, note: bytes, length: int) -> ReceivePlace:
+        begun.set()
+        return ReceivePlace([memoryview(room)], lambda: complete.append(scope))
+
+    two.handle(place)
     meet(one, two)
-    sent = one.push(1, "r", b"", [b"\1" * len(room)])
-    assert begun.wait(10.0)
-    two.forget("r")
-    filled = room.count(1)
-    sent.wait()
+    # on a busy machine all of it may be there before this thread goes on: then another scope is tried
+    for scope in map(str, range(50)):
+        begun.clear()
+        room[:] = bytes(len(room))
+        sent = one.push(1, scope, b"", [body])
+        assert begun.wait(10.0)
+        two.forget(scope)
+        filled = room.count(1)
+        sent.wait()
+        if filled < len(room):
+            break
     into = memoryview(bytearray(1))
     ticket = two.line("s", (0,)).expect(0, 0, into)
     one.line("s", (1,)).send(1, 0, [b"z"])
     ticket.wait()
     assert bytes(into) == b"z"
     assert room.count(1) == filled < len(room)
+    assert scope not in complete
 
 
 def test_a_peer_that_ends_wakes_waiting_receivers(make: Make) -> None:
