@@ -67,14 +67,11 @@ class PrefillCandidates:
         closed = not admits_new or len(holders) >= max_holders
         # Blocks that shorts may take while a long request has waited too long; None: no such limit.
         spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
-        admission_age_s = self._config.admission_age_s
         # Requests with KV that were looked at: by id, for prefixes that they compute, and by order of arrival.
-        ahead: set[str] = set()
-        seen: set[int] = set()
+        ahead, seen = set[str](), set[int]()
         for state in queue.ordered(now):
             holds_kv = state.holds_kv
             if closed and not holds_kv:
-                # Only those that hold KV are left.
                 if queue.begun_shorts or not self.long_taken:
                     yield from self._begun(now, iterations, skip, seen)
                 return
@@ -93,7 +90,7 @@ class PrefillCandidates:
                     blocked += 1
                     if state.skipped_since is None:
                         state.skipped_since = now
-                    if now - state.skipped_since >= admission_age_s:
+                    if now - state.skipped_since >= self._config.admission_age_s:
                         spare = admission.spare_blocks(state)
                     closed = blocked >= MAX_BLOCKED or spare == 0
                     continue
