@@ -1,4 +1,4 @@
-"""Fast SP's choice, live: long prompts that are computed with Ulysses, and groups that decode over KV by heads."""
+"""Fast SP's choice, live: long prompts that are computed by groups, which decode over the KV of all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spans(log: str) -> list[tuple[tuple[int, ...], str]]:
     [("in-place", "4M"), ("gather", "512K")],
     ids=["in place", "gather, and nobody has room for the whole"],
 )
-def test_long_prompts_are_computed_with_ulysses_and_decoded_by_their_group(
+def test_long_prompts_are_computed_and_decoded_by_their_group(
     tmp_path: Path, short_llama: Path, expected: list[list[int]], decode: str, pool: str
 ) -> None:
     log, options = str(tmp_path / "log"), {"long_tokens": 500, "long_replicas": "fixed", "long_sp": 2}
@@ -63,4 +63,5 @@ def test_long_prompts_are_computed_with_ulysses_and_decoded_by_their_group(
             assert [one.result() for one in asked] == expected[: len(LONGS)]
             until(empty)
     committed = spans(log)
-    assert sum(one[1] == "ulysses" and len(one[0]) == 2 for one in committed) >= len(LONGS), committed
+    # which of the two is cheaper is this machine's to say; both forms are computed in tests/instance
+    assert sum(one[1] in ("ring", "ulysses") and len(one[0]) == 2 for one in committed) >= len(LONGS), committed
