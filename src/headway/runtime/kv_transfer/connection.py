@@ -224,6 +224,10 @@ class PeerConnection:
             self.end(why)
             writer.join()
             peer.close()
+            # both halves refer to each other, so that only the garbage collector would free these
+            with self._out:
+                self._arena = None
+            self._incoming.close_arena()
 
     def _try(self, views: list[memoryview]) -> bool:
         """Write what goes without waiting; `views` are cut to what is left. Whether nothing is."""

@@ -77,6 +77,10 @@ class IncomingFrames:
         """Read bodies that the other side leaves in an arena, from now on."""
         self._theirs, self._reader = theirs, RingReader(theirs.nbytes)
 
+    def close_arena(self) -> None:
+        """Let go of the other side's arena. Called by the reader's thread, when it reads no more."""
+        self._theirs = None
+
     def expect(self, lane: int, scope: str, into: memoryview) -> TransferCompletion:
         """See `PeerConnection.expect`."""
         with self.lock:
