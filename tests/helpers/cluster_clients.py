@@ -99,7 +99,7 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
     live.machine.queues.check()
     assert all(not lane for lane in live.machine.queues.waiting)
     assert not any(live.machine.state.residents)
-    assert not any(client.fleet.promises.on(number) for number in fake.processes)
+    assert not any(client.fleet.kv.on(number) for number in fake.processes)
     assert not live.hands.rooms.waiting
     assert [(p.number, p.requests, p.runs, p.scheduled) for p in fake.processes.values() if p.alive] == [
         (p.number, {}, {}, {}) for p in fake.processes.values() if p.alive

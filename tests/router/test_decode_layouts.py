@@ -81,7 +81,7 @@ class _Instances:
             more = size if anew else size - had.get(number, 0)
             kept = not run.keepers or number in run.keepers
             if kept and more > 1:
-                assert more <= self.world.fleet.free(number), "there was no room to lay it out anew"
+                assert more <= self.world.fleet.kv.free(number), "there was no room to lay it out anew"
 
 
 @st.composite

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.control.controlled_request import ControlledRequest
+from headway.control.kv_admission import PATIENCE_S, KvAdmission
 from headway.control.queue_entries import SpanEntry
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.kv_admission import PATIENCE_S, KvAdmission
 
 POOL = 1000
 
@@ -26,7 +26,7 @@ class World:
         fleet = InstanceRegistry(
             cast(Any, SimpleNamespace(number=i, info=info, stats=stats)) for i, stats in enumerate(self.stats)
         )
-        self.rooms = KvAdmission(fleet, lambda: self.now)
+        self.rooms = KvAdmission(fleet.kv, lambda: self.now)
 
     def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:
         """A prompt in equal spans on these groups."""

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from headway.control.kv_reservations import KvReservations
 from headway.control.transfer_queue import KvSlice
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.attempt import RequestAttempt
@@ -15,7 +16,6 @@ from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.kv_reservations import KvReservations
 from headway.runtime.cluster.messages import ReserveKv, SendKv
 from headway.runtime.cluster.residency import LiveResidency
 from headway.runtime.engine.protocol import SubmitRequest
@@ -26,7 +26,7 @@ class _Fleet:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.promises = KvReservations()
+        self.kv = KvReservations()
 
     def admit(self, attempt: RequestAttempt, numbers: Iterable[int]) -> None:
         attempt.admitted.update(numbers)

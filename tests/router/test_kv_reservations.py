@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 
-from headway.runtime.cluster.kv_reservations import KvReservations
+from headway.control.kv_reservations import KvReservations
 from headway.runtime.cluster.messages import ReserveKv, SpanTask
 
 
@@ -34,14 +34,14 @@ def test_reserved_room_is_not_given_to_others_before_a_snapshot_shows_it() -> No
     moves, fleet, attempt = world.moves, world.fleet, world.attempt
     moves.reserve(attempt, 0)
     ((_, asked),) = fleet.take(ReserveKv)
-    assert fleet.room(0) == 500 - asked.tokens
-    assert fleet.free(0) == 500
-    assert fleet.roomiest((0, 1)) == 1
+    assert fleet.kv.room(0) == 500 - asked.tokens
+    assert fleet.kv.free(0) == 500
+    assert fleet.kv.roomiest((0, 1)) == 1
     fleet[0].stats.kv_tokens_used = asked.tokens  # type: ignore[misc]
     moves.reserved(attempt, 0, asked.serial)
-    assert fleet.room(0) == 500 - asked.tokens, "once"
+    assert fleet.kv.room(0) == 500 - asked.tokens, "once"
     moves.settled(attempt)
-    assert fleet.promises.on(0) == 0
+    assert fleet.kv.on(0) == 0
 
 
 def test_a_shrinking_group_reserves_room_until_its_token_arrives() -> None:
@@ -51,10 +51,10 @@ def test_a_shrinking_group_reserves_room_until_its_token_arrives() -> None:
     world.stays.enter(attempt, (0, 1, 2), "decode")
     world.wants(0, 1)
     assert world.token()[0].run.keepers == (0, 1)
-    assert fleet.room(0) == fleet.room(1) < 500 - attempt.kv_tokens // 2
-    assert fleet.room(2) == 500
+    assert fleet.kv.room(0) == fleet.kv.room(1) < 500 - attempt.kv_tokens // 2
+    assert fleet.kv.room(2) == 500
     assert world.token()[0].run.keepers == ()
-    assert [fleet.promises.on(number) for number in range(3)] == [0] * 3
+    assert [fleet.kv.on(number) for number in range(3)] == [0] * 3
 
 
 def test_a_decode_without_room_is_gathered_when_blocks_are_free() -> None:
@@ -62,10 +62,10 @@ def test_a_decode_without_room_is_gathered_when_blocks_are_free() -> None:
     attempt, fleet = world.attempt, world.fleet
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     for number in (0, 1):
-        fleet.promises.make(number, "another", "move", 400)
+        fleet.kv.make(number, "another", "move", 400)
     world.stays.enter(attempt, (0, 1), "decode")
     assert world.token()[0].run.group == (0, 1), "another's KV is on its way to either"
-    fleet.promises.forget("another")
+    fleet.kv.forget("another")
     assert world.token() == []
     assert attempt.gathers
     ((to, asked),) = [(number, message) for number, message in fleet.told if isinstance(message, ReserveKv)]

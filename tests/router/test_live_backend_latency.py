@@ -14,6 +14,7 @@ from headway.core.span import Span
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LiveBackend
+from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.protocol import EngineInfo
 
 
@@ -25,9 +26,13 @@ class _Slower(PerToken):
         return self._times * super().prefill_s(past, tokens, group)
 
 
+def _instance(number: int, info: EngineInfo) -> LiveInstance:
+    return cast(LiveInstance, SimpleNamespace(number=number, info=info))
+
+
 def test_each_instance_is_predicted_by_its_own_current_table() -> None:
     infos = [msgspec.structs.replace(INFO, latency={"times": times}) for times in (2.0, 3.0, 4.0)]
-    fleet: dict[int, Any] = {number: SimpleNamespace(info=infos[number]) for number in (0, 1)}
+    fleet = InstanceRegistry([_instance(0, infos[0]), _instance(1, infos[1])])
     asked: list[EngineInfo | None] = []
 
     def latency_of(info: EngineInfo | None) -> GroupLatency:
@@ -35,9 +40,7 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
         return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
 
     nobody: Any = None
-    hands = LiveBackend(
-        cast(InstanceRegistry, fleet), nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0
-    )  # fmt: skip
+    hands = LiveBackend(fleet, nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
     assert hands.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)
@@ -45,7 +48,7 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
     span = Span(request=request, start=0, end=1000, group=(1, 0))
     assert hands.span_s([span], 1, ()) == 3.0 * PerToken().prefill_s(0, 1000, GroupShape(2))
     assert len(asked) == 2
-    fleet[1] = SimpleNamespace(info=infos[2])  # started again
+    fleet.add(_instance(1, infos[2]))  # started again
     assert hands.prefill_estimate(request, (1,)) == (1000, 4.0 * alone_s)
-    del fleet[1]
+    fleet.remove(1)
     assert hands.prefill_estimate(request, (1,)) == (1000, alone_s)

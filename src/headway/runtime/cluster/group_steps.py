@@ -67,7 +67,7 @@ class GroupDecodeSteps:
         begins = attempt.home is not None or bool(set(order) - held)
         self._fleet.admit(attempt, order)
         for number in self._anew(attempt, run):
-            self._fleet.promises.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
+            self._fleet.kv.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
         attempt.running = set(order)
         message = ComputeSpan(
             id=attempt.wire,
@@ -97,7 +97,7 @@ class GroupDecodeSteps:
         run, held = attempt.token, set(attempt.spread)
         assert run is not None
         assert attempt.step is not None
-        self._fleet.promises.forget(attempt.request.id, _WHAT)
+        self._fleet.kv.forget(attempt.request.id, _WHAT)
         attempt.step = attempt.count = attempt.step + 1
         attempt.home = None
         # Tokens that differ in their number only are merged into one task: `before` must not grow with the output.
@@ -121,7 +121,7 @@ class GroupDecodeSteps:
         # Holders that are to leave take part in this token; `keepers` (none: all) have the KV after it.
         keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
         if last.strategy.attn == "ulysses" and not keepers:
-            full = {number for number in held if self._fleet.free(number) <= _LOW}
+            full = {number for number in held if self._fleet.kv.free(number) <= _LOW}
             others = tuple(number for number in everybody if number not in full)
             # By heads every instance grows with every token: one full instance stops all, so it has to leave.
             if full and others and self._fits(attempt, others):
@@ -136,7 +136,7 @@ class GroupDecodeSteps:
 
     def _fits(self, attempt: RequestAttempt, group: tuple[int, ...]) -> bool:
         """Whether a group has free tokens for an even layout of all KV, beside what its instances hold already."""
-        return all(self._fleet.room(number) >= self._share(attempt, group) for number in group)
+        return all(self._fleet.kv.room(number) >= self._share(attempt, group) for number in group)
 
     def _share(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Return the tokens that each instance needs for an even layout."""
@@ -159,8 +159,8 @@ class GroupDecodeSteps:
             run is not None
             and before == set(group)
             and run.group[0] in before
-            and self._fleet.free(run.group[0]) > _LOW
+            and self._fleet.kv.free(run.group[0]) > _LOW
         ):
             return run.group[0]
-        fresh = [number for number in group if number not in before and self._fleet.free(number) > _LOW]
-        return self._fleet.roomiest(fresh or group)
+        fresh = [number for number in group if number not in before and self._fleet.kv.free(number) > _LOW]
+        return self._fleet.kv.roomiest(fresh or group)

@@ -7,21 +7,18 @@ from typing import Any
 
 import msgspec
 
+from headway.control.kv_reservations import KvLoad, KvReservations
 from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.kv_reservations import KvReservations
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
 
 
 class InstanceRegistry:
-    """The instances in the cluster, whatever their state.
-
-    promises: of room for KV.
-    """
+    """The instances in the cluster, whatever their state, and the account of their KV (`kv`)."""
 
     def __init__(self, instances: Iterable[LiveInstance]) -> None:
         self._of = {instance.number: instance for instance in instances}
-        self.promises = KvReservations()
+        self.kv = KvReservations(self._kv_load)
 
     def __iter__(self) -> Iterator[LiveInstance]:
         return iter(sorted(self._of.values(), key=lambda instance: instance.number))
@@ -97,16 +94,8 @@ class InstanceRegistry:
         attempt.left |= known
         attempt.admitted -= known
 
-    def free(self, number: int) -> int:
-        """Return the KV tokens that are free on an instance by its last snapshot."""
-        instance = self._of[number]
-        total = 0 if instance.info is None else instance.info.kv_tokens_total
-        return total - instance.stats.kv_tokens_used
-
-    def room(self, number: int) -> int:
-        """Return the KV tokens that are free on an instance and not reserved."""
-        return self.free(number) - self.promises.on(number)
-
-    def roomiest(self, group: Iterable[int]) -> int:
-        """Return the instance with the most free tokens; of equals the first."""
-        return max(sorted(group), key=self.room)
+    def _kv_load(self, number: int) -> KvLoad | None:
+        instance = self._of.get(number)
+        if instance is None:
+            return None
+        return 0 if instance.info is None else instance.info.kv_tokens_total, instance.stats.kv_tokens_used

@@ -136,7 +136,7 @@ class LiveKvMigrations:
             attempt.room[target] = False
             attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
-            self._fleet.promises.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
+            self._fleet.kv.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
             # The serial tells this reservation's answer from that of an earlier one, which may still be on its way.
             self._asked += 1
             attempt.asked_as[target] = self._asked
@@ -147,7 +147,7 @@ class LiveKvMigrations:
         if target in attempt.room and serial == attempt.asked_as[target]:
             attempt.room[target] = True
             # The instance sent a snapshot before this answer: from now on that shows the blocks as used.
-            self._fleet.promises.kept(target, attempt.request.id, _WHAT)
+            self._fleet.kv.kept(target, attempt.request.id, _WHAT)
             if all(attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
             self._flush(attempt)
@@ -166,7 +166,7 @@ class LiveKvMigrations:
 
     def settled(self, attempt: RequestAttempt) -> None:
         """Withdraw a request's reservations and unsent slices: its KV is where it is decoded."""
-        self._fleet.promises.forget(attempt.request.id, _WHAT)
+        self._fleet.kv.forget(attempt.request.id, _WHAT)
         attempt.room.clear()
         attempt.space.clear()
         attempt.asked_as.clear()

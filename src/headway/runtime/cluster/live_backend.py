@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headway.control.backend import ActionImpossible, SchedulerStats
 from headway.control.controlled_request import ControlledRequest
+from headway.control.kv_admission import KvAdmission
 from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
@@ -24,7 +25,6 @@ from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_load import InstanceLoad
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.kv_admission import KvAdmission
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
 from headway.runtime.cluster.residency import LiveResidency
 from headway.runtime.cluster.span_runs import LiveSpanRuns
@@ -73,7 +73,7 @@ class LiveBackend:
         """Requests that the controller has released, with the reason; None: all of their output was sent."""
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
-        self.rooms = KvAdmission(fleet, clock)
+        self.rooms = KvAdmission(fleet.kv, clock)
         self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit, self.moves.begun)
 
     # -- predictions --------------------------------------------------------------------------------------------------

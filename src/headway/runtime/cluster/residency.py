@@ -48,7 +48,7 @@ class LiveResidency:
     def enter(self, attempt: RequestAttempt, group: tuple[int, ...], phase: Phase) -> None:
         """Give a request to a group: its whole prompt, or its decode."""
         if phase != "decode":
-            self.submit(attempt, self._fleet.roomiest(group), phase)
+            self.submit(attempt, self._fleet.kv.roomiest(group), phase)
             return
         attempt.wanted = group
         if attempt.finished:
@@ -147,7 +147,7 @@ class LiveResidency:
             self._gather(attempt, self._home(attempt, group))
         # No KV is left, as with a policy that had the prompt computed elsewhere: prefill again from the start.
         else:
-            self.submit(attempt, self._fleet.roomiest(group))
+            self.submit(attempt, self._fleet.kv.roomiest(group))
 
     def _go(self, attempt: RequestAttempt) -> None:
         """Begin the next token of a decode whose KV is spread: on the wanted group, or where the KV lies."""
@@ -208,4 +208,4 @@ class LiveResidency:
 
     def _room(self, attempt: RequestAttempt, number: int) -> int:
         """Return an instance's free tokens for this request: those that it has reserved there count as free."""
-        return self._fleet.room(number) + attempt.space.get(number, 0)
+        return self._fleet.kv.room(number) + attempt.space.get(number, 0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headway.control.kv_reservations import KvReservations
 from headway.control.queue_entries import SpanEntry
-from headway.runtime.cluster.instance_registry import InstanceRegistry
 
 _SLACK = 32
 """Tokens required beyond the need, for blocks that are only partly filled."""
@@ -22,8 +22,8 @@ PATIENCE_S = 60.0
 class KvAdmission:
     """Admission of spans by KV, for one cluster."""
 
-    def __init__(self, fleet: InstanceRegistry, clock: Callable[[], float]) -> None:
-        self._fleet, self._clock = fleet, clock
+    def __init__(self, kv: KvReservations, clock: Callable[[], float], patience_s: float = PATIENCE_S) -> None:
+        self._kv, self._clock, self._patience_s = kv, clock, patience_s
         self._since: dict[str, float] = {}
 
     @property
@@ -42,18 +42,11 @@ class KvAdmission:
         for member in members:
             for number, tokens in _needs(member).items():
                 needs[number] = needs.get(number, 0) + tokens
-        if all(self._has(number, tokens) for number, tokens in needs.items()):
+        if all(self._kv.has(number, tokens + _SLACK) for number, tokens in needs.items()):
             self._since.pop(members[0].owner, None)
             return True
         now = self._clock()
-        return now - self._since.setdefault(members[0].owner, now) >= PATIENCE_S
-
-    def _has(self, number: int, tokens: int) -> bool:
-        """Whether an instance has so many free tokens. An empty pool counts as enough: waiting would not help."""
-        one = self._fleet.get(number)
-        if one is None or (not self._fleet.promises.on(number) and not one.stats.kv_tokens_used):
-            return True
-        return self._fleet.room(number) >= tokens + _SLACK
+        return now - self._since.setdefault(members[0].owner, now) >= self._patience_s
 
     def begun(self, entry: SpanEntry) -> None:
         """Reserve the tokens of a span that begins, and of the members of its batch."""
@@ -61,7 +54,7 @@ class KvAdmission:
             self._since.pop(member.owner, None)
             if not member.index and not member.resumed:
                 for number, tokens in _needs(member).items():
-                    self._fleet.promises.make(number, member.owner, _WHAT, tokens)
+                    self._kv.make(number, member.owner, _WHAT, tokens)
 
     def done(self, entry: SpanEntry) -> None:
         """Shrink the reservation of a complete span, whose KV its group's snapshots show from now on."""
@@ -70,12 +63,12 @@ class KvAdmission:
             for number in member.group:
                 # Later spans of the prompt will take the rest; after the last one nothing is outstanding.
                 left = 0 if member.last else needs[number] - _share(member.span.end, member)
-                self._fleet.promises.kept(number, member.owner, _WHAT, left)
+                self._kv.kept(number, member.owner, _WHAT, left)
 
     def forget(self, name: str) -> None:
         """Release the reservations of a request that has ended."""
         self._since.pop(name, None)
-        self._fleet.promises.forget(name)
+        self._kv.forget(name)
 
 
 def _members(entry: SpanEntry) -> list[SpanEntry]:
