@@ -38,9 +38,9 @@ class KvAdmission:
             return True
         # Members of a batch may share instances: their needs add up.
         needs: dict[int, int] = {}
-        members = _members(entry)
+        members = span_members(entry)
         for member in members:
-            for number, tokens in _needs(member).items():
+            for number, tokens in kv_needs(member).items():
                 needs[number] = needs.get(number, 0) + tokens
         if all(self._kv.has(number, tokens + _SLACK) for number, tokens in needs.items()):
             self._since.pop(members[0].owner, None)
@@ -50,16 +50,16 @@ class KvAdmission:
 
     def begun(self, entry: SpanEntry) -> None:
         """Reserve the tokens of a span that begins, and of the members of its batch."""
-        for member in _members(entry):
+        for member in span_members(entry):
             self._since.pop(member.owner, None)
             if not member.index and not member.resumed:
-                for number, tokens in _needs(member).items():
+                for number, tokens in kv_needs(member).items():
                     self._kv.make(number, member.owner, _WHAT, tokens)
 
     def done(self, entry: SpanEntry) -> None:
         """Shrink the reservation of a complete span, whose KV its group's snapshots show from now on."""
-        for member in _members(entry):
-            needs = _needs(member)
+        for member in span_members(entry):
+            needs = kv_needs(member)
             for number in member.group:
                 # Later spans of the prompt will take the rest; after the last one nothing is outstanding.
                 left = 0 if member.last else needs[number] - _share(member.span.end, member)
@@ -71,7 +71,7 @@ class KvAdmission:
         self._kv.forget(name)
 
 
-def _members(entry: SpanEntry) -> list[SpanEntry]:
+def span_members(entry: SpanEntry) -> list[SpanEntry]:
     """Return the members of a batch whose requests have not ended; the first may be missing too."""
     return [member for member in (entry, *entry.batched_with) if not member.controlled.ended]
 
@@ -81,7 +81,7 @@ def _share(tokens: int, entry: SpanEntry) -> int:
     return -(-tokens // len(entry.group))
 
 
-def _needs(entry: SpanEntry) -> dict[int, int]:
+def kv_needs(entry: SpanEntry) -> dict[int, int]:
     """Return, for each instance, the most tokens of a request's KV that it holds at any time of the prefill.
 
     From the spans that are known; the last of them is taken to compute all of the prompt's rest.

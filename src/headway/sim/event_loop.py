@@ -87,6 +87,11 @@ class EventLoop(ABC):
             arrival_s = min(arrival_s, self._due_turns[0])
         return min(arrival_s, self._departures[0] if self._departures else NEVER, self.end_s)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no event is to come."""
+        return not self._heap and self._arrived == len(self.arrivals)
+
     def run_events(self, on_progress: OnProgress | None = None) -> None:
         """Process all events, up to the last one or the end of the window."""
         heap, arrivals, count, instants = self._heap, self.arrivals, len(self.arrivals), 0

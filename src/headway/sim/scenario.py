@@ -89,6 +89,9 @@ class ClusterSection(FileSection):
         default=0,
         description="most rows of a span that an instance computes at once, to be paused in between; 0: all",
     )
+    kv_reservations: bool = Field(
+        default=False, description="prompts and transfers wait for KV room on instances, as in `headway cluster`"
+    )
     masters: Literal["one", "all"] = Field(
         default="one",
         description="members of a decoding group that compute linear layers: one all of it, or all a share",

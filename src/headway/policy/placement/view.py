@@ -36,7 +36,7 @@ class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0
     """Prompt tokens that wait or run there."""
     used: int = 0
-    """KV tokens leased by its scheduler."""
+    """KV tokens in use there: leased by its scheduler and, in live clusters, of spans."""
     running: int = 0
     """Requests in its scheduler."""
     holder: str | None = None

@@ -212,4 +212,5 @@ def _spec(plan: ClusterPlan) -> ClusterSpec:
         links=plan.links,
         backends=plan.backends,
         rows=plan.rules.rows,
+        kv_reservations=True,
     )

@@ -12,6 +12,7 @@ from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.sim.cluster.instance import SimulatedInstance
+from headway.sim.cluster.kv_room import SimulatedKvRoom
 from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
 from headway.sim.event_loop import EventKind
@@ -40,6 +41,10 @@ class SimulatedBackend(InstanceBackend):
         self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
         # engines, by index, that may start a batch at the end of this instant
         self._due: dict[int, SimulatedInstance] = {}
+        # None: KV outside of schedulers takes no blocks, and nothing waits for it
+        self.kv: SimulatedKvRoom | None = None
+        if simulation.spec.kv_reservations:
+            self.kv = SimulatedKvRoom(lambda i: self._engine((i,)).replica.block_manager, self._freed)
         # spans and batches that run, by instance, and the time since which there is at least one
         self._active = [0] * count
         self._since = [0.0] * count
@@ -90,6 +95,9 @@ class SimulatedBackend(InstanceBackend):
                 self._due.setdefault(engine.index, engine)
         return SchedulerStats(free_s, queued, used, running)
 
+    def fits(self, entry: SpanEntry) -> bool:
+        return self.kv is None or self.kv.fits(entry)
+
     # -- spans --------------------------------------------------------------------------------------------------------
 
     def committed(self, entry: SpanEntry, now: float) -> None:
@@ -107,6 +115,8 @@ class SimulatedBackend(InstanceBackend):
         for i in entry.group:
             self.simulation.bar("pause", i, since, entry.owner)
         self.occupy(entry.group, 1)
+        if self.kv is not None:
+            self.kv.begin(entry)
         # a new serial number makes an end that was scheduled before a pause stale
         run.serial += 1
         # only the layers that are left count; `extra_s`, the time to restore its state, is without noise
@@ -173,6 +183,9 @@ class SimulatedBackend(InstanceBackend):
             self._end_repeats(sharing, now)
         track = request.track_for(phase)
         engine.add(track, now)
+        if self.kv is not None:
+            # what a transfer has brought is leased by the scheduler from now on
+            self.kv.release(controlled.request.id)
         request.track = track
         self._due[engine.index] = engine
 
@@ -182,6 +195,8 @@ class SimulatedBackend(InstanceBackend):
         engine.drop(controlled.request.id, now, why)
         self._due[engine.index] = engine
         request.take_tokens(request.track)
+        if self.kv is not None and why == "moved":
+            self.kv.spread(controlled.request.id, controlled.group, request.kv_tokens)
         return len(request.times)
 
     def on_batch_end(self, engine: SimulatedInstance) -> None:
@@ -191,6 +206,9 @@ class SimulatedBackend(InstanceBackend):
     def pump(self, now: float) -> None:
         """Start batches on all engines with an event at this instant, in order of creation; decodes that batches of
         other engines take along come last."""
+        if self.kv is not None:
+            for kv_slice in self.kv.grant():
+                self._send(kv_slice, now)
         sharing = {index: _sharing(engine, self._on) for index, engine in self._due.items()}
         for index in sorted(self._due, key=lambda i: (bool(sharing[i]) and not self._due[i].queued_tokens, i)):
             engine = self._due[index]
@@ -208,7 +226,15 @@ class SimulatedBackend(InstanceBackend):
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
+        if self.kv is not None:
+            self.kv.announce(controlled.request.id, target, controlled.backend_state.kv_tokens)
+
     def send(self, kv_slice: KvSlice, now: float) -> None:
+        if self.kv is None or not self.kv.park(kv_slice):
+            self._send(kv_slice, now)
+
+    def _send(self, kv_slice: KvSlice, now: float) -> None:
         """Schedule the arrival of a KV slice; one sent while its span computes arrives after the span's last layer.
 
         The network cards of an instance's accelerators send together.
@@ -252,9 +278,19 @@ class SimulatedBackend(InstanceBackend):
         for entry in controlled.entries:
             self.send_deferred(entry, now)
         self._paused_s.pop(controlled.request.id, None)
+        if self.kv is not None:
+            # their senders and receivers are free at once
+            for kv_slice in self.kv.release(controlled.request.id):
+                self.simulation.schedule(now, EventKind.KV_SENT, kv_slice)
         request: SimRequest = controlled.backend_state
         request.ended_s, request.error, request.rejected = now, why, controlled.rejected
         self.simulation.schedule_next_turn(request.source)
+
+    def _freed(self, instance: int) -> None:
+        """Let spans and schedulers that wait for blocks of an instance try again."""
+        self.simulation.controller.state.touch((instance,))
+        for engine in self._on[instance]:
+            self._due.setdefault(engine.index, engine)
 
     def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
         for i in group:

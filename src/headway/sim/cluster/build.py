@@ -115,6 +115,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         backends=cluster.backends,
         sends_layers=cluster.sends_layers,
         rows=cluster.span_rows,
+        kv_reservations=cluster.kv_reservations,
         utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )
 

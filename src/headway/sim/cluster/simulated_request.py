@@ -35,6 +35,11 @@ class SimRequest:
         """Output tokens still to come, as of the request's last exit from a scheduler."""
         return max(1, self.source.output_tokens) - len(self.times)
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that have KV once the prompt is computed: all but the newest."""
+        return self.request.prompt_tokens + max(0, len(self.times) - 1)
+
     def track_for(self, phase: Phase) -> DecodeTrack:
         """Return a new track with the request as a scheduler sees it in a phase.
 

@@ -122,6 +122,12 @@ class ClusterSimulation(EventLoop):
 
     def on_instant_end(self) -> None:
         wake_s = self.controller.settle(self.now)
+        kv = self.backend.kv
+        # requests that wait for each other's blocks: the last of them gives way, which may start events again
+        while kv is not None and self.idle and (name := kv.blocked()) is not None:
+            why = "waits for KV room that no other request will free"
+            self.controller.drop(self.controller.requests[name], why, self.now)
+            wake_s = self.controller.settle(self.now)
         if wake_s is not None and wake_s != self._timer_s and wake_s < NEVER:
             # a wakeup in the past is due now; a heap entry is not removed but becomes stale
             self._timer_s = max(wake_s, self.now)
@@ -178,6 +184,8 @@ class ClusterSimulation(EventLoop):
                 controlled = self.controller.requests[track.request.id]
                 request: SimRequest = controlled.backend_state
                 request.take_tokens(track)
+                if self.backend.kv is not None and request.missing_tokens > 0:
+                    self.backend.kv.spread(track.request.id, engine.group, request.kv_tokens)
                 self.controller.left_scheduler(controlled, len(request.times), request.missing_tokens <= 0, self.now)
         self.backend.on_batch_end(engine)
         self.controller.changed(engine.group, self.now)

@@ -42,6 +42,9 @@ class ClusterSpec:
     balance: bool = True
     """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
+    kv_reservations: bool = False
+    """Whether KV outside of schedulers takes blocks too, and spans and transfers wait for them as in live clusters."""
+
     @property
     def policy_context(self) -> PolicyContext:
         """The context of placement policies: they predict spans with the simulator's own model."""
