@@ -289,8 +289,10 @@ def field_table(model: Any) -> str:
 
 def cluster_page() -> str:
     from headway.runtime.cluster.cluster_file import ClusterFile
+    from headway.sim.scenario import RunSection, SloSection
 
-    return INTRODUCTION["cluster"] + "".join(model_sections(ClusterFile, "top level", set()))
+    # These two are on the page of scenario files.
+    return INTRODUCTION["cluster"] + "".join(model_sections(ClusterFile, "top level", {RunSection, SloSection}))
 
 
 def placement_page() -> str:

@@ -107,12 +107,6 @@ def test_a_dry_run_names_idle_pools(
         assert ("pools[1] is of role decode and does nothing: fifo decodes where it prefills" in said) == idle
 
 
-def test_a_cluster_file_given_to_simulate_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(Path(__file__).parents[2] / "examples" / "cluster.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert "is a file of `headway cluster`, whose `--dry-run` simulates it" in said
-
-
 def test_a_flag_that_is_cut_short_is_answered_with_the_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--gpu-mem", "0.9"])

@@ -15,7 +15,7 @@ from headway.core.output_file import check_outputs, write_output
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
     from headway.sim.cluster.result import ClusterResult
-    from headway.sim.scenario import Scenario
+    from headway.sim.sweep import ParsePoint, SweepPoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scenario",
         nargs="?",
         type=Path,
-        help="a YAML file (examples/; fields: docs/reference/scenario-file.md)",
+        help="a YAML file (examples/; fields: docs/reference/scenario-file.md), or one of `headway cluster`, of which "
+        "an instance of each pool is loaded and measured",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"
@@ -94,11 +95,6 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     from headway.sim.sweep import parse_sweep, with_field
 
     data = read_yaml(str(arguments.scenario))
-    if "pools" in data and "workload" not in data:
-        raise ConfigError(
-            f"{arguments.scenario} is a file of `headway cluster`, whose `--dry-run` simulates it on this machine's "
-            "measured times; a scenario has placement, options and pools under `cluster`, and a `workload`"
-        )
     trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
     if isinstance(trace, str) and not Path(trace).is_absolute():  # beside the scenario, as one would expect
         beside = arguments.scenario.parent / trace
@@ -122,14 +118,14 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     from headway.sim.report.progress import RunProgress
     from headway.sim.report.sim_table import simulation_report
     from headway.sim.result_json import document
-    from headway.sim.scenario import parse_scenario
     from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
 
+    parse = _parser(arguments.scenario, data)
     # The file itself is validated even where every field that it sets is swept.
-    base = parse_scenario(data, str(arguments.scenario))
+    base = parse(data, str(arguments.scenario))
     sweeps = [parse_sweep(text) for text in arguments.sweep]
-    data = dict(with_common_draws(data, sweeps))
-    points = parse_points(data, sweeps) if sweeps else [SweepPoint({}, base)]
+    data = dict(with_common_draws(data, sweeps, parse=parse))
+    points = parse_points(data, sweeps, parse=parse) if sweeps else [SweepPoint({}, *base)]
     if arguments.gantt is not None and points[0].scenario.cluster.placement is None:
         raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
     if arguments.event_log is not None and points[0].scenario.cluster.placement is not None:
@@ -145,12 +141,14 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
             first=detail,
             stopwatch=time.perf_counter if arguments.timings else None,
         )
-    outcome = document(base.model_dump(mode="json", by_alias=True), result.points)
+    # Of a measured cluster only what was set: the defaults are of hardware that a scenario names.
+    shown = base.scenario.model_dump(mode="json", by_alias=True, exclude_unset=base.cluster is not None)
+    outcome = document(shown, result.points)
     if arguments.json is not None and str(arguments.json) == "-":
         sys.stdout.buffer.write(_bytes(outcome))
     else:
         show(simulation_report(outcome))
-        show(_band_line(points[0].scenario, swept=len(points) > 1))
+        show(_band_line(points[0], swept=len(points) > 1))
     _write(arguments, outcome)
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
@@ -161,13 +159,29 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     return 0 if any(point["feasible"] for point in result.points) else 1
 
 
-def _band_line(scenario: Scenario, swept: bool) -> str:
+def _parser(path: Path, data: dict[str, Any]) -> ParsePoint:
+    """Return what validates the file's data: a scenario's, or a cluster file's."""
+    from headway.sim.sweep import scenario_point
+
+    if "pools" not in data:
+        return scenario_point
+    from headway.cli.cluster_scenario import ClusterScenarios
+
+    return ClusterScenarios(path).parse
+
+
+def _band_line(point: SweepPoint, swept: bool) -> str:
     """Return the error bars of a stage's latency model, for prompts of two lengths."""
     from headway.perf.latency.error_band import prefill_band
     from headway.sim.build import latency_of, layout_of, named
 
-    latency = latency_of(scenario.latency, *named(scenario), layout_of(scenario))
-    bands = ((tokens, prefill_band(latency, tokens)) for tokens in (2048, 131_072))
+    long = 131_072
+    if point.cluster is not None:
+        latency, long = point.cluster.engines[0].latency, min(long, point.cluster.longest)
+    else:
+        scenario = point.scenario
+        latency = latency_of(scenario.latency, *named(scenario), layout_of(scenario))
+    bands = ((tokens, prefill_band(latency, tokens)) for tokens in (2048, long))
     words = [f"a prompt of {tokens:,}: {band.words()}" for tokens, band in bands if band is not None]
     of = "the first point's predicted times" if swept else "predicted times"
     return f"error bars of {of} (P90): {'; '.join(words)}"

@@ -40,6 +40,7 @@ from headway.sim.vllm.spec import VllmSpec, stock_flags
 from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
+    from headway.sim.cluster.measured import MeasuredCluster
     from headway.sim.cluster.result import ClusterResult
 
 
@@ -70,13 +71,16 @@ def run_scenario(
     detail: RunDetail = RunDetail(),  # noqa: B008 - immutable
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
+    measured: MeasuredCluster | None = None,
 ) -> ScenarioRun:
-    """Simulate one seed of a scenario."""
+    """Simulate one seed of a scenario. measured: instances in place of those that `scenario.cluster` describes."""
     if scenario.cluster.placement is not None:
         # imported late: `cluster.build` imports this module
         from headway.sim.cluster.build import run_cluster
 
-        cluster = run_cluster(scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch)
+        cluster = run_cluster(
+            scenario, seed, keep_bars=detail.bars, on_progress=on_progress, stopwatch=stopwatch, measured=measured
+        )
         return ScenarioRun(cluster.sim, cluster)
     requests = workload_of(scenario, seed)
     run = run_of(scenario, seed, detail.iterations)

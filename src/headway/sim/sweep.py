@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.sim.build import RunDetail, ScenarioRun, run_scenario
+from headway.sim.cluster.measured import MeasuredCluster
 from headway.sim.memory import InfeasibleError
 from headway.sim.requests import draws_of
 from headway.sim.result_json import point_json, run_json
@@ -32,6 +33,24 @@ class Task(NamedTuple):
     scenario: Scenario
     seed: int
     stopwatch: Stopwatch
+    cluster: MeasuredCluster | None = None
+
+
+class ParsedScenario(NamedTuple):
+    """What a point's data say."""
+
+    scenario: Scenario
+    cluster: MeasuredCluster | None = None
+    """Of a cluster file: its instances, measured, in place of those that a scenario describes."""
+
+
+ParsePoint = Callable[[Mapping[str, Any], str], ParsedScenario]
+"""Validates a point's data; the second argument names them in errors."""
+
+
+def scenario_point(data: Mapping[str, Any], where: str) -> ParsedScenario:
+    """Validate a scenario's data."""
+    return ParsedScenario(parse_scenario(data, where))
 
 
 def parse_sweep(text: str) -> Values:
@@ -92,6 +111,8 @@ class SweepPoint:
     at: Mapping[str, Any]
     """The swept fields and their values; empty without a sweep."""
     scenario: Scenario
+    cluster: MeasuredCluster | None = None
+    """See `ParsedScenario`."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +125,18 @@ class SweepResult:
     """The first point's first seed, where it was asked for and is feasible."""
 
 
-def parse_points(data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario") -> list[SweepPoint]:
+def parse_points(
+    data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario", parse: ParsePoint = scenario_point
+) -> list[SweepPoint]:
     """Parse a scenario once for every combination of the swept values. ConfigError before any simulation runs."""
     return [
-        SweepPoint(at, parse_scenario(changed, f"{name} at {at}" if at else name))
-        for at, changed in points_of(data, sweeps)
+        SweepPoint(at, *parse(changed, f"{name} at {at}" if at else name)) for at, changed in points_of(data, sweeps)
     ]
 
 
-def with_common_draws(data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario") -> Mapping[str, Any]:
+def with_common_draws(
+    data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario", parse: ParsePoint = scenario_point
+) -> Mapping[str, Any]:
     """Return the data with as many draws at every point of a sweep of the load as the highest load needs.
 
     All points then have the same requests, closer together at higher loads (common random numbers), so that a curve
@@ -121,7 +145,7 @@ def with_common_draws(data: Mapping[str, Any], sweeps: Sequence[Values], name: s
     """
     if LOAD not in (field for field, _ in sweeps):
         return data
-    scenarios = [point.scenario for point in parse_points(data, sweeps, name)]
+    scenarios = [point.scenario for point in parse_points(data, sweeps, name, parse)]
     if any(each.workload.trace or each.workload.requests or each.workload.draws for each in scenarios):
         return data
     return with_field(data, "workload.draws", max(draws_of(each.workload, each.run.window_s) for each in scenarios))
@@ -140,7 +164,9 @@ def run_points(
     first: what to keep of the first point's first seed, which is then simulated in this process. on_run: called after
     each simulation.
     """
-    tasks = [Task(point.scenario, seed, stopwatch) for point in points for seed in point.scenario.run.seeds]
+    tasks = [
+        Task(point.scenario, seed, stopwatch, point.cluster) for point in points for seed in point.scenario.run.seeds
+    ]
     # a reason (str) where the first point does not fit in memory
     kept: ScenarioRun | str | None = None
     outcomes: list[RunOutcome] = []
@@ -167,7 +193,7 @@ def _point(at: Mapping[str, Any], outcomes: Sequence[RunOutcome]) -> dict[str, A
 def _simulate(task: Task, detail: RunDetail) -> ScenarioRun | str:
     """Simulate one seed. Return the reason instead where memory does not allow the layout."""
     try:
-        return run_scenario(task.scenario, task.seed, detail=detail, stopwatch=task.stopwatch)
+        return run_scenario(task.scenario, task.seed, detail=detail, stopwatch=task.stopwatch, measured=task.cluster)
     except InfeasibleError as error:
         return str(error)
 

@@ -97,6 +97,10 @@ class TableLatency(LatencyModel):
         self._decode = source.decode
         self._grid = _BilinearGrid(source.decode_grid) if source.decode_grid is not None else None
 
+    def __reduce__(self) -> tuple[type[TableLatency], tuple[TableSource, int]]:
+        # Another process gets the knots and makes the arrays again.
+        return TableLatency, (self.source, self._last)
+
     def token_s(self, first: int, last: int) -> Seconds:
         if last <= self._last:
             return self._tokens[first : last + 1]

@@ -7,29 +7,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import msgspec
 
 from headway.core.request import Request
-from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupShape
-from headway.perf.latency.recorded import describe
-from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.placement.base import CommitSpans, EnqueueRequest, RejectRequest, RequestArrived
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
+from headway.policy.placement.view import ClusterSnapshot, ClusterState
 from headway.runtime.build import dry_run
-from headway.runtime.build.cluster_rules import links, rules_of
 from headway.runtime.build.instance_factory import first_of
-from headway.runtime.cluster.client import ClusterRules
-from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, nodes_of
-from headway.runtime.cluster.live_instance import initial_instance
+from headway.runtime.build.measured_cluster import ClusterPlan, InstanceMeasurement, cluster_plan, measurement
+from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.report.units import duration
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 REQUESTS = 200, 1500
@@ -51,7 +41,8 @@ def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node:
     instance of every pool is loaded; on another host only of the pools that are to run there, and nothing is predicted.
     """
     several_hosts = len(file.hosts | {0}) > 1
-    lines, cores = [f"placement            {file.placement}, {len(configs)} instances"], []
+    lines = [f"placement            {file.placement}, {len(configs)} instances"]
+    measured: list[InstanceMeasurement] = []
     for i, (pool, first) in enumerate(zip(file.pools, first_of(file), strict=True)):
         place = f", on host {pool.host}" if several_hosts else ""
         lines += ["", f"pool {i}: {pool.count} x {pool.role}{place}, {configs[first].threads} threads each"]
@@ -63,47 +54,19 @@ def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node:
             ]
         core = dry_run.loaded(configs[first])
         lines += dry_run.described(core, prefills=pool.role != "decode")
-        cores += [core] * pool.count
+        if not node:
+            measured += [measurement(core)] * pool.count
     idle = idle_pools(file)
     lines += ["", *idle] if idle else []
     if node:
         return "\n".join(lines)
-    plan = _plan(file, model, configs, cores)
+    plan = cluster_plan(file, model, configs, measured)
     return "\n".join([*lines, "", *groups(plan), "", *capacity(plan)])
-
-
-@dataclass(frozen=True)
-class ClusterPlan:
-    """A described cluster whose instances are not started."""
-
-    rules: ClusterRules
-    instances: Sequence[ClusterInstance]
-    links: ClusterLinks
-    cores: Sequence[EngineCore]
-    """By instance: the engine that was loaded for its pool."""
-    backends: int
-    """Pieces of KV that an instance receives at a time."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request that all instances can serve, output included."""
-        return min(core.info.max_model_len for core in self.cores)
-
-
-def _plan(file: ClusterFile, model: str, configs: Sequence[EngineConfig], cores: Sequence[EngineCore]) -> ClusterPlan:
-    infos = [msgspec.structs.replace(core.info, latency=describe(core.scheduler.latency)) for core in cores]
-    roles = [pool.role for pool in file.pools for _ in range(pool.count)]
-    each = zip(nodes_of(file), roles, configs, infos, strict=True)
-    instances = [
-        initial_instance(i, node, role, config, info.kv_tokens_total)
-        for i, (node, role, config, info) in enumerate(each)
-    ]
-    return ClusterPlan(rules_of(file, model, infos), instances, links(file), cores, file.backends)
 
 
 def groups(plan: ClusterPlan) -> list[str]:
     """Tabulate which instances the policy gives to a prompt of each length in an idle cluster."""
-    most = plan.longest - OUTPUT - 1
+    most = plan.cluster.longest - OUTPUT - 1
     # 1K, 4K, 16K, ... tokens, and the longest that leaves room for the output.
     lengths = [1024 << 2 * k for k in range(12) if 1024 << 2 * k < most] or [most // 2]
     lines = ["prompt tokens   in an idle cluster"]
@@ -112,7 +75,7 @@ def groups(plan: ClusterPlan) -> list[str]:
 
 def _placed(plan: ClusterPlan, tokens: int) -> str:
     request = Request(id="r", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=OUTPUT)
-    view = ClusterSnapshot(ClusterState(plan.instances, plan.links), 0.0)
+    view = ClusterSnapshot(ClusterState(plan.cluster.instances, plan.cluster.links), 0.0)
     for action in plan.rules.policy().on_event(RequestArrived(request), view):
         if isinstance(action, CommitSpans):
             return ", then ".join(
@@ -129,12 +92,17 @@ def _names(group: Sequence[int]) -> str:
     return f"instance{'s' if len(group) > 1 else ''} " + "+".join(map(str, group))
 
 
+def prompt_lengths(longest: int) -> tuple[int, int]:
+    """Return the tokens of short and of long prompts where requests of up to `longest` tokens are served."""
+    return max(16, longest // 64), max(32, longest // 4)
+
+
 def capacity(plan: ClusterPlan) -> list[str]:
     """Bisect the highest rate at which the share `MET` of first tokens is in time; return it with the assumptions."""
-    lengths = max(16, plan.longest // 64), max(32, plan.longest // 4)
+    lengths = prompt_lengths(plan.cluster.longest)
     work_s = sum(_alone_s(plan, _length(number, lengths)) for number in range(LONG_EVERY)) / LONG_EVERY
     # Upper end: twice the rate at which prefilling instances would be fully busy, each alone.
-    low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.instances) / work_s
+    low, high = 0.0, 2.0 * sum(each.role != "decode" for each in plan.cluster.instances) / work_s
     for _ in range(_STEPS):
         rate = (low + high) / 2
         # Assumes that the share in time falls as the rate grows.
@@ -143,7 +111,7 @@ def capacity(plan: ClusterPlan) -> list[str]:
         else:
             high = rate
     targets = " and ".join(duration(_target_s(plan, tokens)) for tokens in lengths)
-    inside, across = plan.links.inside.bytes_per_s / 1e9, plan.links.across.bytes_per_s / 1e9
+    inside, across = plan.cluster.links.inside.bytes_per_s / 1e9, plan.cluster.links.across.bytes_per_s / 1e9
     hosts = "" if across == inside else f", between hosts at {across:g} (network_gbit_s)"
     found = f"{low:.3g} requests/s" if low else f"below {high:.3g} requests/s"
     return [
@@ -181,36 +149,9 @@ def _met(plan: ClusterPlan, rate_rps: float, lengths: tuple[int, int]) -> float:
     for number in range(count):
         at += rng.expovariate(rate_rps)
         requests.append(TraceRequest(at, _length(number, lengths), OUTPUT))
-    result = simulate_cluster(_spec(plan), plan.rules.policy(), requests, RunSpec())
+    result = simulate_cluster(plan.cluster.spec(), plan.rules.policy(), requests, RunSpec())
     met = 0
     for record in result.sim.records:
         if record.token_s and record.error is None:
             met += record.token_s[0] - record.arrival_s <= _target_s(plan, record.prompt_tokens)
     return met / count
-
-
-def _spec(plan: ClusterPlan) -> ClusterSpec:
-    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        head = plan.cores[group[0].id]
-        latency: LatencyModel = head.scheduler.latency
-        if len(group) > 1:
-            link = plan.links.between(group[0], group[-1])
-            # A group of several instances decodes with its KV spread over them, at the cost of their link.
-            latency = ShardedDecode(latency, len(group), plan.rules.shape.layers, link, 1)
-        return InstanceSpec(
-            config=head.scheduler.config,
-            latency=latency,
-            kv_tokens=sum(each.capacity for each in group),
-            block_tokens=head.info.kv_block_tokens,
-        )
-
-    return ClusterSpec(
-        instances=tuple(plan.instances),
-        engine=engine,
-        spans=plan.rules.latency,
-        shape=plan.rules.shape,
-        links=plan.links,
-        backends=plan.backends,
-        rows=plan.rules.rows,
-        kv_reservations=True,
-    )

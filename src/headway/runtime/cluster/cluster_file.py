@@ -14,6 +14,7 @@ from headway.policy.placement.capabilities import HTTP_CAPABILITIES, missing_for
 from headway.policy.placement.registry import check_options
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
+from headway.sim.scenario import RunSection, SloSection
 
 SPAN_ROWS = 512
 LARGEST_POOL = 1024
@@ -122,6 +123,17 @@ class ClusterFile(FileSection):
     )
     network_gbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=10.0, description="bandwidth between two hosts, one way, that policies reckon with"
+    )
+    workload: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of `headway simulate`: what arrives, as in [scenario files](scenario-file.md); without preset, "
+        "trace and mix: prompts of 1/64 of the longest length, every tenth of 1/4, at half of the predicted load",
+    )
+    slo: dict[str, SloSection] = Field(
+        default_factory=dict, description="of `headway simulate`: what requests of a class are judged by, as there"
+    )
+    run: RunSection = Field(
+        default=RunSection(), description="of `headway simulate`: its seeds, window and noise, as there"
     )
 
     @property

@@ -23,6 +23,7 @@ from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.build import config_of, latency_of, lead_pool, named, prefix_cache_of, run_of, workload_of
+from headway.sim.cluster.measured import MeasuredCluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -40,10 +41,15 @@ def run_cluster(
     keep_bars: bool = False,
     on_progress: OnProgress | None = None,
     stopwatch: Callable[[], float] | None = None,
+    measured: MeasuredCluster | None = None,
 ) -> ClusterResult:
-    """Simulate one seed of a scenario with a placement."""
+    """Simulate one seed of a scenario with a placement. measured: instances in place of the described ones."""
     requests = workload_of(scenario, seed)
-    spec = cluster_of(scenario, requests)
+    if measured is None:
+        spec = cluster_of(scenario, requests)
+    else:
+        measured.check_lengths(requests)
+        spec = measured.spec()
     placement = placement_of(scenario, spec)
     return simulate_cluster(
         spec,

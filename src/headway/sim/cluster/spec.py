@@ -44,11 +44,13 @@ class ClusterSpec:
 
     kv_reservations: bool = False
     """Whether KV outside of schedulers takes blocks too, and spans and transfers wait for them as in live clusters."""
+    pads_heads: bool = True
+    """See `PolicyContext.pads_heads`."""
 
     @property
     def policy_context(self) -> PolicyContext:
         """The context of placement policies: they predict spans with the simulator's own model."""
-        return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows)
+        return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows, pads_heads=self.pads_heads)
 
     def __post_init__(self) -> None:
         if not self.instances:

@@ -1,0 +1,127 @@
+"""`headway simulate cluster.yaml`: a file of `headway cluster`, simulated with the times of this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.cli.model_folder import model_folder
+from headway.cli.options import environment
+from headway.core.errors import ConfigError
+from headway.core.file_sections import validated
+from headway.core.settings import resolve
+from headway.perf.latency.groups import GroupShape
+from headway.runtime.build import dry_run
+from headway.runtime.build.cluster_dry_run import LONG_EVERY, OUTPUT, prompt_lengths
+from headway.runtime.build.instance_factory import first_of
+from headway.runtime.build.measured_cluster import InstanceMeasurement, cluster_plan, measurement
+from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, model_of
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.numerics import settle
+from headway.serving.cluster_settings import instance_configs, shared_cores
+from headway.serving.serve_settings import ServeSettings
+from headway.sim.cluster.measured import MeasuredCluster
+from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, Scenario, WorkloadSection
+from headway.sim.sweep import ParsedScenario
+
+REQUESTS = 300
+"""Simulated requests of a file without a `workload`."""
+LOAD = 0.5
+"""Their load: the share of time that the instances that prefill would be busy, were every prompt computed by one."""
+
+
+class ClusterScenarios:
+    """Makes scenarios of a cluster file's data. One engine of each distinct configuration is loaded, once."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the file, beside which its model is looked up."""
+        settle()
+        self._path = path
+        self._measured: dict[bytes, InstanceMeasurement] = {}
+        self._warned: set[str] = set()
+
+    def parse(self, data: Mapping[str, Any], where: str) -> ParsedScenario:
+        """Validate the data, measure what is new, and return the scenario with its instances. Raises ConfigError."""
+        file = cluster_file(data, where)
+        if file.behind_http:
+            raise ConfigError(
+                f"{where}: pools of backend vllm have their own engines, which are not measured here: simulate one "
+                "with `engine: vllm` in a scenario (examples/vllm-convoy.yaml)"
+            )
+        settings = resolve(ServeSettings, environment=environment(), file=file.serve, origin=f"{where}: serve")
+        model = model_folder(model_of(file, self._path.parent))
+        configs = instance_configs(file, where, model, settings)
+        for host in sorted(file.hosts):
+            self._warn(shared_cores(file, configs, host))
+        pools = zip(file.pools, first_of(file), strict=True)
+        measured = [self._measure(configs[first]) for pool, first in pools for _ in range(pool.count)]
+        cluster = cluster_plan(file, model, configs, measured).cluster
+        return ParsedScenario(_scenario(file, cluster, self._path.stem, where), cluster)
+
+    def _measure(self, config: EngineConfig) -> InstanceMeasurement:
+        config = msgspec.structs.replace(config, event_log=None)
+        key = msgspec.json.encode(config)
+        if key not in self._measured:
+            self._measured[key] = measurement(dry_run.loaded(config))
+        return self._measured[key]
+
+    def _warn(self, sentences: list[str]) -> None:
+        for sentence in sentences:
+            if sentence not in self._warned:
+                self._warned.add(sentence)
+                print(f"warning: {sentence}", file=sys.stderr)
+
+
+def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str) -> Scenario:
+    """Return the scenario's sections. Those of hardware and latencies stay unset: `cluster` has what was measured."""
+    workload = file.workload
+    if not workload.keys() & {"preset", "trace", "mix"}:
+        workload = {**_traffic(cluster), **workload}
+    first = iter(first_of(file))
+    pools = []
+    for pool in file.pools:
+        instance = cluster.instances[next(first)]
+        pools.append(
+            PoolSection(
+                role=pool.role, count=pool.count, tp=instance.tp, stages=instance.stages, kv_tokens=instance.capacity
+            )
+        )
+    return Scenario(
+        name=name,
+        about="A cluster file, with instances measured on this machine.",
+        cluster=ClusterSection(
+            placement=file.placement,
+            options=file.options,
+            pools=tuple(pools),
+            backends=file.backends,
+            sends_layers=False,
+            kv_reservations=True,
+            span_rows=file.span_rows,
+        ),
+        model=ModelSection(**{name: getattr(cluster.shape, name) for name in ModelSection.model_fields}),
+        memory=MemorySection(block_tokens=cluster.engines[0].block_tokens),
+        workload=validated(WorkloadSection, workload, f"{where}: workload"),
+        slo=file.slo,
+        run=file.run,
+    )
+
+
+def _traffic(cluster: MeasuredCluster) -> dict[str, Any]:
+    """Return the workload of a file that has none: the dry run's prompts, at `LOAD`."""
+    short, long = prompt_lengths(cluster.longest)
+    alone = GroupShape(1)
+    work_s = [cluster.spans.prefill_s(0, tokens, alone) for tokens in (short, long)]
+    mean_s = work_s[0] + (work_s[1] - work_s[0]) / LONG_EVERY
+    prefilling = sum(each.role != "decode" for each in cluster.instances)
+    return {
+        "mix": [
+            {"class": "short", "share": LONG_EVERY - 1, "prompt": f"fixed:{short}", "output": f"fixed:{OUTPUT}"},
+            {"class": "long", "share": 1, "prompt": f"fixed:{long}", "output": f"fixed:{OUTPUT}"},
+        ],
+        "qps": float(f"{LOAD * prefilling / mean_s:.3g}"),
+        "requests": REQUESTS,
+    }

@@ -1,0 +1,122 @@
+"""A file of `headway cluster` simulates as it stands, by the policy that serves and the times of loaded instances."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.cli.cluster_scenario import ClusterScenarios
+from headway.cli.main import main
+from headway.core.errors import ConfigError
+from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.policy.iteration.config import SchedulerConfig
+from headway.runtime.engine.protocol import EngineInfo
+from headway.sim.build import run_scenario
+from headway.sim.cluster.build import placement_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
+                                 chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(1e-5, 0.0, 0.0)))  # fmt: skip
+INFO = EngineInfo(
+    model="m", architecture="a", dtype="float32", device="cpu", max_model_len=4096, vocab_size=128,
+    kv_tokens_total=16384, kv_block_tokens=64, policy="lars", chunking="adaptive", mode="default", t_target_s=0.05,
+    max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
+)  # fmt: skip
+FEW = {"mix": [{"prompt": "fixed:500", "output": "fixed:4"}], "qps": 2.0, "requests": 10}
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations of which an engine is loaded; none is."""
+    loaded: list[Any] = []
+
+    def load(config: Any) -> Any:
+        loaded.append(config)
+        info = msgspec.structs.replace(INFO, max_model_len=config.max_model_len or INFO.max_model_len)
+        return SimpleNamespace(info=info, scheduler=SimpleNamespace(config=SchedulerConfig(), latency=TABLE))
+
+    monkeypatch.setattr("headway.runtime.build.dry_run.loaded", load)
+    return loaded
+
+
+def test_the_example_simulates_as_it_stands_and_swept(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = ["simulate", str(EXAMPLES / "cluster.yaml"), "--set", "workload.requests=20", "--set", "workload.qps=0.5"]
+    assert main([*words, "--sweep", "placement=fifo,jsq", "--sweep", "options={}", "--json", str(out)]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert [point["at"]["placement"] for point in points] == ["fifo", "jsq"]
+    assert all(point["mean"]["total"]["ok"] == 20 for point in points)
+
+
+def test_an_engine_is_loaded_once_for_equal_pools_and_points(tmp_path: Path, loads: list[Any]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "placement: tetris\noptions: {sizes: [1, 2]}\nserve: {threads: 1, max_model_len: 4k}\n"
+        "pools: [{count: 2, role: prefill}, {role: decode}]\n"
+    )
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.json"
+    words = ["simulate", str(path), "--set", "workload.requests=30", "--requests", str(rows), "--json", str(out)]
+    assert main([*words, "--sweep", "workload.qps=1,2", "--jobs", "1"]) == 0
+    assert len(loads) == 1
+    assert len(rows.read_text().splitlines()) == 31
+    scenario = json.loads(out.read_text())["scenario"]
+    # What was measured is there, and no hardware that a scenario would have by default.
+    assert [pool["kv_tokens"] for pool in scenario["cluster"]["pools"]] == [16384, 16384]
+    assert "accelerator" not in scenario["cluster"]
+    assert "latency" not in scenario
+    # The dry run's prompts: 1/64 and 1/4 of the longest length.
+    assert [part["prompt"] for part in scenario["workload"]["mix"]] == ["fixed:64", "fixed:1024"]
+
+
+def test_a_lone_request_takes_the_time_of_the_loaded_instance(tmp_path: Path, loads: list[Any]) -> None:
+    traffic = {**FEW, "requests": 1}
+    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml").parse({"pools": [{}], "workload": traffic}, "c.yaml")
+    assert cluster is not None
+    (record,) = run_scenario(scenario, 0, measured=cluster).sim.records
+    assert record.token_s[0] - record.arrival_s == pytest.approx(TABLE.rows_s(500), rel=0.2)
+    assert len(loads) == 1
+
+
+def test_the_simulated_policy_decides_by_what_the_live_one_gets(tmp_path: Path, loads: list[Any]) -> None:
+    data = {"pools": [{"count": 2}], "placement": "fifo", "options": {"long_tokens": 400, "long_sp": 2}}
+    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml").parse({**data, "workload": FEW}, "c.yaml")
+    assert cluster is not None
+    # Another process simulates the same from a copy.
+    copy = pickle.loads(pickle.dumps(cluster))
+    results = [run_scenario(scenario, 0, measured=each).sim.records for each in (cluster, copy)]
+    assert results[0] == results[1]
+    spec = cluster.spec()
+    assert not spec.policy_context.pads_heads
+    assert (spec.rows, spec.backends, spec.sends_layers) == (512, 16, False)
+    assert type(placement_of(scenario, spec)).__name__ == "FifoPlacement"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"pools": [{"backend": "vllm"}]}, "c.yaml: pools of backend vllm have their own engines"),
+        ({"pools": [{}], "workload": {"presett": "x"}}, "c.yaml: workload: presett is not a field"),
+        ({"pools": [{}], "placement": "weave"}, "c.yaml: weave decodes elsewhere than it prefills"),
+        ({"pools": [{}], "run": {"seed": 1}}, "c.yaml: run.seed is not a field"),
+    ],
+)
+def test_a_faulty_file_gets_one_sentence(tmp_path: Path, loads: list[Any], data: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ClusterScenarios(tmp_path / "c.yaml").parse(data, "c.yaml")
+    assert str(raised.value).startswith(words)
+
+
+def test_requests_longer_than_the_instances_serve_are_named(
+    tmp_path: Path, loads: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: [{}]\nworkload: {mix: [{prompt: 'fixed:5000', output: 'fixed:5'}], requests: 3}\n")
+    assert main(["simulate", str(path)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the longest request has 5,005 tokens, and the instances serve up to 4,096" in said
