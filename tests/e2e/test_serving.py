@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,6 +39,7 @@ LONG = pytest.mark.long
 def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
     policy, _, chunking = request.param.partition("+")
     arguments = [str(llama), "--scheduling-policy", policy, "--chunking", chunking or "adaptive", "--t-target-ms", "5"]
+    arguments += ["--slo-min-ttft-s", "1e-6"]
     with ServerProcess([*arguments, "--latency-profile", "quick"]) as running:
         yield running.url
 
@@ -73,6 +75,24 @@ def test_prompt_logprobs_equal_transformers_with_prompts_cut_into_chunks(
             assert sorted(top.values(), reverse=True) == pytest.approx(sorted(scores[at])[:-4:-1], abs=1e-4)
         own = [None if one is None else next(iter(one.values()))["logprob"] for one in answer["prompt_logprobs"]]
         assert own == found[:-1]
+
+
+def test_a_request_that_would_be_late_is_answered_429_with_a_time_to_retry_if_it_asks_for_that(server: str) -> None:
+    def asked(ttft_ms: float, **fields: Any) -> httpx.Response:
+        slo = {"ttft_ms": ttft_ms, **fields}
+        body = {"model": model_of(server), "prompt": prompt_of(5, 200), "max_tokens": 2, "slo": slo}
+        return httpx.post(f"{server}/v1/completions", json=body, timeout=120)
+
+    name = "headway_requests_refused_late_total"
+    before = metric(server, name)
+    late = asked(1e-3, refuse_late=True)
+    assert late.status_code == 429
+    assert 1 <= int(late.headers["retry-after"]) <= 60
+    assert "later than" in late.json()["error"]["message"]
+    metric_reaches(server, name, lambda value: value == before + 1)
+    assert asked(1e-3).status_code == 200, "without the wish it is served, late"
+    assert asked(1e6, refuse_late=True).status_code == 200
+    assert metric(server, name) == before + 1
 
 
 @LONG

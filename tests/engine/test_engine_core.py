@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -159,7 +160,8 @@ def test_beyond_the_queue_limit_requests_are_refused_as_overload() -> None:
 
 
 def test_a_request_that_would_be_late_is_refused_with_a_time_to_retry_if_it_asked_for_that() -> None:
-    core = make_core()
+    events: list[dict[str, Any]] = []
+    core = make_core(log=lambda kind, fields: events.append({"event": kind, **fields}))
     assert submit(core, "ahead", [1] * 200) is None
     slo = Slo(ttft_s=1e-9, refuse_late=True)
     asking = SubmitRequest(id="late", prompt_tokens=2, params=SamplingParams(max_tokens=2), received_s=0.0, slo=slo)
@@ -172,6 +174,8 @@ def test_a_request_that_would_be_late_is_refused_with_a_time_to_retry_if_it_aske
     patient = replace(asking, slo=Slo(ttft_s=1e-9))
     assert core.submit(patient, memoryview(frame([1, 2]))) is None
     assert sorted(run(core).last) == ["ahead", "late"]
+    assert core.stats().refused_late_total == 1
+    assert [event["request"] for event in events if event["event"] == "refuse"] == ["late"]
 
 
 def test_draining_finishes_what_was_accepted_and_takes_nothing_new() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from tests.helpers.fake_executor import VOCAB, FakeExecutor
 
 from headway.core.clock import ManualClock
+from headway.core.event_log import EventSink
 from headway.core.sampling import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
@@ -38,12 +39,14 @@ class RowLatency(LatencyModel):
         """Never learns."""
 
 
-def make_core(executor: FakeExecutor | None = None, info: EngineInfo = INFO, **fields: object) -> EngineCore:
+def make_core(
+    executor: FakeExecutor | None = None, info: EngineInfo = INFO, log: EventSink | None = None, **fields: object
+) -> EngineCore:
     """An engine on a manual clock."""
     executor = executor or FakeExecutor()
     config = SchedulerConfig.named("default", **{"t_target_s": 0.02, "reserve_tokens": 16, **fields})
     block_manager = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
-    return EngineCore(Scheduler(config, RowLatency(), block_manager), executor, ManualClock(), info)
+    return EngineCore(Scheduler(config, RowLatency(), block_manager), executor, ManualClock(), info, log)
 
 
 def frame(tokens: list[int]) -> memoryview:

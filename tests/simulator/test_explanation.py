@@ -20,9 +20,11 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.counterfactual import outcomes, with_setting
 from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
 from headway.sim.faults import small_machine
+from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.replay import replay
 from headway.sim.replayed_run import ReplayedRun
+from headway.sim.report.why_text import why_text
 from headway.sim.result import SimResult
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
@@ -37,6 +39,7 @@ def logged(
     log: Path | None = None,
     noise: NoiseSpec = NoiseSpec(),  # noqa: B008 - frozen
     seed: int = 0,
+    run: RunSpec | None = None,
     **fields: Any,
 ) -> tuple[SimResult, ReplayedRun]:
     """A simulated run, and the replay of its log."""
@@ -49,7 +52,7 @@ def logged(
         block_tokens=16,
         learns=noise != NoiseSpec(),
     )
-    run = RunSpec(timeout_s=60.0, noise=noise, seed=seed)
+    run = run or RunSpec(timeout_s=60.0, noise=noise, seed=seed)
     result = simulate(spec, workload, run, log=lambda kind, more: events.append({"event": kind, **more}))
     if log is not None:
         log.write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -122,6 +125,46 @@ def test_a_gap_names_the_chunk_that_ran_beside() -> None:
     _, run = logged(CONVOY)
     told = explain(run, "r2")
     assert next(iter(shares(told.worst_gap))) == "iterations with chunks of r0"
+
+
+def overloaded(**fields: Any) -> ReplayedRun:
+    """A document and more chats than can be in time, with relegation."""
+    workload = [TraceRequest(0.0, 30_000, 8), *(TraceRequest(0.05 + 0.05 * i, 1_500, 4) for i in range(40))]
+    _, run = logged(workload, policy="edf", relegation=True, deadline_base_s=0.5, deadline_factor=1.2, **fields)
+    assert run.differences == []
+    return run
+
+
+def test_a_request_that_was_given_up_says_so() -> None:
+    run = overloaded()
+    given_up = set().union(*(step.relegated for step in run.steps))
+    assert given_up
+    words = "given up for the time, so that others are in time"
+    for name in given_up:
+        told = explain(run, name)
+        assert words in shares(told.to_first_token), name
+        assert words in why_text(told)
+    others = [record.id for record in run.records if record.id not in given_up]
+    assert others
+    assert all(words not in shares(explain(run, name).to_first_token) for name in others)
+
+
+def test_a_refused_request_says_by_which_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    targets = {"chat": SloTargets(ttft_s=0.3), "document": SloTargets(e2e_s=1e3)}
+    workload = [replace(one, klass="chat" if one.prompt_tokens < 1_000 else "document") for one in CONVOY]
+    result, run = logged(
+        [*workload, *(TraceRequest(0.06, 2_000, 2, klass="chat") for _ in range(8))],
+        log=tmp_path / "log.jsonl", policy="fcfs", run=RunSpec(targets=targets, refuse_late=True),
+    )  # fmt: skip
+    assert run.differences == [], "the replay predicts the same"
+    refused = [record for record in result.records if record.rejected]
+    served = [record for record in result.records if not record.rejected]
+    assert refused
+    assert served
+    assert {record.klass for record in refused} == {"chat"}
+    assert {record.id for record in run.records if record.rejected} == {record.id for record in refused}
+    assert main(["why", refused[0].id, "--log", str(tmp_path / "log.jsonl")]) == 0
+    assert "It was not taken on, refused: its first token would have come after" in capsys.readouterr().out
 
 
 def test_a_wait_for_blocks_is_told_from_a_wait_for_time() -> None:

@@ -37,6 +37,15 @@ class OverloadedError(HeadwayError):
         self.retry_after_s = retry_after_s
 
 
+class PredictedLateError(OverloadedError):
+    """The first token is predicted to come later than was asked for, by a request that is then not to be served."""
+
+    def __init__(self, message: str, retry_after_s: float, predicted_s: float) -> None:
+        """`predicted_s`: the predicted time to the first token."""
+        super().__init__(message, retry_after_s)
+        self.predicted_s = predicted_s
+
+
 class UnavailableError(HeadwayError):
     """The engine is starting, draining or lost; try again after `retry_after_s` (HTTP 503 with Retry-After)."""
 

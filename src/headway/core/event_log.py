@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 
 from headway.core.errors import ConfigError
+from headway.core.request import Request
 
 EventSink = Callable[[str, dict[str, object]], None]
 """Receives one event: its kind and its fields."""
@@ -36,6 +37,20 @@ def event_sink(path: str) -> EventSink:
             file.flush()
 
     return write
+
+
+def arrival_fields(request: Request, now: float) -> dict[str, object]:
+    """Return the fields of the event by which a request comes at `now`, but for its cached tokens."""
+    return {
+        "request": request.id,
+        "at_s": now,
+        "arrival_s": request.arrival_s,
+        "prompt": request.prompt_tokens,
+        "max_output": request.max_output_tokens,
+        "ttft_s": request.slo.ttft_s,
+        "tbt_s": request.slo.tbt_s,
+        "priority": request.priority,
+    }
 
 
 def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> IO[bytes]:

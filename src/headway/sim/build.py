@@ -186,6 +186,7 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
         seed=seed,
         targets={klass: SloTargets(**slo.model_dump()) for klass, slo in scenario.slo.items()},
         send_slo=run.send_slo,
+        refuse_late=run.refuse_late,
         deadline_is_target=run.deadline_is_target,
         max_output=run.max_output,
         noise=NoiseSpec(run.noise.kind, run.noise.amount, run.noise.bias),

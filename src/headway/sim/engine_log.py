@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
-from headway.core.event_log import EventSink
+from headway.core.event_log import EventSink, arrival_fields
 from headway.core.request import Request
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
@@ -39,18 +39,12 @@ class SimulatedEngineLog:
 
     def added(self, request: Request, now: float) -> None:
         """Write that a request has come."""
-        fields = {
-            "request": request.id,
-            "at_s": now,
-            "arrival_s": request.arrival_s,
-            "prompt": request.prompt_tokens,
-            "cached": request.cached_tokens,
-            "max_output": request.max_output_tokens,
-            "ttft_s": request.slo.ttft_s,
-            "tbt_s": request.slo.tbt_s,
-            "priority": request.priority,
-        }
-        self._write("add", fields)
+        self._write("add", {**arrival_fields(request, now), "cached": request.cached_tokens})
+
+    def refused(self, request: Request, now: float, predicted_s: float) -> None:
+        """Write that a request was refused, since its first token was predicted to come after so many seconds."""
+        fields = {"cached": request.cached_tokens, "predicted_s": predicted_s}
+        self._write("refuse", {**arrival_fields(request, now), **fields})
 
     def aborted(self, request_id: str, now: float) -> None:
         """Write that a request has left before its end."""

@@ -156,7 +156,7 @@ class EventLoop(ABC):
             max_output_tokens=max(1, source.output_tokens, run.max_output or 0),
             # the last prompt token is always computed: it yields the first output token
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
-            slo=Slo(ttft_s=targets.ttft_s, tbt_s=targets.tbt_s) if run.send_slo else Slo(),
+            slo=Slo(targets.ttft_s, targets.tbt_s, run.refuse_late) if run.send_slo else Slo(),
         )
 
     def schedule_departure(self, departing: Any) -> None:

@@ -17,10 +17,13 @@ from headway.core.errors import ConfigError
 from headway.sim.metrics import RequestRecord
 from headway.sim.replayed_run import ReplayedChunk, ReplayedRun, ReplayedStep
 
-Cause = Literal["own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "computed again", "engine"]
+Cause = Literal[
+    "own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "relegated", "computed again", "engine"
+]
 """own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. KV transfer: its KV
 was on its way to another instance. under way: the iteration that ran when it came. queued: iterations of others. no KV:
-the same, and it was passed over for lack of free blocks. computed again: iterations since its KV was freed. engine: no
+the same, and it was passed over for lack of free blocks. relegated: the same, and it was given up for the time so that
+others are in time. computed again: iterations since its KV was freed. engine: no
 iteration ran."""
 
 _ANSWER_PREFIX = re.compile("^(chatcmpl|cmpl|resp)[-_]")
@@ -123,7 +126,8 @@ def explain_record(
     """Explain a request by what ran around it. worst: start and end of its worst gap; None: it has no gap."""
     life = _RequestLife(around, record)
     last_s = max([step.end_s for step in around.steps], default=record.arrival_s)
-    first_s = record.token_s[0] if record.token_s else max(last_s, record.arrival_s)
+    end_s = record.arrival_s if record.rejected else max(last_s, record.arrival_s)
+    first_s = record.token_s[0] if record.token_s else end_s
     return RequestExplanation(
         record=record,
         cached_tokens=around.cached_tokens,
@@ -212,6 +216,7 @@ _WORDS: dict[Cause, str] = {
     "KV transfer": "its KV on the way to another instance",
     "under way": "the iteration under way when it came",
     "no KV": "no free KV blocks",
+    "relegated": "given up for the time, so that others are in time",
     "computed again": "its KV was freed, others ran",
     "engine": "no iteration ran",
 }
@@ -284,6 +289,8 @@ class _RequestLife:
             return replace(common, cause="computed again")
         if name in step.short_of_kv:
             return replace(common, cause="no KV")
+        if name in step.relegated:
+            return replace(common, cause="relegated")
         return replace(common, rule=self._rule(step))
 
     def _moving(self, start_s: float, end_s: float) -> LifeInterval | None:

@@ -22,6 +22,7 @@ from headway.sim.replayed_run import (
     ReplayedStep,
     RequestTimes,
     limit_of_chunk,
+    relegated,
     request_of,
     short_of_kv,
 )
@@ -50,6 +51,7 @@ class _RecordedStep:
         # Prompts that had their last chunk in it, and decodes.
         self.yielding: list[str] = []
         self.short_of_kv: frozenset[str] = frozenset()
+        self.relegated: frozenset[str] = frozenset()
 
 
 class HostedReplay:
@@ -116,7 +118,7 @@ class HostedReplay:
             )
         decision = self._decisions[step] = _RecordedStep(event, plan, view)
         if self.detail:
-            decision.short_of_kv = short_of_kv([policy])
+            decision.short_of_kv, decision.relegated = short_of_kv([policy]), relegated([policy])
         # Steps that were never carried out have no further events.
         self._decisions.pop(step - 64, None)
 
@@ -158,6 +160,7 @@ class HostedReplay:
                     decision.decodes,
                     decision.chunks,
                     decision.short_of_kv,
+                    relegated=decision.relegated,
                 )
             )
         self._driver.observed(decision.load, elapsed_s)

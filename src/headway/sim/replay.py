@@ -36,6 +36,7 @@ from headway.sim.replayed_run import (
     ReplayedStep,
     RequestTimes,
     limit_of_chunk,
+    relegated,
     request_of,
     short_of_kv,
 )
@@ -99,6 +100,8 @@ class _ReplayState:
         self.times = RequestTimes(replayed)
         # by batch id: the batch, when it was scheduled, and what by, for each KV group
         self.batches: dict[int, tuple[Batch, float, list[DecisionView]]] = {}
+        # by batch id: requests that were given up when it was scheduled
+        self.relegated: dict[int, frozenset[str]] = {}
         # end of the latest batch; None while the engine is idle
         self.done_s: float | None = None
 
@@ -114,6 +117,15 @@ class _ReplayState:
         self.scheduler.add(Span.whole(request), event["at_s"])
         self.times.arrived(request)
 
+    def on_refuse(self, event: Mapping[str, Any]) -> None:
+        request = request_of(event)
+        predicted_s = self.scheduler.predicted_ttft_s(request, event["at_s"])
+        if abs(predicted_s - event["predicted_s"]) > 1e-9:
+            self.replayed.differences.append(
+                f"{request.id} was predicted to wait {event['predicted_s']} s, and here {predicted_s} s"
+            )
+        self.times.refused(request, event["predicted_s"])
+
     def on_abort(self, event: Mapping[str, Any]) -> None:
         self._apply(self.scheduler.abort(event["request"], event["at_s"]))
         self.times.ended(event["request"], None, "aborted")
@@ -125,6 +137,8 @@ class _ReplayState:
             self.replayed.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
             return
         self.batches[batch.id] = (batch, event["at_s"], views)
+        if self.detail:
+            self.relegated[batch.id] = relegated(self.policies)
         for chunk in (chunk for part in batch.parts for chunk in part.prefills):
             self.times.scheduled(chunk.request, event["at_s"])
 
@@ -196,6 +210,7 @@ class _ReplayState:
             tuple(chunks),
             short_of_kv(policies),
             sum(each.used_tokens for each in self.managers),
+            self.relegated.pop(batch.id),
         )
 
     def _apply(self, events: Iterable[RequestEvent]) -> None:

@@ -66,6 +66,8 @@ class ReplayedStep(NamedTuple):
     """Waiting requests that were passed over for lack of free blocks."""
     kv_used: int | None = None
     """KV tokens in use when it had ended; None: the host's blocks are not in the log."""
+    relegated: frozenset[str] = frozenset()
+    """Waiting requests that were given up so that others are in time."""
 
 
 class ReplayedPreemption(NamedTuple):
@@ -135,7 +137,14 @@ class RequestTimes:
         if name in self._open:
             self._open[name][2].append(at_s)
 
-    def ended(self, name: str, finish_s: float | None, error: str | None) -> None:
+    def refused(self, request: Request, predicted_s: float) -> None:
+        """Make the record of a request that was refused on arrival for its predicted time to first token."""
+        asked_s = request.slo.ttft_s
+        self.arrived(request)
+        why = f"its first token would have come after {predicted_s:.3g} s, later than the {asked_s:g} s asked for"
+        self.ended(request.id, None, f"refused: {why}", rejected=True)
+
+    def ended(self, name: str, finish_s: float | None, error: str | None, rejected: bool = False) -> None:
         """Make the record of a request; unknown ones are ignored."""
         request, scheduled, tokens = self._open.pop(name, (None, [], []))
         if request is None:
@@ -151,6 +160,7 @@ class RequestTimes:
                 token_s=tuple(tokens),
                 finish_s=finish_s,
                 error=error,
+                rejected=rejected,
             )
         )
 
@@ -200,6 +210,17 @@ def limit_of_chunk(
     if tokens <= config.min_chunk:
         return "smallest chunk"
     return "yielded time" if yields else "time"
+
+
+def relegated(policies: Iterable[IterationPolicy]) -> frozenset[str]:
+    """Return the waiting requests that are given up so that others are in time."""
+    return frozenset(
+        state.request.id
+        for policy in policies
+        if policy.relegation is not None
+        for state in policy.relegation.late.values()
+        if state is not policy.relegation.turn
+    )
 
 
 def short_of_kv(policies: Iterable[IterationPolicy]) -> frozenset[str]:

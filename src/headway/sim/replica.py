@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from headway.core.batch import Batch, Chunk, GroupBatch, RequestProgress
-from headway.core.errors import RequestError
+from headway.core.errors import PredictedLateError, RequestError
 from headway.core.event_log import EventSink
 from headway.core.events import RequestEvent
 from headway.core.span import Span
@@ -19,6 +19,7 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.parts import batch_loads, parts_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.policy.iteration.predicted_ttft import refuse_late
 from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack, repeat_decodes
 from headway.sim.engine_log import SimulatedEngineLog
 from headway.sim.noise import NoiseSource
@@ -73,23 +74,25 @@ class SimulatedEngine:
         self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
         self._joins: list[GroupJoin] = []
         self._pairs = self._busy_s = self._scheduling_s = 0.0
-
         # seconds that another engine's decodes add to the next batch; end of its batch that takes this one's along
         self.fused_s = self.fused_until_s = 0.0
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def add(self, track: DecodeTrack, now: float) -> None:
-        """Admit a request. Raises RequestError when its KV can never fit."""
+        """Admit a request. Raises RequestError when its KV can never fit, PredictedLateError if it asked for that."""
         name = track.request.id
         # what is cached without a look-up was transferred here
         if self.prefixes is not None and not track.request.cached_tokens:
             track.request = self.prefixes.look_up(track.request, track.source)
         try:
+            refuse_late(self.scheduler, track.request, now)
             self.scheduler.add(Span.whole(track.request), now)
-        except RequestError:
+        except (RequestError, PredictedLateError) as error:
             if self.prefixes is not None:
                 self.prefixes.forget(name)
+            if self._log is not None and isinstance(error, PredictedLateError):
+                self._log.refused(track.request, now, error.predicted_s)
             raise
         if self._log is not None:
             self._log.added(track.request, now)
@@ -188,9 +191,8 @@ class SimulatedEngine:
         """Return (request, prompt tokens computed by its end, whether the prompt is then complete) for each chunk; none
         when the batch is not in flight."""
         run = self._in_flight.get(batch_id)
-        if run is None:
-            return []
-        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in run.batch.parts[0].prefills]
+        chunks = run.batch.parts[0].prefills if run is not None else ()
+        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in chunks]
 
     def busy_until_s(self) -> float:
         """Return the virtual time at which the last batch in flight ends; 0.0: there is none."""
@@ -322,8 +324,7 @@ class SimulatedEngine:
         model, noise = self._actual_latency or self.latency, self._noises[batch.parts[0].group]
         loads = batch_loads(model, batch.parts, self.spec.exchange)
         counts = [len(part.decodes.members) for part in batch.parts]
-        rows = max(counts)
-        repeats = 1
+        rows, repeats = max(counts), 1
         decoding = [cohort.times for cohort, count in zip(cohorts, counts, strict=True) if count]
         while repeats < most and end_s < quiet_s:
             # one more KV token for each decode than in the iteration before
@@ -351,8 +352,7 @@ class SimulatedEngine:
         factor = self._noises[batch.parts[0].group].factor()
         if self._actual_latency is None and not self.spec.learns:
             return batch.predicted_s * factor
-        model = self._actual_latency or self.spec.latency
-        return parts_s(model, batch.parts, self.spec.exchange) * factor
+        return parts_s(self._actual_latency or self.spec.latency, batch.parts, self.spec.exchange) * factor
 
     def _complete_prompt(
         self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]

@@ -326,6 +326,7 @@ class RunSection(FileSection):
     send_slo: bool = Field(
         default=True, description="requests carry their SLOs to the scheduler; else its own deadlines apply"
     )
+    refuse_late: bool = Field(default=False, description="refuse arrivals that are predicted to miss their ttft_s")
     deadline_is_target: bool = Field(
         default=False, description="judge TTFT by the scheduler's deadline where there is no SLO"
     )
@@ -380,6 +381,8 @@ class Scenario(FileSection):
     @model_validator(mode="after")
     def _fields_of_the_engine(self) -> Scenario:
         given = self.model_fields_set
+        if self.run.refuse_late and (self.engine == "vllm" or self.cluster.placement is not None):
+            raise ValueError("`run.refuse_late` is of Headway's own engine without `cluster.placement`: leave it out")
         if self.prefix_cache is not None and (self.engine == "vllm" or self.layout.kvp > 1):
             raise ValueError("`prefix_cache` is of Headway's own engine with one KV group: leave it out")
         if self.engine == "headway":

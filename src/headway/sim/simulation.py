@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from headway.core.errors import ConfigError, RequestError
+from headway.core.errors import ConfigError, PredictedLateError, RequestError
 from headway.core.event_log import EventSink
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.event_loop import EventKind, EventLoop, OnProgress
@@ -106,7 +106,7 @@ class InstanceSimulation(EventLoop):
             replica = min(self.replicas, key=lambda r: (len(r.tracks), r.index))
         try:
             replica.add(track, self.now)
-        except RequestError as error:
+        except (RequestError, PredictedLateError) as error:
             track.ended_s, track.error, track.rejected = self.now, str(error), True
             self.schedule_next_turn(source)
             return

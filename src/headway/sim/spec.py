@@ -52,6 +52,8 @@ class RunSpec:
     """Objectives of the requests of each class."""
     send_slo: bool = True
     """Whether requests carry the targets to the scheduler; otherwise its own deadlines apply."""
+    refuse_late: bool = False
+    """Whether requests that carry a TTFT target ask to be refused if they are predicted to miss it."""
     deadline_is_target: bool = False
     """Whether classes without a TTFT target are measured against the deadline that the scheduler assigned."""
     max_output: int | None = None
@@ -71,6 +73,8 @@ class RunSpec:
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ConfigError(f"replicas must be at least 1, not {self.replicas}")
+        if self.refuse_late and not (self.send_slo and any(slo.ttft_s for slo in self.targets.values())):
+            raise ConfigError("refuse_late needs a class with a ttft_s in its SLO, and send_slo")
         for name in ("window_s", "timeout_s", "patience_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:

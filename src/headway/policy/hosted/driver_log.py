@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headway.core.event_log import EventSink
+from headway.core.event_log import EventSink, arrival_fields
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.recorded import describe
@@ -135,15 +135,8 @@ class RecordingDriver(PolicyDriver):
         super().enter(facts, request, running)
         self._log.event(
             "add",
-            request=facts.id,
-            at_s=self._log.now(),
-            arrival_s=facts.arrival_s,
-            prompt=facts.prompt_tokens,
+            **arrival_fields(facts, self._log.now()),
             cached=facts.cached_tokens,
-            max_output=facts.max_output_tokens,
-            ttft_s=facts.slo.ttft_s,
-            tbt_s=facts.slo.tbt_s,
-            priority=facts.priority,
             **({"running": True} if running else {}),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headway.core.errors import OverloadedError
+from headway.core.errors import PredictedLateError
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.policy.iteration.base import InstanceScheduler
@@ -46,16 +46,17 @@ def predicted_ttft_s(
 
 
 def refuse_late(scheduler: InstanceScheduler, request: Request, now: float) -> None:
-    """Raise OverloadedError for a request that asked to be refused rather than late, if it is predicted to be late."""
+    """Raise PredictedLateError for a request that asked to be refused rather than late and is predicted to be late."""
     ttft_s = request.slo.ttft_s
     if not request.slo.refuse_late or ttft_s is None:
         return
     predicted_s = scheduler.predicted_ttft_s(request, now)
     if predicted_s <= ttft_s:
         return
-    raise OverloadedError(
+    raise PredictedLateError(
         f"the first token would come after {predicted_s:.3g} s, later than the {ttft_s:g} s asked for ('refuse_late'); "
         "try again later, or ask for a later one",
         # By then what is ahead has advanced by as much as is missing.
         min(predicted_s - ttft_s, LONGEST_RETRY_S),
+        predicted_s,
     )

@@ -74,6 +74,8 @@ class Relegation:
         self._chosen_s = float("-inf")
         # Whether the lines of all members are this object's, not the policy's.
         self.reorders = False
+        self.chosen_total = 0
+        """Times that a request was given up; one that comes back and is given up again counts twice."""
 
     def line(self, state: PrefillState, line: UrgencyLine) -> UrgencyLine:
         """Return the line of a request whose policy gives it `line`."""
@@ -98,6 +100,7 @@ class Relegation:
             # Where the first is given up, or the last is no more, all lines change.
             whole = bool(late) != self.reorders
             changed = late.keys() ^ self.late.keys()
+            self.chosen_total += len(late.keys() - self.late.keys())
             self.late, self.reorders = late, bool(late)
         self._give_turn()
         if self.turn is not before:

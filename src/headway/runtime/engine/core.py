@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.clock import ClockProtocol
-from headway.core.errors import LostError, OverloadedError, RequestError, UnavailableError
-from headway.core.event_log import EventSink
+from headway.core.errors import LostError, OverloadedError, PredictedLateError, RequestError, UnavailableError
+from headway.core.event_log import EventSink, arrival_fields
 from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
@@ -22,6 +22,7 @@ from headway.core.span import Span
 from headway.perf.hardware.utilisation import AttentionWork
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
+from headway.policy.iteration.grouped_scheduler import relegations
 from headway.policy.iteration.predicted_ttft import refuse_late
 from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
@@ -133,27 +134,21 @@ class EngineCore:
             if not known:
                 refuse_late(self.scheduler, request, now)
             self.scheduler.add(Span.whole(request), now, submit.phase)
-        except (RequestError, OverloadedError):
+        except (RequestError, OverloadedError) as error:
             self.executor.forget(submit.id)
             self._prefixes.forget(submit.id)
+            if isinstance(error, PredictedLateError):
+                self._count("refused_late_total", 1)
+                fields = arrival_fields(request, now)
+                self._log_event("refuse", **fields, cached=request.cached_tokens, predicted_s=error.predicted_s)
             raise
         self._live[submit.id] = ScheduledOutput(submit, self.info, keys)
         if submit.timeout_s is not None:
             # The time of receipt identifies the request: an id may be reused before its time-out expires.
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
-            self._log_event(
-                "add",
-                request=submit.id,
-                at_s=now,
-                arrival_s=submit.received_s,
-                prompt=request.prompt_tokens,
-                max_output=request.max_output_tokens,
-                ttft_s=request.slo.ttft_s,
-                tbt_s=request.slo.tbt_s,
-                priority=request.priority,
-                **({} if submit.phase == "all" else {"phase": submit.phase}),
-            )
+            phase = {} if submit.phase == "all" else {"phase": submit.phase}
+            self._log_event("add", **arrival_fields(request, now), **phase)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
@@ -324,6 +319,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot for metrics."""
+        relegated = relegations(self.scheduler)
         caches = [manager.cache for manager in self.scheduler.block_managers if manager.cache is not None]
         return EngineStats(
             prefix_queries_total=sum(cache.queried_tokens for cache in caches),
@@ -336,6 +332,8 @@ class EngineCore:
             kv_tokens_total=sum(block_manager.total_tokens for block_manager in self.scheduler.block_managers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             recovering=self.recovering,
+            relegated=sum(len(each.late) for each in relegated),
+            relegated_total=sum(each.chosen_total for each in relegated),
             **self._stats,  # type: ignore[arg-type]
         )
 

@@ -45,6 +45,8 @@ def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
     record = told.record
     cached = f", {told.cached_tokens} of them cached" if told.cached_tokens else ""
     lines = [f"{record.id}: prompt of {record.prompt_tokens} tokens{cached}, {record.output_tokens} tokens of output"]
+    if record.rejected:
+        return "\n".join([*lines, f"It was not taken on, {record.error}"])
     if told.ttft_s is None:
         lines.append(f"No first token: {record.error}. Until the end of the log it spent")
     else:
@@ -111,6 +113,8 @@ def _words(one: LifeInterval) -> str:
             return f"{count} with it{beside and f', beside {beside}'}"
         case "no KV":
             return f"no free KV blocks; {count} of {beside or 'nothing'}"
+        case "relegated":
+            return f"given up for the time, so that others are in time; {count} of {beside or 'nothing'}"
         case "computed again":
             return f"its KV was freed; {count} of {beside or 'nothing'}"
         case _:
