@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import tempfile
 import time
@@ -12,8 +12,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from headway.core.ports import free_port
 
 
 def flags_of(run: str) -> list[str]:
@@ -29,58 +32,96 @@ def flags_of(run: str) -> list[str]:
     return ["--long-prefill-token-threshold", str(int(run))]
 
 
+class VllmServer:
+    """A server on 127.0.0.1 and what starts it, with the processes that it starts as a group of its own."""
+
+    def __init__(
+        self,
+        python: str,
+        model: str,
+        flags: Sequence[str],
+        log: Path,
+        *,
+        dtype: str,
+        max_model_len: int,
+        kv_gib: int = 4,
+        threads: int = 0,
+        first_core: int = 0,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """threads 0: all cores. variables: of its environment, besides."""
+        self.port, self.log = free_port(), log
+        self._command = [
+            python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "peer",
+            "--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype, "--max-model-len", str(max_model_len),
+            *flags,
+        ]  # fmt: skip
+        # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
+        openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
+        self._environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, threads or os.cpu_count() or 1),
+            "VLLM_NO_USAGE_STATS": "1",
+            **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
+            **(variables or {}),
+        }
+        self._environment.pop("OMP_NUM_THREADS", None)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready. A signal to the group reaches its engine too."""
+        with self.log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                self._command, stdout=sink, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+            )
+        _wait(self._process, self.port, self.log)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill all of its processes at once."""
+        if self._process is not None:
+            self.signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """End it."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        # The server first, then what it may have left behind.
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+
 @contextmanager
 def vllm_server(
-    python: str,
-    model: str,
-    flags: list[str],
-    *,
-    dtype: str,
-    max_model_len: int,
-    kv_gib: int = 4,
-    threads: int = 0,
-    first_core: int = 0,
-    log: Path | None = None,
-    variables: Mapping[str, str] | None = None,
+    python: str, model: str, flags: Sequence[str], *, log: Path | None = None, **settings: Any
 ) -> Iterator[str]:
-    """The URL of a server that is ready. It listens on 127.0.0.1 only and ends with the block. `threads` 0: all cores.
-    variables: of its environment, besides.
+    """The URL of a server that is ready and ends with the block. settings: of `VllmServer`.
 
     On a machine that does other work take one thread: several wait for each other in every operator.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "peer",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", str(max_model_len), *flags,
-    ]  # fmt: skip
-    # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
-    openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
-    cores = threads or os.cpu_count() or 1
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, cores),
-        "VLLM_NO_USAGE_STATS": "1",
-        **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
-        **(variables or {}),
-    }
-    environment.pop("OMP_NUM_THREADS", None)
     with tempfile.TemporaryDirectory() as folder:
-        path = log or Path(folder) / "server.log"
-        with path.open("wb") as sink:
-            server = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
+        server = VllmServer(python, model, flags, log or Path(folder) / "server.log", **settings)
         try:
-            _wait(server, port, path)
-            yield f"http://127.0.0.1:{port}"
+            server.start()
+            yield server.url
         finally:
-            server.terminate()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+            server.stop()
 
 
 @contextmanager
