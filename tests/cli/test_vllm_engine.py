@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.hub import hub_cache
 
 from headway.cli import vllm_engine
 from headway.core.errors import ConfigError
@@ -49,7 +50,8 @@ def test_vllm_replaces_the_command_with_headway_s_scheduler_in_it(fake: Path) ->
     words = ["org/m", "--engine", "vllm", "--gpu-memory-utilization", "0.9", "-tp", "2", "--t-target-ms", "40"]
     done = headway(fake, *words, HEADWAY_API_KEY="secret", HEADWAY_VLLM_COMMAND="vllm")
     told = json.loads(done.stdout)
-    assert (done.returncode, done.stderr, told["key"]) == (7, "", "secret")
+    assert (done.returncode, told["key"]) == (7, "secret")
+    assert done.stderr == "headway: org/m is not all in the local hub cache: vLLM asks the hub for it\n"
     assert told["argv"][:6] == ["serve", "org/m", "--gpu-memory-utilization", "0.9", "-tp", "2"]
     assert told["argv"][6:] == [
         "--host", "127.0.0.1", *OURS, "--additional-config", '{"headway": {"t_target_ms": 40.0}}'
@@ -60,6 +62,25 @@ def test_a_dry_run_prints_the_command_without_the_key(fake: Path) -> None:
     done = headway(fake, "--dry-run", "m", "--engine=vllm", HEADWAY_API_KEY="secret", HEADWAY_VLLM_COMMAND="vllm")
     assert done.returncode == 0
     assert done.stdout == f"{fake}/vllm serve m --host 127.0.0.1 {' '.join(OURS)}\n"
+
+
+def test_a_model_in_the_local_hub_cache_is_given_to_vllm_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = hub_cache(tmp_path, "org/m")
+    cache = ["--download-dir", str(tmp_path)]
+    assert line_of("org/m", *cache)[1] == "org/m", "without a tokenizer and weights"
+    (snapshot / "tokenizer.json").write_text("{}")
+    shards = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (snapshot / "1.safetensors").write_bytes(b"")
+    assert line_of("org/m", *cache)[1] == "org/m", "a part of the weights"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"^org/m is neither a folder nor .*: run `hf download org/m`, or give"):
+        line_of("org/m", *cache)
+    (snapshot / "2.safetensors").write_bytes(b"")
+    assert line_of("org/m", *cache)[:4] == ["serve", str(snapshot), "--served-model-name", "org/m"]
+    assert line_of("org/m", *cache, "--served-model-name", "x")[1:4] == [str(snapshot), *cache]
 
 
 def test_flags_follow_the_environment_and_this_follows_the_file(

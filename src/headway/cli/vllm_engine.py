@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from headway.cli.command_parser import CommandParser
+from headway.cli.model_folder import cached_checkpoint, is_hub_id, is_offline, not_cached
 from headway.cli.options import environment
 from headway.cli.start_settings import EngineName, StartSettings
 from headway.cli.vllm_flags import ALIASES, values_of, vllm_flags
@@ -97,6 +98,8 @@ def take_over(words: Sequence[str]) -> int | None:
         print(shlex.join([*vllm, *line]))
         return 0
     _check_plugin(vllm)
+    if is_hub_id(line[1]):
+        print(f"headway: {line[1]} is not all in the local hub cache: vLLM asks the hub for it", file=sys.stderr)
     # A key in the environment stays out of the process list.
     variables = dict(os.environ) | ({"VLLM_API_KEY": api_key} if api_key else {})
     sys.stdout.flush()
@@ -136,7 +139,14 @@ def vllm_line(words: Sequence[str], config: Mapping[str, Any]) -> tuple[list[str
         host, api_key or variables.get("VLLM_API_KEY") or (by_flag.get("--api-key") or [""])[0], given.allow_public
     )
     # The last value of a flag counts; --middleware and --additional-config are ours to merge.
-    line = ["serve", model]
+    revision, download_dir = (by_flag.get(flag, [""])[-1] or None for flag in ("--revision", "--download-dir"))
+    # vLLM asks the hub for files that it has, for minutes where there is no network: it gets their folder.
+    folder = cached_checkpoint(model, revision, download_dir)
+    if folder is None and is_offline() and is_hub_id(model):
+        raise not_cached(model, revision)
+    line = ["serve", folder or model]
+    if folder is not None and "--served-model-name" not in by_flag:
+        line += ["--served-model-name", model]
     for flag, values in passed:
         if flag not in ("--model", "--additional-config"):
             line += [flag, *values]
