@@ -11,7 +11,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm nixl test-vllm check format bench clients docs figures lock sbom package embedded clean
+.PHONY: help setup demo test test-long vllm nixl test-vllm check format bench clients docs figures lock audit sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,13 @@ figures: setup ## draw again the figures that README and docs show (minutes)
 
 lock: setup ## requirements/*.lock: the versions of .venv, which CI and containers install
 	@$(BIN)/python scripts/make_lock.py
+
+audit: ## known vulnerabilities of the locked packages, looked up in PyPI's advisories (needs the network)
+	@test -d build/audit || $(PYTHON) -m venv build/audit
+	@build/audit/bin/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.10,<3"
+	@build/audit/bin/python scripts/audit.py || { status=$$?; \
+	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: advisories cannot be reached"; exit 0; fi; \
+	exit $$status; }
 
 sbom: setup ## the packages that a server needs, with versions and licences (CycloneDX), in build/sbom.json
 	@$(BIN)/python scripts/make_lock.py --sbom build/sbom.json

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.utils import canonicalize_name
+from scripts.audit import UNAVAILABLE, verdict
 from scripts.make_lock import LOCKS, closure, direct
 
 ROOT = Path(__file__).parents[2]
@@ -38,3 +39,14 @@ def test_a_list_of_packages_names_versions_and_licences(tmp_path: Path) -> None:
     torch = next(each for each in listed["components"] if each["name"] == "torch")
     assert torch["purl"] == f"pkg:pypi/torch@{torch['version']}"
     assert torch["licenses"][0]["license"]["name"] != "not stated"
+
+
+def test_an_audit_passes_only_when_every_package_was_looked_up() -> None:
+    sound = {"name": "jinja2", "version": "3.1.6", "vulns": []}
+    flawed = {"name": "old", "version": "1.0", "vulns": [{"id": "PYSEC-1", "fix_versions": ["1.1"]}]}
+    skipped = {"name": "own", "skip_reason": "Dependency not found on PyPI"}
+    assert verdict([sound]) == (0, ["no known vulnerability in 1 packages"])
+    assert verdict([sound, flawed]) == (1, ["old 1.0: PYSEC-1, mended in 1.1"])
+    assert verdict([sound, skipped])[0] == UNAVAILABLE
+    assert verdict([skipped, flawed])[0] == 1, "what was found counts, whatever was not looked up"
+    assert verdict([])[0] == UNAVAILABLE
