@@ -23,7 +23,9 @@ from headway.policy.iteration.compute_share import LEAST, MOST, ComputeShare
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.policy.iteration.predicted_ttft import LONGEST_RETRY_S, refuse_late
+from headway.policy.iteration.ordering import UrgencyLine
+from headway.policy.iteration.predicted_ttft import LONGEST_RETRY_S, predicted_ttft_s, refuse_late
+from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.relegation import DueWork, fewest_late
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics.definitions import ttft_s
@@ -240,3 +242,26 @@ def test_running_decodes_slow_the_prediction() -> None:
     alone_s = policy.predicted_ttft_s(request, BatchLoad(), 0.0)
     beside_s = policy.predicted_ttft_s(request, BatchLoad(200, 200, 50_000), 0.0)
     assert beside_s > 1.2 * alone_s
+
+
+@pytest.mark.parametrize(
+    ("line", "priority", "expected_s"),
+    [
+        (UrgencyLine(5.0, 1.0), 0, 5.0 + 2.0),  # the newcomer's urgency reaches the document's after 5 s
+        (UrgencyLine(5.0, 2.0), 0, 200.0 + 2.0),  # parallel lines never meet
+        (UrgencyLine(5.0, 1.0), -1, 200.0 + 2.0),  # nor do those of different priorities
+        (UrgencyLine(11.0, 1.0), 0, 2.0),  # less urgent already
+    ],
+)
+def test_what_is_ahead_counts_until_the_newcomer_is_more_urgent(
+    line: UrgencyLine, priority: int, expected_s: float
+) -> None:
+    def waiting(name: str, work_s: float, priority: int = 0) -> PrefillState:
+        request = Request(id=name, arrival_s=0.0, prompt_tokens=10, max_output_tokens=1, priority=priority)
+        state = PrefillState(request, 0)
+        state.work_s = state.total_s = work_s
+        return state
+
+    document, newcomer = waiting("document", 100.0, priority), waiting("newcomer", 1.0)
+    found = predicted_ttft_s(newcomer, UrgencyLine(10.0, 2.0), [(document, line)], 0.5, 0.0)
+    assert found == pytest.approx(expected_s)

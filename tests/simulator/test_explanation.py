@@ -167,6 +167,15 @@ def test_a_refused_request_says_by_which_prediction(tmp_path: Path, capsys: pyte
     assert "It was not taken on, refused: its first token would have come after" in capsys.readouterr().out
 
 
+def test_where_a_document_yields_chats_are_predicted_to_be_in_time_and_are() -> None:
+    targets = {"chat": SloTargets(ttft_s=0.3), "document": SloTargets(e2e_s=1e3)}
+    workload = [replace(one, klass="chat" if one.prompt_tokens < 1_000 else "document") for one in CONVOY]
+    result, run = logged(workload, run=RunSpec(targets=targets, refuse_late=True))
+    assert run.differences == []
+    assert not any(record.rejected for record in result.records)
+    assert all(record.token_s[0] - record.arrival_s <= 0.3 for record in result.records if record.klass == "chat")
+
+
 def test_a_wait_for_blocks_is_told_from_a_wait_for_time() -> None:
     workload = [TraceRequest(0.0, 5_000, 300), TraceRequest(0.1, 2_000, 10)]
     _, run = logged(workload, kv_tokens=6_400)

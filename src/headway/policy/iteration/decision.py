@@ -233,10 +233,13 @@ class IterationPolicy:
     def predicted_ttft_s(self, request: Request, decodes: BatchLoad, now: float) -> float:
         """Return when a new request would have its first token, seconds after its arrival, beside these decodes."""
         newcomer = PrefillState(request, self._entered)
+        newcomer.is_long = self.urgency.is_long(request)
         line = self.urgency.assess(newcomer)
+        config = self.config
+        yields = (config.rho_min, config.rho_max) if config.shares_space else None
         waiting = ((state, self.urgency.line(state)) for state in self.queue)
         speed = prefill_speed(self.latency, decodes, self.budget_s(now))
-        return predicted_ttft_s(newcomer, line, waiting, speed, now)
+        return predicted_ttft_s(newcomer, line, waiting, speed, now, yields)
 
     # -- questions ----------------------------------------------------------------------------------------------
 

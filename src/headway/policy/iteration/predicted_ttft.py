@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import inf
+from typing import NamedTuple
 
 from headway.core.errors import PredictedLateError
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.policy.iteration.base import InstanceScheduler
-from headway.policy.iteration.ordering import UrgencyLine
+from headway.policy.iteration.ordering import UrgencyLine, relative_slack
 from headway.policy.iteration.prefill import PrefillState
 
 LONGEST_RETRY_S = 60.0
@@ -26,23 +28,67 @@ def prefill_speed(latency: LatencyModel, decodes: BatchLoad, budget_s: float) ->
     return min(1.0, max(_LEAST, 1.0 - beside_s / budget_s))
 
 
+class WorkAhead(NamedTuple):
+    """A waiting prefill that is more urgent than a newcomer."""
+
+    priority: int
+    urgency: float
+    """Now; the smallest goes first."""
+    order: int
+    """Of arrival; breaks ties."""
+    overtaken_s: float
+    """Seconds from now until the newcomer is more urgent; infinite where it never is."""
+    state: PrefillState
+
+
 def predicted_ttft_s(
     newcomer: PrefillState,
     line: UrgencyLine,
     waiting: Iterable[tuple[PrefillState, UrgencyLine]],
     speed: float,
     now: float,
+    yields: tuple[float, float] | None = None,
 ) -> float:
     """Return when a request that comes `now` would have its first token, in seconds after its arrival.
 
-    All that is more urgent now goes first, none that comes later. `newcomer` has been assessed."""
+    What is more urgent now goes first until the newcomer's urgency overtakes it; none that comes later does. `newcomer`
+    has been assessed. `yields`: least and largest share of the time that a long prompt yields to shorts; None: longs
+    yield none."""
+    ahead = sorted(_ahead(newcomer, line, waiting, now))
+    wait_s = _done_s(ahead, speed) + newcomer.work_s / speed
+    longs = [each.state for each in ahead if each.state.is_long]
+    if yields is not None and longs and not newcomer.is_long:
+        # Shorts advance beside the most urgent long prompt, in the share that it yields.
+        first = longs[0]
+        share = min(yields[1], max(yields[0], relative_slack(first.facts(first.work_s), now)))
+        if share > 0:
+            beside = speed * share
+            shorts = [each for each in ahead if not each.state.is_long]
+            wait_s = min(wait_s, _done_s(shorts, beside) + newcomer.work_s / beside)
+    return now - newcomer.request.arrival_s + wait_s
+
+
+def _ahead(
+    newcomer: PrefillState, line: UrgencyLine, waiting: Iterable[tuple[PrefillState, UrgencyLine]], now: float
+) -> Iterator[WorkAhead]:
+    """Yield what is more urgent than the newcomer now."""
     mine = (newcomer.request.priority, line.intercept - line.slope * now)
-    ahead_s = sum(
-        state.work_s
-        for state, other in waiting
-        if (state.request.priority, other.intercept - other.slope * now) <= mine
-    )
-    return now - newcomer.request.arrival_s + (ahead_s + newcomer.work_s) / speed
+    for state, other in waiting:
+        priority, urgency = state.request.priority, other.intercept - other.slope * now
+        if (priority, urgency) > mine:
+            continue
+        # Priorities never change; of two lines the steeper one falls below the other.
+        gains = line.slope - other.slope if priority == mine[0] else 0.0
+        overtaken_s = (mine[1] - urgency) / gains if gains > 0 else inf
+        yield WorkAhead(priority, urgency, state.order, overtaken_s, state)
+
+
+def _done_s(ahead: Iterable[WorkAhead], speed: float) -> float:
+    """Return the seconds until each of these, in order, has ended or is overtaken."""
+    done_s = 0.0
+    for each in ahead:
+        done_s = max(done_s, min(done_s + each.state.work_s / speed, each.overtaken_s))
+    return done_s
 
 
 def refuse_late(scheduler: InstanceScheduler, request: Request, now: float) -> None:
