@@ -42,8 +42,12 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "fit"): "headway.cli.profile_fit",
     ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
     ("profile", "rates"): "headway.cli.profile_rates",
+    ("profile", "--vllm"): "headway.cli.profile_vllm",
 }
 """Two-word commands with a parser of their own, by their words."""
+
+PASSES_FLAGS = frozenset((("profile", "--vllm"),))
+"""Those that take flags of another program."""
 
 
 SERVE_ONLY = frozenset(
@@ -120,6 +124,9 @@ def _nested(words: list[str]) -> int:
     parser = CommandParser(prog=f"headway {words[0]} {words[1]}", description=(module.__doc__ or "").strip())
     module.add_arguments(parser)
     arguments, unknown = parser.parse_known_args(words[2:])
+    if (words[0], words[1]) in PASSES_FLAGS:
+        passing: int = module.run(arguments, unknown)
+        return passing
     if unknown:
         parser.refuse(unknown)
     status: int = module.run(arguments)

@@ -274,18 +274,39 @@ def _why_native(vllm: list[str] | None) -> str | None:
     return None
 
 
-def _check_plugin(vllm: Sequence[str]) -> None:
-    """Raise ConfigError when the Python of a `vllm` script lacks Headway: vLLM would report it after a minute."""
+def vllm_python(named: str | None) -> str:
+    """Return the interpreter of the environment whose vLLM `serve` would start. Raises ConfigError."""
+    vllm = _vllm_command(named)
+    if vllm is None:
+        raise ConfigError(
+            "--vllm: there is no vLLM in this environment and no `vllm` on PATH: install vLLM here, or name one with "
+            "--vllm-command"
+        )
+    python = _interpreter(vllm)
+    if python is None:
+        raise ConfigError(f"{vllm[0]} is not a Python script: name the `vllm` of an environment with --vllm-command")
+    _check_plugin(vllm)
+    return python
+
+
+def _interpreter(vllm: Sequence[str]) -> str | None:
+    """Return the Python that runs a `vllm` command; None: it is no script of Python's."""
     if vllm[0] == sys.executable:
-        return
+        return sys.executable
     try:
         with Path(vllm[0]).open("rb") as script:
             first = script.readline(1000).decode("utf-8", "replace").strip()
     except OSError:
-        return
+        return None
     python = first.removeprefix("#!")
+    return None if python == first or not Path(python).name.startswith("python") else python
+
+
+def _check_plugin(vllm: Sequence[str]) -> None:
+    """Raise ConfigError when the Python of a `vllm` script lacks Headway: vLLM would report it after a minute."""
+    python = _interpreter(vllm)
     # Other kinds of scripts are not looked into.
-    if python == first or not Path(python).name.startswith("python"):
+    if python is None or vllm[0] == sys.executable:
         return
     found = subprocess.run([python, "-c", "import headway.vllm"], capture_output=True, check=False)
     if found.returncode:

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from typing import Any
 
+from headway.perf.hardware.processor import processor_name
+from headway.perf.latency import store
 from headway.vllm.latency import EngineFacts
 
 
@@ -47,10 +52,27 @@ def engine_facts(vllm_config: Any) -> EngineFacts:
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    cpu = current_platform.is_cpu()
     return EngineFacts(
         hf_config=model.hf_text_config.to_dict(),
         dtype_bytes=model.dtype.itemsize,
-        device_name="cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
+        device_name="cpu" if cpu else current_platform.get_device_name(),
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
+        fingerprint=_fingerprint(vllm_config, processor_name() if cpu else current_platform.get_device_name()),
     )
+
+
+def _fingerprint(vllm_config: Any, device: str) -> str:
+    """Return the key of a profile of this engine: its model, version, device and what changes a step's time."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    # Where a checkpoint lies and what wrote it do not change its speed.
+    shape = {
+        k: v for k, v in model.hf_text_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")
+    }
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    name = f"{shape.get('model_type', 'model')}-{digest} in vLLM {version()}"
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or "auto"
+    compiled = "eager" if model.enforce_eager else "compiled"
+    layout = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}-{compiled}-{bound}"
+    return store.fingerprint(name, str(model.dtype), device, os.cpu_count() or 1, layout)

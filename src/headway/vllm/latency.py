@@ -17,8 +17,8 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.store import load
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.store import default_path, load
+from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8
@@ -37,6 +37,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """As its driver calls it, or "cpu"."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    fingerprint: str = ""
+    """Key of a stored profile (`headway profile --vllm`)."""
 
 
 def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyModel, str]:
@@ -44,9 +46,21 @@ def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyMo
     if settings.profile is not None:
         source = load(settings.profile, None)
         return CorrectedLatency(TableLatency(source), TRUST_PROFILE), f"profile {settings.profile}"
+    stored = _stored(facts.fingerprint)
+    if stored is not None:
+        return CorrectedLatency(TableLatency(stored), TRUST_PROFILE), f"a stored profile, {stored.provenance}"
     shape, origin = model_shape(facts)
     rates = machine_rates(facts)
     return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {origin}"
+
+
+def _stored(fingerprint: str) -> TableSource | None:
+    """Return the profile that `headway profile --vllm` stored for this engine; None: there is none to read."""
+    path = default_path(fingerprint)
+    try:
+        return load(path, fingerprint) if fingerprint and path.is_file() else None
+    except ConfigError:
+        return None
 
 
 def model_shape(facts: EngineFacts) -> tuple[ModelShape, str]:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from headway.perf.latency.knot_fits import fit_decodes, fit_line
 from headway.perf.latency.table_latency import TableSource
 
 
@@ -78,7 +79,7 @@ def profile(
             longest = max(longest, past)
         if not points:
             break
-        a, b = _line(points)
+        a, b = fit_line(points)
         chunks.append((c, a, b))
         if time.perf_counter() > share and len(chunks) >= 2:
             break
@@ -102,7 +103,7 @@ def profile(
         provenance=provenance,
         tokens=((0, fixed), *rows),
         chunks=((0, 0.0, 0.0), *chunks),
-        decode=_decode_fit(decodes),
+        decode=fit_decodes(decodes),
         exchange=exchange(ask, slots, grid) if groups > 1 else None,
         validated_past=longest,
     )
@@ -121,7 +122,7 @@ def exchange(ask: MeasureFunction, slots: int, grid: ProfileGrid) -> tuple[float
             # Two processes have to run at the same moment, so more runs are disturbed than elsewhere.
             points.append((rows, min(seconds, points[-1][1]) if points else seconds))
     points = [(rows, seconds) for rows, seconds in reversed(points) if seconds > 0.0]
-    return _line(points) if points else (0.0, 0.0)
+    return fit_line(points) if points else (0.0, 0.0)
 
 
 class _RepeatedMeasure:
@@ -136,37 +137,3 @@ class _RepeatedMeasure:
         repeats = self._repeats if self._last.get(kind, 0.0) <= 0.3 else 1
         seconds = self._last[kind] = self._ask(kind, first, second, repeats)
         return seconds
-
-
-def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Fit seconds = a + b * past by relative error, a and b at least 0."""
-    if len(points) == 1:
-        return points[0][1], 0.0
-    past = np.array([p for p, _ in points], dtype=np.float64)
-    seconds = np.array([s for _, s in points])
-    # Rows divided by the measured seconds: least squares then minimise relative errors.
-    design = np.stack([np.ones_like(past), past], axis=1) / seconds[:, None]
-    (a, b), *_ = np.linalg.lstsq(design, np.ones_like(seconds), rcond=None)
-    if a < 0 or b < 0:
-        a, b = float(seconds[0]), max(0.0, float((seconds[-1] - seconds[0]) / max(past[-1] - past[0], 1.0)))
-    return float(a), float(b)
-
-
-def _decode_fit(points: list[tuple[int, int, float]]) -> tuple[float, float, float]:
-    """Fit (fixed, per request, per KV token) seconds by relative error; negative terms are dropped."""
-    if not points:
-        return 0.0, 0.0, 0.0
-    n = np.array([p[0] for p in points], dtype=np.float64)
-    kv = np.array([p[1] for p in points], dtype=np.float64)
-    seconds = np.array([p[2] for p in points])
-    columns = np.stack([np.ones_like(n), n, kv], axis=1) / seconds[:, None]
-    # Three terms need at least four points; with fewer, the fixed term is left out.
-    active = [1, 2] if len(points) < 4 else [0, 1, 2]
-    while active:
-        solution, *_ = np.linalg.lstsq(columns[:, active], np.ones_like(seconds), rcond=None)
-        if (solution >= 0).all():
-            terms = dict(zip(active, (float(x) for x in solution), strict=True))
-            return terms.get(0, 0.0), terms.get(1, 0.0), terms.get(2, 0.0)
-        # The most negative term goes, and the others are fitted again.
-        active.pop(int(np.argmin(solution)))
-    return 0.0, float(np.median(seconds / n)), 0.0

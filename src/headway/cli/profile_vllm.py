@@ -1,0 +1,39 @@
+"""`headway profile --vllm MODEL`: measure the steps of a vLLM engine on this machine, for its plug-in and simulations.
+
+Give the flags of `vllm serve` that change its speed (--dtype, --enforce-eager, --max-num-batched-tokens, parallel
+sizes): they go on to vLLM. Stored where the plug-in finds it when it serves this model in this way, or in --out. vLLM
+is that of this environment, else `vllm` on PATH, or --vllm-command PATH; that environment must have Headway too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+from headway.cli.vllm_engine import vllm_python
+from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or a hub id")
+    parser.add_argument(
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for about so long (default: 60)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where the plug-in looks)"
+    )
+    parser.add_argument("--vllm-command", metavar="PATH", help="the `vllm` to profile (default: as of serve)")
+
+
+def run(arguments: argparse.Namespace, passed: list[str]) -> int:
+    """passed: flags that are vLLM's."""
+    if arguments.budget <= 0:
+        raise ConfigError(f"--budget must be above 0 seconds, not {arguments.budget:g}")
+    check_outputs(arguments.out)
+    line = [vllm_python(arguments.vllm_command), "-m", "headway.vllm.step_profile", "--model", arguments.model, *passed]
+    line += ["--headway-budget", str(arguments.budget)]
+    if arguments.out is not None:
+        line += ["--headway-out", str(arguments.out.absolute())]
+    return subprocess.run(line, check=False).returncode

@@ -1,0 +1,87 @@
+"""Latency table from whole iterations, for an engine whose operators cannot be timed one by one.
+
+A step of one chunk takes rows(c) + own(c) + b(c) * past. Only the sum of the first two is seen without history; they
+are told apart by the slope: a token of a causal chunk attends half of the chunk on average, so own(c) = b(c) * c / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.base import LatencyModel, decode_load, load_s
+from headway.perf.latency.knot_fits import fit_decodes, fit_line
+from headway.perf.latency.table_latency import TableSource
+
+_LEAST_ROWS_SHARE = 0.2
+"""Least share of a step without history that is taken for its rows rather than for attention."""
+
+
+class StepSample(NamedTuple):
+    """One measured iteration."""
+
+    chunk: int
+    """Prompt tokens of its only prefill; 0: none."""
+    past: int
+    """Cached tokens of that prefill."""
+    decodes: int
+    decode_kv: int
+    """KV tokens that all decodes read together."""
+    seconds: float
+
+
+def step_table(samples: Sequence[StepSample], fingerprint: str, provenance: str) -> TableSource:
+    """Fit a table to steps that hold either one chunk or decodes only; the others are left out.
+
+    Raises ConfigError where chunks of fewer than two sizes were measured without history.
+    """
+    chunks = _medians((s.chunk, s.past, s.seconds) for s in samples if s.chunk and not s.decodes)
+    rows, attention, longest = [(0, 0.0)], [(0, 0.0, 0.0)], 0
+    for size in sorted({chunk for chunk, past in chunks if not past}):
+        points = sorted((past, seconds) for (chunk, past), seconds in chunks.items() if chunk == size)
+        # The slope is that of the fit; the step without history stays as it was measured.
+        slope, alone = fit_line(points)[1], points[0][1]
+        own = min(slope * size / 2, (1 - _LEAST_ROWS_SHARE) * alone)
+        rows.append((size, alone - own))
+        attention.append((size, own, slope))
+        longest = max(longest, points[-1][0])
+    if len(rows) < 3:
+        raise ConfigError("too few steps were measured for a latency table: give --budget more seconds")
+    # A step without rows cannot be measured: half of the smallest stands for the fixed part.
+    rows[0] = (0, rows[1][1] / 2)
+    decodes = _medians((s.decodes, s.decode_kv, s.seconds) for s in samples if s.decodes and not s.chunk)
+    sizes, seconds = [size for size, _ in rows], [each for _, each in rows]
+    alone_s = [(n, kv, whole - float(np.interp(n, sizes, seconds))) for (n, kv), whole in decodes.items()]
+    return TableSource(
+        fingerprint=fingerprint,
+        provenance=provenance,
+        tokens=tuple(rows),
+        chunks=tuple(attention),
+        decode=fit_decodes(alone_s, list(decodes.values())),
+        validated_past=longest,
+    )
+
+
+def median_error(latency: LatencyModel, samples: Sequence[StepSample]) -> float:
+    """Return the median of |predicted / measured - 1| over the samples; 0 for none."""
+    return median(abs(predicted_s(latency, s) / s.seconds - 1) for s in samples) if samples else 0.0
+
+
+def predicted_s(latency: LatencyModel, sample: StepSample) -> float:
+    """Return the seconds that a model predicts for a sample's step."""
+    load = decode_load(latency, sample.decodes, sample.decode_kv)
+    if sample.chunk:
+        load = load.with_chunk(sample.chunk, latency.attention_s(sample.past, sample.chunk), sample.past)
+    return load_s(latency, load)
+
+
+def _medians(points: Iterable[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """Return the median seconds of each measured point."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for first, second, seconds in points:
+        found.setdefault((first, second), []).append(seconds)
+    return {point: median(values) for point, values in sorted(found.items())}

@@ -1,0 +1,233 @@
+"""Measurement of a vLLM engine's steps: `headway profile --vllm` runs this module in vLLM's environment.
+
+The engine runs in this process, with vLLM's own scheduler, whose token budget is set before each step: so a step holds
+exactly the chunk in question. A step's time is that from `schedule()` to the end of `update_from_output()`, as the
+plug-in measures it. Steps are synchronous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.perf.latency import store
+from headway.perf.latency.step_table import StepSample, median_error, step_table
+from headway.perf.latency.table_latency import TableLatency
+
+CHUNKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
+"""Chunk sizes to measure, tokens."""
+PASTS = (512, 2048, 8192, 32768, 131072)
+"""Histories before a chunk, tokens."""
+DECODES = ((1, 64), (1, 2048), (4, 64), (4, 1024), (16, 64), (16, 512), (64, 64), (256, 32))
+"""Groups of decodes: (requests, prompt tokens of each)."""
+MIXED = ((4, 256), (16, 64))
+"""Groups of decodes beside which chunks are measured, to check the table: they are no part of the fit."""
+_REPEATS, _DECODE_STEPS = 5, 12
+
+
+class StepProbe:
+    """One engine whose steps are sized one by one.
+
+    engine: vLLM's LLMEngine in this process; make_params: returns sampling parameters for a number of output tokens;
+    budget_s: about how long to measure.
+    """
+
+    def __init__(self, engine: Any, make_params: Callable[[int], Any], budget_s: float, seed: int = 0) -> None:
+        self.samples: list[StepSample] = []
+        self.mixed: list[StepSample] = []
+        self._start_s, self._budget_s = time.perf_counter(), budget_s
+        self._engine, self._make_params, self._random = engine, make_params, random.Random(seed)
+        self._scheduler = engine.engine_core.engine_core.scheduler
+        config = engine.vllm_config
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._limit = self._scheduler.max_num_scheduled_tokens
+        # Room for outputs beside the prompt.
+        self.most_prompt = config.model_config.max_model_len - 2 * _DECODE_STEPS
+        self.kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size - 4 * self._limit
+        self.most_requests = config.scheduler_config.max_num_seqs
+        self._began_s = self._seconds = 0.0
+        self._names = 0
+        self._time_steps()
+
+    @property
+    def chunks(self) -> list[int]:
+        """Chunk sizes that this engine's steps can hold."""
+        return [size for size in CHUNKS if size <= min(self._limit, self.most_prompt)]
+
+    def measure_fresh_chunks(self) -> None:
+        """Measure each chunk size without history."""
+        for turn in range(_REPEATS + 1):
+            for size in self.chunks:
+                # At least twice, the first time to warm up.
+                if turn > 1 and self._late(0.4):
+                    return
+                self._add(size, 1)
+                seconds = self._step(size)
+                self._drain()
+                if turn:
+                    self.samples.append(StepSample(size, 0, 0, 0, seconds))
+
+    def measure_histories(self) -> None:
+        """Measure each chunk size over each history, on the way through one long prompt."""
+        ahead = 2 * sum(self.chunks)
+        most = min(self.most_prompt, self.kv_tokens)
+        name, past = self._add(most, 1), 0
+        for goal in [each for each in PASTS if each + ahead < most] or [max(0, most - ahead - 1)]:
+            while past < goal:
+                step = min(self._limit, goal - past)
+                self._step(step)
+                past += step
+            for size in [size for size in self.chunks for _ in range(2)]:
+                if past + size >= most:
+                    continue
+                seconds = self._step(size)
+                # Histories differ by what was measured before at this goal: noted as they were.
+                self.samples.append(StepSample(size, past, 0, 0, seconds))
+                past += size
+            if self._late(0.6):
+                break
+        self._end([name])
+
+    def measure_decodes(self) -> None:
+        """Measure groups of decodes."""
+        for requests, prompt in self._groups(DECODES):
+            names = self._decoding(requests, prompt)
+            for _ in range(_DECODE_STEPS // 2):
+                kv = self._kv_tokens(names)
+                self.samples.append(StepSample(0, 0, requests, kv, self._step(self._limit)))
+            self._end(names)
+            if self._late(0.8):
+                return
+
+    def measure_mixed(self) -> None:
+        """Measure chunks beside decodes."""
+        for requests, prompt in self._groups(MIXED):
+            for size in [size for size in self.chunks if 8 <= size <= self._limit - requests]:
+                names = self._decoding(requests, prompt)
+                names.append(self._add(size, 2))
+                kv = self._kv_tokens(names[:-1])
+                self.mixed.append(StepSample(size, 0, requests, kv, self._step(size + requests)))
+                self._end(names)
+                if self._late(1.0):
+                    return
+
+    # -- the engine ---------------------------------------------------------------------------------------------
+
+    def _groups(self, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [
+            (n, prompt)
+            for n, prompt in groups
+            if n < min(self.most_requests, self._limit) and prompt <= self.most_prompt and n * prompt < self.kv_tokens
+        ]
+
+    def _decoding(self, requests: int, prompt: int) -> list[str]:
+        """Add requests, and return their names when all of them decode."""
+        names = [self._add(prompt, 2 * _DECODE_STEPS) for _ in range(requests)]
+        while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
+            self._step(self._limit)
+        return names
+
+    def _kv_tokens(self, names: Sequence[str]) -> int:
+        return sum(self._scheduler.requests[name].num_tokens for name in names)
+
+    def _add(self, tokens: int, outputs: int) -> str:
+        """Add a request with a random prompt; return its name in the scheduler."""
+        self._names += 1
+        prompt = [self._random.randrange(self._vocabulary) for _ in range(tokens)]
+        before = set(self._scheduler.requests)
+        self._engine.add_request(f"probe{self._names}", {"prompt_token_ids": prompt}, self._make_params(outputs))
+        (name,) = set(self._scheduler.requests) - before
+        return str(name)
+
+    def _end(self, names: Sequence[str]) -> None:
+        self._engine.abort_request(list(names), internal=True)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Step until no request is left, also none that has ended in the workers."""
+        while self._scheduler.has_requests():
+            self._step(self._limit)
+
+    def _step(self, tokens: int) -> float:
+        """Run one step of at most `tokens`; return its seconds."""
+        self._scheduler.max_num_scheduled_tokens = tokens
+        self._engine.step()
+        self._scheduler.max_num_scheduled_tokens = self._limit
+        return self._seconds
+
+    def _late(self, share: float) -> bool:
+        """Whether the time for the first `share` of the measurements is over."""
+        return time.perf_counter() > self._start_s + share * self._budget_s
+
+    def _time_steps(self) -> None:
+        """Time the scheduler's steps."""
+        schedule, update = self._scheduler.schedule, self._scheduler.update_from_output
+
+        def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+            self._began_s = time.perf_counter()
+            return schedule(*args, **kwargs)
+
+        def timed_update(*args: Any, **kwargs: Any) -> Any:
+            outputs = update(*args, **kwargs)
+            self._seconds = time.perf_counter() - self._began_s
+            return outputs
+
+        self._scheduler.schedule, self._scheduler.update_from_output = timed_schedule, timed_update
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure an engine of these flags, and store its table."""
+    # The engine must run in this process: its scheduler is driven step by step.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import EngineArgs, SamplingParams
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from headway.vllm import adapter
+
+    parser: argparse.ArgumentParser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="headway profile --vllm"))
+    parser.add_argument("--headway-budget", type=float, required=True)
+    parser.add_argument("--headway-out", type=Path)
+    given = parser.parse_args(words)
+    arguments = EngineArgs.from_cli_args(given)
+    arguments.skip_tokenizer_init, arguments.async_scheduling = True, False
+    arguments.enable_prefix_caching = False
+    engine = LLMEngine.from_engine_args(arguments)
+    config = engine.vllm_config
+    if not config.scheduler_config.enable_chunked_prefill:
+        raise SystemExit("headway: error: this engine does not split prompts into chunks: there is nothing to profile")
+    mark = adapter.engine_facts(config).fingerprint
+    began_s = time.perf_counter()
+    probe = StepProbe(
+        engine,
+        lambda n: SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False),
+        given.headway_budget,
+    )
+    probe.measure_fresh_chunks()
+    probe.measure_histories()
+    probe.measure_decodes()
+    probe.measure_mixed()
+    words_of = f"{len(probe.samples)} steps of vLLM {adapter.version()} in {time.perf_counter() - began_s:.0f} s"
+    try:
+        source = step_table(probe.samples, mark, words_of)
+    except ConfigError as error:
+        raise SystemExit(f"headway: error: {error}") from error
+    path = given.headway_out or store.default_path(mark)
+    store.save(source, path)
+    latency = TableLatency(source)
+    print(f"measured {words_of}: {mark}")
+    print(f"error, median: {median_error(latency, probe.samples):.1%} of the steps that were fitted", end="")
+    print(
+        f"; {median_error(latency, probe.mixed):.1%} of {len(probe.mixed)} steps of a chunk beside decodes, not fitted"
+    )
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
