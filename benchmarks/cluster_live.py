@@ -40,6 +40,7 @@ from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
 from headway.core.settings import resolve
 from headway.runtime.build import cluster_rules
+from headway.runtime.build.cluster_replay import replay_log
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
 from headway.runtime.cluster.launch import launcher
@@ -93,15 +94,21 @@ class Watcher(ClusterClient):
         self.proceeds: list[tuple[int, str, float]] = []
         for each in self.fleet:
             each.hear = lambda *what: self.proceeds.append(what)  # type: ignore[attr-defined]
+        pass_on = self._events.said
 
-    def said(self, number: int, message: FromInstance) -> None:
+        def said(number: int, message: FromInstance) -> None:
+            self._keep(number, message)
+            pass_on(number, message)
+
+        self._events.said = said  # type: ignore[method-assign]
+
+    def _keep(self, number: int, message: FromInstance) -> None:
         if isinstance(message, SpanTaskDone):
             self.done.append((number, message))
         elif isinstance(message, SpanTaskPaused):
             self.paused.append((time.monotonic(), number, message))
         elif isinstance(message, KvArrived):
             self.arrived.append((number, message))
-        super().said(number, message)
 
     def shares(self) -> list[float]:
         """Of each pause: what the group keeps of activations, as a share of the KV that its run will have."""
@@ -363,7 +370,7 @@ def main() -> int:
             )
             figure.savefig(picture)
             print(f"{name}: {picture}, replayed: ", end="", flush=True)
-            cluster_rules.replay_log(file, model, log)
+            print(replay_log(file, model, log)[0])
             folder.close()
     show(rows)
     same = all(each == answers[0] for each in answers)
