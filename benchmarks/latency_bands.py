@@ -12,9 +12,19 @@ import numpy as np
 
 from benchmarks import latency_fit as fit
 from benchmarks.batched_prefill import batched_rows, fit_batched_prefill
+from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
+from headway.perf.latency.operators.collective import ring_all_reduce_ms
 from headway.perf.latency.operators.derived import DERIVED_BANDS
-from headway.perf.latency.operators.profiles import DECODE, ELEMENTWISE, LINEAR, PREFILL, Column, OperatorProfile
+from headway.perf.latency.operators.profiles import (
+    COLLECTIVE,
+    DECODE,
+    ELEMENTWISE,
+    LINEAR,
+    PREFILL,
+    Column,
+    OperatorProfile,
+)
 
 Groups = dict[str, fit.Errors]
 FAMILIES = (LINEAR, ELEMENTWISE, PREFILL, DECODE)
@@ -36,6 +46,8 @@ def inside(
     for family in (PREFILL, DECODE):
         rest = {name: e for name, e in heads.items() if name.endswith(family)}
         yield f"head counts left out: {family}", INSIDE_BANDS[family]["fitted"], rest
+    reduces = {f"{d} {m}": e for (d, m, f), e in pairs.items() if f == COLLECTIVE}
+    yield "sizes left out: collectives", INSIDE_BANDS["collectives"]["measured"], reduces
     for family in FAMILIES:
         rest = {name: e for name, e in devices.items() if name.endswith(family)}
         yield f"devices left out: {family}", DERIVED_BANDS[family], rest
@@ -67,10 +79,20 @@ def beyond(profiles: Sequence[OperatorProfile]) -> Iterable[tuple[str, float, Gr
             add("history", fit.one_chunk_rows(p), "past", (1552, 3100, 6200), fit.by_prefill)
         elif p.family == DECODE and grid:
             add("decode history", p, "past", (4095, 8191, 16383, 32767), fit.by_decode)
+            add("decode batch", p, "batch", (128, 256), fit.by_decode)
     for (name, octave), groups in sorted(found.items()):
         if octave <= len(BEYOND_BANDS[name]):
             band = beyond_share(name, 2**octave, 1)
             yield f"{name}, octave {octave} beyond", band, {g: np.concatenate(e) for g, e in groups.items()}
+
+
+def derived_rings(profiles: Sequence[OperatorProfile]) -> Iterable[tuple[str, float, Groups]]:
+    """Yield the same of all-reduces that a link's data sheet gives, against vLLM's under CUDA graphs."""
+    found: Groups = {}
+    for p in (p for p in profiles if p.op == "all_reduce" and p.source == "vllm_graph"):
+        link, ranks = accelerator(p.device).inside, p.x["workers"]
+        found[p.device] = fit.error(ring_all_reduce_ms(link, p.x["bytes"], ranks), p.ms)
+    yield "all-reduces by data sheet", DERIVED_BANDS["collectives"], found
 
 
 Predict = Callable[[OperatorProfile, OperatorProfile], Column]

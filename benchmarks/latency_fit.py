@@ -412,7 +412,13 @@ def main() -> None:
         heads = unseen_heads(profiles)
         show("Head counts left out", heads.items())
         show("Shapes of a general grid left out", unseen_shapes(profiles).items())
-        latency_bands.show([*latency_bands.inside(pairs, models, heads, devices), *latency_bands.beyond(profiles)])
+        latency_bands.show(
+            [
+                *latency_bands.inside(pairs, models, heads, devices),
+                *latency_bands.derived_rings(profiles),
+                *latency_bands.beyond(profiles),
+            ]
+        )
     show("Batches of prompts, head counts left out", latency_bands.batched(profiles))
     show("Devices left out", devices.items())
     show("Beyond the fitted sizes", extrapolation(profiles).items())

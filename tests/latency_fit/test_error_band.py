@@ -22,6 +22,7 @@ from headway.perf.latency.error_band import (
     table_source,
 )
 from headway.perf.latency.fitted import ParallelLayout, fitted
+from headway.perf.latency.operators.derived import DERIVED_BANDS
 from headway.perf.latency.roofline import MachineRates, roofline
 
 H100 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8))
@@ -55,6 +56,29 @@ def test_a_long_decode_and_a_large_batch_are_named() -> None:
     assert decode.extrapolated == ("decode history",)
     assert rows is not None
     assert rows.extrapolated == ("rows",)
+
+
+def test_more_decodes_than_were_measured_are_named_and_widen_the_band() -> None:
+    # Measured up to 32,768 rows, so that only the decodes lie outside.
+    a100 = fitted("a100", "llama-3-8b", ParallelLayout(tp=8))
+    most = a100.source.details["validated"]["decode_batch"]
+    bands = [error_band(a100, decode_load(a100, count, count * 512)) for count in (most, 2 * most, 4 * most)]
+    near, far, farther = (band for band in bands if band is not None)
+    assert near.extrapolated == ()
+    assert far.extrapolated == farther.extrapolated == ("decode batch",)
+    assert near.share < far.share < farther.share
+
+
+def test_all_reduces_by_data_sheet_widen_the_band_by_their_part_of_the_time() -> None:
+    rows = BatchLoad(tokens=2048)
+    measured = error_band(H100, rows)
+    sheet = fitted("h100", "llama-3-8b", ParallelLayout(tp=8, inside="pcie5"))
+    derived = error_band(sheet, rows)
+    assert measured is not None
+    assert derived is not None
+    assert sheet.source.details["families"]["collectives"].startswith("derived")
+    assert 0.0 < H100.source.details["collective_share"] < sheet.source.details["collective_share"] < 1.0
+    assert measured.share < derived.share <= DERIVED_BANDS["collectives"]
 
 
 def test_a_device_without_profiles_has_a_wider_band_and_says_derived() -> None:

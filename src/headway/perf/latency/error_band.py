@@ -26,6 +26,7 @@ INSIDE_BANDS = {
     "elementwise": {"measured": 0.04, "fitted": 0.15},
     "prefill": {"measured": 0.08, "fitted": 0.11},
     "decode": {"measured": 0.10, "fitted": 0.10},
+    "collectives": {"measured": 0.08},
 }
 """Within the measured sizes, by operator family and origin: the P90 of held-out rows."""
 
@@ -34,6 +35,7 @@ BEYOND_BANDS = {
     "chunk": (0.24, 0.45, 0.71),
     "history": (0.07, 0.13, 0.30),
     "decode history": (0.10, 0.10, 0.15, 0.20),
+    "decode batch": (0.43, 0.66, 0.79),
 }
 """Beyond the measured sizes, one entry an octave: the P90 of rows so far beyond those fitted. Continued by the last
 step where nothing was tested, so that one million tokens on 12,416 measured ones have a wide band."""
@@ -47,7 +49,7 @@ class ErrorBand(msgspec.Struct, frozen=True):
     share: float
     """Nine of ten held-out predictions so far from their data were off by less: |predicted / measured - 1|."""
     extrapolated: tuple[str, ...] = ()
-    """Sizes outside what was measured: `rows`, `chunk`, `history`, `decode history`."""
+    """Sizes outside what was measured: `rows`, `chunk`, `history`, `decode history`, `decode batch`."""
     derived: bool = False
     """Whether a term comes from another device's profile or from data sheets."""
 
@@ -84,7 +86,7 @@ def error_band(model: LatencyModel, load: BatchLoad, history: int | None = None)
     terms = (
         (model.rows_s(load.tokens), *_rows_share(source, load.tokens)),
         (load.chunk_s, *_chunk_share(source, chunk, past)),
-        (decode_s, *_decode_share(source, longest)),
+        (decode_s, *_decode_share(source, load.decodes, longest)),
     )
     seconds = sum(s for s, _, _ in terms)
     share = sum(s * share for s, share, _ in terms) / seconds if seconds else 0.0
@@ -135,7 +137,7 @@ def _inside(source: TableSource, family: str, knots: Sequence[tuple[float, float
         return left_out_share(knots) if len(knots) > 2 else INSIDE_BANDS[family]["fitted"]
     origin = str(origins.get(family, source.status)).split(":")[0]
     if origin == "derived":
-        return max(DERIVED_BANDS[family], INSIDE_BANDS[family]["fitted"])
+        return max(DERIVED_BANDS[family], *INSIDE_BANDS[family].values())
     return INSIDE_BANDS[family][origin]
 
 
@@ -180,6 +182,10 @@ def _rows_share(source: TableSource, rows: int) -> tuple[float, list[str]]:
     knots = source.tokens[1:]
     # Products and elementwise operators by the worse of the two: the table holds their sum only.
     inside = max(_inside(source, family, knots) for family in ("linear", "elementwise"))
+    part = float(source.details.get("collective_share", 0.0))
+    if part:
+        # All-reduces are off by their own share of the time, at the row count where they weigh most.
+        inside = max(inside, part * _inside(source, "collectives", knots) + (1.0 - part) * inside)
     return _with_distance(inside, {"rows": (rows, _top(source, "rows", int(knots[-1][0])))})
 
 
@@ -190,9 +196,15 @@ def _chunk_share(source: TableSource, chunk: int, past: int) -> tuple[float, lis
     return _with_distance(inside, sizes)
 
 
-def _decode_share(source: TableSource, past: int) -> tuple[float, list[str]]:
+def _decode_share(source: TableSource, decodes: int, past: int) -> tuple[float, list[str]]:
     grid = source.decode_grid
     # The row of most requests shows how evenly the grid was measured; a line through few points has no knots.
     knots = list(zip(grid.past, grid.seconds[-1], strict=True)) if grid is not None else []
     inside = _inside(source, "decode", knots)
-    return _with_distance(inside, {"decode history": (past, _top(source, "decode_past", source.validated_past))})
+    # A table that was measured as a whole ends at its grid's last row.
+    most = int(grid.counts[-1]) if grid is not None and "families" not in source.details else 0
+    sizes = {
+        "decode history": (past, _top(source, "decode_past", source.validated_past)),
+        "decode batch": (decodes, _top(source, "decode_batch", most)),
+    }
+    return _with_distance(inside, sizes)

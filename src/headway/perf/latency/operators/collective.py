@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.perf.hardware.links import NetworkLink
 from headway.perf.latency.operators.curves import SizeCurve, curve
 from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
@@ -63,6 +64,14 @@ class CollectiveFit(msgspec.Struct, frozen=True):
         other = self.curve(op, near, across)
         assert other is not None
         return np.asarray(other(count) * ((workers - 1) / workers) / ((near - 1) / near), dtype=np.float64)
+
+
+def ring_all_reduce_ms(link: NetworkLink, sent: Column, workers: Column | int) -> Column:
+    """Return the milliseconds of a ring all-reduce of `sent` bytes, by the link's data sheet.
+
+    Reduce-scatter and all-gather, each passing (workers - 1) / workers of the bytes over every link."""
+    ring = 2 * (workers - 1) / workers * sent / (link.bytes_per_s * link.efficiency)
+    return np.asarray(1e3 * (2 * link.latency_s + ring), dtype=np.float64)
 
 
 def _rank(source: str) -> tuple[int, str]:

@@ -23,6 +23,7 @@ from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.layout import ParallelLayout, RankShape, cut
+from headway.perf.latency.operators.collective import ring_all_reduce_ms
 from headway.perf.latency.operators.derived import DERIVED_BANDS, DeviceScaling
 from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
 from headway.perf.latency.operators.linear import LAYERS, base_ms
@@ -132,11 +133,15 @@ def compile_stage(
         details={
             "families": dict(work.notes),
             "assumptions": msgspec.to_builtins(assumptions),
+            "collective_share": work.collective_share,
             "validated": {
                 "rows": fit.linear.top if fit.linear else 0,
                 "chunk": fit.prefill.chunk if fit.prefill else 0,
                 "chunk_past": fit.prefill.past if fit.prefill else 0,
                 "decode_past": max((max(g.past) for s in fit.decode.grids.values() for g in s.values()), default=0)
+                if fit.decode
+                else 0,
+                "decode_batch": max((max(g.counts) for s in fit.decode.grids.values() for g in s.values()), default=0)
                 if fit.decode
                 else 0,
             },
@@ -159,6 +164,8 @@ class _StageCompiler:
         self.source = accelerator(fit.device)
         self.scaling = DeviceScaling(self.source, device)
         self.notes: dict[str, str] = {}
+        self.collective_share = 0.0
+        """Largest share of all-reduces in a row count's time, set by `rows_ms`."""
 
     def _note(self, family: str, text: str) -> None:
         # Collectives depend on links, not on the die: their notes say themselves whether they are scaled.
@@ -175,8 +182,8 @@ class _StageCompiler:
         layer += self._elementwise(rows)
         layer += self._kv_write(rows)
         # After attention's output product and after the MLP's down product.
-        if self.layout.tp > 1:
-            layer += 2 * self._all_reduce(rows)
+        reduces = 2 * self._all_reduce(rows) if self.layout.tp > 1 else np.zeros(rows.size)
+        layer += reduces
         total: Column = part.layers * layer
         if part.first:
             total += self._one_elementwise("emb", rows, part.hidden)
@@ -186,6 +193,7 @@ class _StageCompiler:
         elif assumptions.send:
             total += self._send(rows)
         self._note_linear()
+        self.collective_share = round(float(np.max(part.layers * reduces / total)), 3)
         return total
 
     def chunks_ms(self, chunks: Column) -> tuple[Column, Column, Column, Column]:
@@ -321,9 +329,7 @@ class _StageCompiler:
             self.notes["collectives"] = f"measured: {source}, {self.source.inside.name}, {tp} ranks"
             return time
         self.notes["collectives"] = f"derived: ring over {link.name}"
-        # Ring all-reduce: reduce-scatter and all-gather, each passing (tp-1)/tp of the bytes over every link.
-        ring = 2 * (tp - 1) / tp * sent / (link.bytes_per_s * link.efficiency)
-        return np.asarray(1e3 * (2 * link.latency_s + ring), dtype=np.float64)
+        return ring_all_reduce_ms(link, sent, tp)
 
     def _send(self, rows: Column) -> Column:
         """Return the milliseconds to send activations to the next stage; each rank sends a copy over its own link."""
