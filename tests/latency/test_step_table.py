@@ -41,3 +41,12 @@ def test_histories_measured_are_noted_and_too_few_steps_are_refused() -> None:
     assert step_table(samples, "mark", "").validated_past == _PASTS[-1]
     with pytest.raises(ConfigError, match="too few steps"):
         step_table(samples[:3], "mark", "")
+
+
+def test_sizes_that_were_not_measured_over_histories_take_their_slope_from_those_that_were() -> None:
+    samples = [StepSample(chunk, 0, 0, 0, _seconds(chunk, 0, 0, 0, 1e-4, 1e-8, 0.0)) for chunk in _CHUNKS]
+    samples += [StepSample(64, past, 0, 0, _seconds(64, past, 0, 0, 1e-4, 1e-8, 0.0)) for past in (1000, 8000)]
+    table = TableLatency(step_table(samples, "mark", ""))
+    for chunk in (16, 256, 1024):
+        wanted = _seconds(chunk, 4000, 0, 0, 1e-4, 1e-8, 0.0)
+        assert predicted_s(table, StepSample(chunk, 4000, 0, 0, 1.0)) == pytest.approx(wanted, rel=0.02)

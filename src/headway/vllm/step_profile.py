@@ -28,7 +28,9 @@ DECODES = ((1, 64), (1, 2048), (4, 64), (4, 1024), (16, 64), (16, 512), (64, 64)
 """Groups of decodes: (requests, prompt tokens of each)."""
 MIXED = ((4, 256), (16, 64))
 """Groups of decodes beside which chunks are measured, to check the table: they are no part of the fit."""
-_REPEATS, _DECODE_STEPS = 5, 12
+_MOST_PASSES, _DECODE_STEPS = 8, 8
+_LEAST_LARGEST = 256
+"""Chunk size up to which all are measured, however slow the engine is."""
 
 
 class StepProbe:
@@ -60,35 +62,44 @@ class StepProbe:
         """Chunk sizes that this engine's steps can hold."""
         return [size for size in CHUNKS if size <= min(self._limit, self.most_prompt)]
 
+    def measure(self) -> None:
+        """Measure all points, again and again while another pass fits the budget: disturbances of seconds differ."""
+        self.measure_fresh_chunks()
+        # The first runs of each shape only warm up.
+        self.samples.clear()
+        for turn in range(1, _MOST_PASSES + 1):
+            self.measure_fresh_chunks()
+            self.measure_histories()
+            self.measure_decodes()
+            self.measure_mixed()
+            if self._late(turn / (turn + 1)):
+                return
+
     def measure_fresh_chunks(self) -> None:
-        """Measure each chunk size without history."""
-        for turn in range(_REPEATS + 1):
-            for size in self.chunks:
-                # At least twice, the first time to warm up.
-                if turn > 1 and self._late(0.4):
-                    return
-                self._add(size, 1)
-                seconds = self._step(size)
-                self._drain()
-                if turn:
-                    self.samples.append(StepSample(size, 0, 0, 0, seconds))
+        """Measure each chunk size without history; a slow engine's larger ones are left out."""
+        for size in self.chunks:
+            self._add(size, 1)
+            self.samples.append(StepSample(size, 0, 0, 0, self._step(size)))
+            self._drain()
+            if size >= _LEAST_LARGEST and self._late(0.3):
+                return
 
     def measure_histories(self) -> None:
-        """Measure each chunk size over each history, on the way through one long prompt."""
-        ahead = 2 * sum(self.chunks)
+        """Measure some chunk sizes over each history, on the way through one long prompt."""
         most = min(self.most_prompt, self.kv_tokens)
+        sizes = [size for size in self.chunks[::-3] if size <= most // 8]
+        last = most - sum(sizes) - 1
+        if not sizes or last < PASTS[0]:
+            return
         name, past = self._add(most, 1), 0
-        for goal in [each for each in PASTS if each + ahead < most] or [max(0, most - ahead - 1)]:
+        for goal in [*(each for each in PASTS if each + sum(sizes) < last), last]:
             while past < goal:
                 step = min(self._limit, goal - past)
                 self._step(step)
                 past += step
-            for size in [size for size in self.chunks for _ in range(2)]:
-                if past + size >= most:
-                    continue
-                seconds = self._step(size)
+            for size in sizes:
                 # Histories differ by what was measured before at this goal: noted as they were.
-                self.samples.append(StepSample(size, past, 0, 0, seconds))
+                self.samples.append(StepSample(size, past, 0, 0, self._step(size)))
                 past += size
             if self._late(0.6):
                 break
@@ -98,11 +109,11 @@ class StepProbe:
         """Measure groups of decodes."""
         for requests, prompt in self._groups(DECODES):
             names = self._decoding(requests, prompt)
-            for _ in range(_DECODE_STEPS // 2):
+            for _ in range(_DECODE_STEPS // 4):
                 kv = self._kv_tokens(names)
                 self.samples.append(StepSample(0, 0, requests, kv, self._step(self._limit)))
             self._end(names)
-            if self._late(0.8):
+            if requests > 1 and self._late(0.8):
                 return
 
     def measure_mixed(self) -> None:
@@ -209,10 +220,7 @@ def main(words: Sequence[str] | None = None) -> None:
         lambda n: SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False),
         given.headway_budget,
     )
-    probe.measure_fresh_chunks()
-    probe.measure_histories()
-    probe.measure_decodes()
-    probe.measure_mixed()
+    probe.measure()
     words_of = f"{len(probe.samples)} steps of vLLM {adapter.version()} in {time.perf_counter() - began_s:.0f} s"
     try:
         source = step_table(probe.samples, mark, words_of)

@@ -6,7 +6,7 @@ are told apart by the slope: a token of a causal chunk attends half of the chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -39,21 +39,19 @@ def step_table(samples: Sequence[StepSample], fingerprint: str, provenance: str)
 
     Raises ConfigError where chunks of fewer than two sizes were measured without history.
     """
-    chunks = _medians((s.chunk, s.past, s.seconds) for s in samples if s.chunk and not s.decodes)
-    rows, attention, longest = [(0, 0.0)], [(0, 0.0, 0.0)], 0
-    for size in sorted({chunk for chunk, past in chunks if not past}):
-        points = sorted((past, seconds) for (chunk, past), seconds in chunks.items() if chunk == size)
-        # The slope is that of the fit; the step without history stays as it was measured.
-        slope, alone = fit_line(points)[1], points[0][1]
+    chunks = _fastest((s.chunk, s.past, s.seconds) for s in samples if s.chunk and not s.decodes)
+    slopes = _slopes(chunks)
+    rows, attention = [(0, 0.0)], [(0, 0.0, 0.0)]
+    for size, alone in sorted((chunk, seconds) for (chunk, past), seconds in chunks.items() if not past):
+        slope = _slope_of(size, slopes)
         own = min(slope * size / 2, (1 - _LEAST_ROWS_SHARE) * alone)
         rows.append((size, alone - own))
         attention.append((size, own, slope))
-        longest = max(longest, points[-1][0])
     if len(rows) < 3:
         raise ConfigError("too few steps were measured for a latency table: give --budget more seconds")
     # A step without rows cannot be measured: half of the smallest stands for the fixed part.
     rows[0] = (0, rows[1][1] / 2)
-    decodes = _medians((s.decodes, s.decode_kv, s.seconds) for s in samples if s.decodes and not s.chunk)
+    decodes = _fastest((s.decodes, s.decode_kv, s.seconds) for s in samples if s.decodes and not s.chunk)
     sizes, seconds = [size for size, _ in rows], [each for _, each in rows]
     alone_s = [(n, kv, whole - float(np.interp(n, sizes, seconds))) for (n, kv), whole in decodes.items()]
     return TableSource(
@@ -62,13 +60,30 @@ def step_table(samples: Sequence[StepSample], fingerprint: str, provenance: str)
         tokens=tuple(rows),
         chunks=tuple(attention),
         decode=fit_decodes(alone_s, list(decodes.values())),
-        validated_past=longest,
+        validated_past=max((past for _, past in chunks), default=0),
     )
 
 
+def _slopes(chunks: Mapping[tuple[int, int], float]) -> list[tuple[int, float]]:
+    """Return (chunk size, seconds per cached token) of the sizes that were measured over histories, ascending."""
+    sizes = sorted({chunk for chunk, past in chunks if past})
+    return [(size, fit_line([(p, s) for (chunk, p), s in chunks.items() if chunk == size])[1]) for size in sizes]
+
+
+def _slope_of(size: int, slopes: Sequence[tuple[int, float]]) -> float:
+    """Return the slope of a chunk size: between measured ones by interpolation, beyond them in proportion."""
+    if not slopes:
+        return 0.0
+    largest, slope = slopes[-1]
+    if size > largest:
+        return slope * size / largest
+    return float(np.interp(size, [0, *(n for n, _ in slopes)], [0.0, *(each for _, each in slopes)]))
+
+
 def median_error(latency: LatencyModel, samples: Sequence[StepSample]) -> float:
-    """Return the median of |predicted / measured - 1| over the samples; 0 for none."""
-    return median(abs(predicted_s(latency, s) / s.seconds - 1) for s in samples) if samples else 0.0
+    """Return the median of |predicted / measured - 1| over the fastest sample of each step; 0 for none."""
+    fastest = {s[:4]: s for s in sorted(samples, key=lambda s: -s.seconds)}.values()
+    return median(abs(predicted_s(latency, s) / s.seconds - 1) for s in fastest) if fastest else 0.0
 
 
 def predicted_s(latency: LatencyModel, sample: StepSample) -> float:
@@ -79,9 +94,9 @@ def predicted_s(latency: LatencyModel, sample: StepSample) -> float:
     return load_s(latency, load)
 
 
-def _medians(points: Iterable[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
-    """Return the median seconds of each measured point."""
-    found: dict[tuple[int, int], list[float]] = {}
+def _fastest(points: Iterable[tuple[int, int, float]]) -> dict[tuple[int, int], float]:
+    """Return the least seconds of each measured point: other load on the host can only add time."""
+    found: dict[tuple[int, int], float] = {}
     for first, second, seconds in points:
-        found.setdefault((first, second), []).append(seconds)
-    return {point: median(values) for point, values in sorted(found.items())}
+        found[first, second] = min(seconds, found.get((first, second), seconds))
+    return dict(sorted(found.items()))
