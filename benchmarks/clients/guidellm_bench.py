@@ -18,4 +18,5 @@ totals = benchmark["metrics"]["request_totals"]
 tokens = benchmark["metrics"]["output_token_count"]["successful"]["total_sum"]
 lost = {kind: [each["info"] for each in benchmark["requests"][kind]] for kind in ("errored", "incomplete")}
 done = totals["successful"], tokens
-check("run", done == (5, 80), f"{done[0]} requests, {done[1]:.0f} output tokens" if done == (5, 80) else lost)
+said = f"{done[0]} requests, {done[1]:.0f} output tokens"
+check("run", done == (5, 80), said if done == (5, 80) else f"{said}; {lost}; totals {totals}")

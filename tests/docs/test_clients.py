@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from benchmarks.clients.environments import LOCKS, PROMETHEUS, REQUIREMENTS, VLLM
-from benchmarks.clients.run import CLIENTS, HERE, Outcome, page
+from benchmarks.clients.run import CLIENTS, HERE, Outcome, page, run_script
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -36,6 +37,13 @@ def test_a_client_that_fails_or_is_not_to_be_had_has_a_row_that_says_so() -> Non
     assert "| chat | 8 tokens |" in text
     assert "|  | **fails** |" in text
     assert f"| {second.name} |  |  | not run: no wheel |" in text
+
+
+def test_a_client_that_does_not_end_fails_and_the_others_still_run() -> None:
+    succeeded, printed = run_script([sys.executable, "-c", "import time; time.sleep(600)"], {}, 0.5)
+    assert not succeeded
+    assert "it did not end within 0.5 s" in printed
+    assert run_script([sys.executable, "-c", "print(7)"], {}, 600) == (True, "7\n")
 
 
 def test_every_environment_is_locked_with_what_it_is_for() -> None:
