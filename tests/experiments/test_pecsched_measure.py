@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from headway.perf.latency.base import decode_load, load_s
+from headway.perf.latency.fitted import ParallelLayout, fitted
 from headway.research.pecsched_overall import _left_out
-from headway.research.pecsched_setting import LOADS, SWEEP, measure, scenario
+from headway.research.pecsched_setting import LOADS, MODELS, SWEEP, PecSchedCluster, measure, scenario
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.metrics.record import RequestRecord
 from headway.sim.result import SimResult
@@ -68,3 +70,16 @@ def test_starved_and_unfinished_shares_count_only_long_requests_that_arrived_ear
 def test_a_row_names_the_models_without_a_value() -> None:
     assert _left_out(["a", "b", "c"], {"b": 1.0}).startswith("Nothing about a, c: ")
     assert not _left_out(["a"], {"a": 2.0})
+
+
+@pytest.mark.parametrize("cluster", MODELS.values(), ids=list(MODELS))
+def test_no_cap_on_fused_prompts_leaves_a_long_decode_undisturbed(cluster: PecSchedCluster) -> None:
+    # PecSched §5.2 asks for a cap that costs the decode nothing; docs/papers/pecsched.md states these factors.
+    latency = fitted("a100", cluster.model, ParallelLayout(tp=cluster.tp))
+    alone = decode_load(latency, 1, 100_000)
+    cost = {
+        tokens: load_s(latency, alone.with_chunk(tokens, latency.attention_s(0, tokens))) / load_s(latency, alone)
+        for tokens in (128, 4096)
+    }
+    assert 1.35 <= cost[128] <= 1.6
+    assert 16.5 <= cost[4096] <= 23.5
