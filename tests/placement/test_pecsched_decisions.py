@@ -23,6 +23,7 @@ SETTINGS = st.fixed_dictionaries(
         "batch_tokens": st.sampled_from([500, 2000, 8000]),
         "preempt": st.booleans(),
         "colocate": st.just(True),
+        "colocated_tokens": st.sampled_from([None, 600]),
         "long_replicas": st.sampled_from(["fixed", "latency"]),
         "long_target_s": st.just(1.5),
     }
@@ -208,3 +209,16 @@ def test_bad_options_are_named_in_the_error() -> None:
         check_options("pecsched", {"unknown": 1})
     made = make_placement("pecsched", PolicyContext(latency=Linear(), shape=SHAPE), {"ageing": "off"})
     assert made.next_wakeup(0.0) is None
+
+
+def test_a_prompt_above_the_cap_is_not_prefilled_beside_a_long_decode() -> None:
+    def beside(cap: int | None, tokens: int) -> bool:
+        # One replica, held by the long prefill: the short prompt waits for the decode, or for its end.
+        work = [long("l", 0.0, 60_000, output=20), short("s", 1.0, tokens)]
+        out = drilled(policy(colocated_tokens=cap, preempt=False, long_sp=1), work, 1)
+        assert set(out.prefilled_s) == {"l", "s"}
+        return any(isinstance(a, EnqueueRequest) and a.request == "s" and a.concurrent for _, a in out.actions)
+
+    assert beside(None, 1000)
+    assert beside(1000, 1000)
+    assert not beside(999, 1000)

@@ -16,6 +16,9 @@ class PecSchedOptions(PolicyOptions):
     batch_tokens: Count = 4096
     """Tokens of short prompts that a replica of a paused or co-located long request takes at a time (§5.2's threshold).
     """
+    colocated_tokens: Count | None = None
+    """Largest prompt that is prefilled beside a long decode, whose token waits for it; longer ones pause a long prefill
+    or wait for a replica. None: any prompt."""
     long_replicas: Literal["memory", "latency", "fixed"] = "latency"
     """Rule for "sufficient" replicas, which the paper does not state: as memory needs, as latency needs to stay within
     `long_target_s`, or `long_sp`. Never fewer than memory needs."""

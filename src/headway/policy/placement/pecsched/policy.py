@@ -272,7 +272,8 @@ class PecSched(PlacementPolicy):
         if at < 0:
             # 2. together with a long decode
             at = replicas.colocated.argmin()
-            concurrent = at >= 0 and replicas.fits(at, tokens, most)
+            cap = options.colocated_tokens
+            concurrent = at >= 0 and replicas.fits(at, tokens, most) and (cap is None or tokens <= cap)
             if not concurrent:
                 # 3. in place of a long prefill
                 at = self._preempt_for(short, free, now, actions) if options.preempt else -1
