@@ -48,7 +48,7 @@ class StepProbe:
         self._scheduler = engine.engine_core.engine_core.scheduler
         config = engine.vllm_config
         self._vocabulary = config.model_config.get_vocab_size()
-        self._limit = self._scheduler.max_num_scheduled_tokens
+        self._limit: int = self._scheduler.max_num_scheduled_tokens
         # Room for outputs beside the prompt.
         self.most_prompt = config.model_config.max_model_len - 2 * _DECODE_STEPS
         self.kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size - 4 * self._limit
@@ -131,15 +131,25 @@ class StepProbe:
     # -- the engine ---------------------------------------------------------------------------------------------
 
     def _groups(self, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the groups that fit this engine with their outputs."""
+        possible = [(n, prompt) for n, prompt in groups if n < min(self.most_requests, self._limit)]
+        most = self.most_prompt + 2 * _DECODE_STEPS
         return [
             (n, prompt)
-            for n, prompt in groups
-            if n < min(self.most_requests, self._limit) and prompt <= self.most_prompt and n * prompt < self.kv_tokens
+            for n, prompt in possible
+            if prompt + self._outputs(n, prompt) <= most and n * (prompt + self._outputs(n, prompt)) < self.kv_tokens
         ]
+
+    def _outputs(self, requests: int, prompt: int) -> int:
+        """Return how many tokens each of a group must make for all to decode at once while they are measured.
+
+        The first begin to decode while the prompts of the last are still computed, beside at most `requests` decodes.
+        """
+        return requests * prompt // (self._limit - requests) + 2 + 2 * _DECODE_STEPS
 
     def _decoding(self, requests: int, prompt: int) -> list[str]:
         """Add requests, and return their names when all of them decode."""
-        names = [self._add(prompt, 2 * _DECODE_STEPS) for _ in range(requests)]
+        names = [self._add(prompt, self._outputs(requests, prompt)) for _ in range(requests)]
         while any(self._scheduler.requests[name].num_output_tokens == 0 for name in names):
             self._step(self._limit)
         return names
