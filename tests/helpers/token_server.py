@@ -44,12 +44,14 @@ class Held:
 @dataclass
 class TokenServer:
     """`prefill_s`: seconds a prompt token; `gap_s`: a token. `break_after`: tokens after which a stream is cut, of
-    `breaks` streams. `busy`: requests that still get 429. `frozen`: nothing answers."""
+    `breaks` streams. `pause_at`: tokens after which streams wait until it is None. `busy`: requests that still get 429.
+    `frozen`: nothing answers."""
 
     prefill_s: float = 0.0
     gap_s: float = 0.0
     break_after: int | None = None
     breaks: int = 1_000_000
+    pause_at: int | None = None
     busy: int = 0
     frozen: bool = False
     end_token_at: int | None = None
@@ -172,6 +174,8 @@ class TokenServer:
         tokens, count = list(held.body["prompt"]), held.body["max_tokens"]
         for i in range(count):
             await self._thaw()
+            while i == self.pause_at:
+                await asyncio.sleep(0.01)
             if i == self.break_after and self.breaks:
                 self.breaks -= 1
                 held.ended = "broken"

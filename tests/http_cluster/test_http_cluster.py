@@ -32,6 +32,11 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+def resume(servers: list[TokenServer]) -> None:
+    for server in servers:
+        server.pause_at = None
+
+
 def test_requests_are_spread_and_answered_as_by_one_server() -> None:
     async def work() -> None:
         servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
@@ -60,12 +65,13 @@ def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
 @pytest.mark.parametrize("placement", ["jsq", "fifo"])
 def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(placement: str) -> None:
     async def work() -> None:
-        servers = [TokenServer(gap_s=0.01), TokenServer(gap_s=0.01)]
+        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
         options = {"long_sp": 1} if placement == "fifo" else {}
         async with cluster_of(servers, placement, options) as cluster:
             asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 40)) for i in range(8)]
             await until(lambda: sum(server.running for server in servers) == 8)
             await servers[0].stop()
+            resume(servers)
             assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 40) for i in range(8)]
             await until(lambda: cluster.instances[0].state == "lost")
             await servers[0].start()
@@ -83,11 +89,12 @@ def test_a_server_that_hangs_is_lost_and_what_it_says_later_is_not_heard(monkeyp
     monkeypatch.setattr("headway.runtime.http_cluster.http_server.PROBE_S", 0.3)
 
     async def work() -> None:
-        servers = [TokenServer(gap_s=0.01), TokenServer(gap_s=0.01)]
+        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
         async with cluster_of(servers) as cluster:
             asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 60)) for i in range(4)]
             await until(lambda: sum(server.running for server in servers) == 4)
             servers[0].frozen = True
+            resume(servers)
             assert await asyncio.gather(*asked) == [greedy([i + 2, 3], 60) for i in range(4)]
             servers[0].frozen = False
             await until(lambda: cluster.instances[0].state == "ready")
@@ -97,11 +104,12 @@ def test_a_server_that_hangs_is_lost_and_what_it_says_later_is_not_heard(monkeyp
 
 def test_a_request_waits_for_a_server_when_all_are_gone_and_new_ones_get_503() -> None:
     async def work() -> None:
-        server = TokenServer(gap_s=0.01)
+        server = TokenServer(pause_at=5)
         async with cluster_of([server]) as cluster:
             asked = asyncio.create_task(ask(cluster, "r", PROMPT, 40))
             await until(lambda: server.running == 1)
             await server.stop()
+            resume([server])
             await until(lambda: cluster.state == "recovering")
             with pytest.raises(UnavailableError, match="no instance serves") as refused:
                 await ask(cluster, "s", PROMPT, 4)
@@ -236,11 +244,12 @@ def test_pecsched_pauses_a_long_prefill_for_a_chat_by_closing_its_stream() -> No
 
 def test_a_drained_instance_finishes_what_it_has_and_gets_nothing_new() -> None:
     async def work() -> None:
-        servers = [TokenServer(gap_s=0.01), TokenServer(gap_s=0.01)]
+        servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
         async with cluster_of(servers) as cluster:
             asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2], 20)) for i in range(4)]
             await until(lambda: all(server.running == 2 for server in servers))
             assert cluster.leave(0).state == "draining"
+            resume(servers)
             assert await asyncio.gather(*asked) == [greedy([i + 2], 20) for i in range(4)]
             assert len(servers[0].seen) == 2
             await until(lambda: [each.id for each in cluster.report().instances] == [1])

@@ -115,9 +115,10 @@ def test_a_long_decode_and_short_prefills_on_the_same_replicas_cost_each_other()
     gaps = [b - a for a, b in itertools.pairwise(both[0].token_s)]
     iteration_s = min(record.token_s[0] - 1.5 for record in both[1:])
     assert iteration_s > min(record.token_s[0] - 1.5 for record in fast) + latency.decode_s(1, 1000)
-    assert max(gaps) == pytest.approx(iteration_s, rel=0.2)
+    # the shorts wait for the end of the decode's iteration under way when they come
+    assert iteration_s - step_s <= max(gaps) <= iteration_s
     assert max(gaps) > 3 * step_s
-    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(step_s, rel=0.2)
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(step_s, rel=1e-3)
 
 
 def test_reservation_separates_short_and_long_requests() -> None:

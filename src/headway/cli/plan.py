@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import json
 
+    from headway.planning.error_bars import error_bars
     from headway.planning.question import PlanQuestion
 
     if arguments.schema:
@@ -43,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.question is None:
         raise ConfigError("name a question file (such as examples/plan-chat-and-documents.yaml), or --schema")
     result = _search(_read(arguments), arguments)
-    from headway.planning.error_bars import error_bars
-
     bars = error_bars(result, _jobs(arguments))
     if arguments.json:
         import msgspec

@@ -138,15 +138,8 @@ class TableLatency(LatencyModel):
         chunks = self._chunks(past)
         return chunks.least_own[tokens] + chunks.least_per_past[tokens] * past
 
-    def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
-        # The closure below indexes without bounds checks, so every row count in question must be in the table.
-        if rows + MAX_CHUNK > self._last:
-            return super().floor_s(rows, past)
-        least_rows, chunks = self._least_rows, self._chunks(past)
-        own, per_past = chunks.least_own, chunks.least_per_past
-        return lambda tokens: least_rows[rows + tokens] + (own[tokens] + per_past[tokens] * past)
-
     def floor_terms(self, rows: int, past: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
+        # The closures below index without bounds checks, so every row count in question must be in the table.
         if rows + MAX_CHUNK > self._last:
             return super().floor_terms(rows, past)
         least_rows, chunks = self._least_rows, self._chunks(past)

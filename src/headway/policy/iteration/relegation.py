@@ -55,7 +55,7 @@ def fewest_late(jobs: Sequence[DueWork]) -> set[int]:
     return late
 
 
-class Relegation:
+class RelegationChoice:
     """Choice of late requests in one group's queue, and the lines that carry it out.
 
     While all deadlines can be met the policy's own lines hold. Otherwise requests in time are ordered by deadline, and
@@ -129,12 +129,12 @@ class Relegation:
 
     def _late(self, now: float, members: Sequence[PrefillState], speed: float) -> dict[int, PrefillState]:
         """Return the members to be late, by order of arrival."""
-        # Without a first token yet: for those who compute lost KV again no deadline is left, but their work counts.
+        # Without a first token yet: prefills that compute lost KV again have no deadline left, but their work counts.
         waiting = [m for m in members if not m.generated]
         again_s = sum(m.work_s for m in members if m.generated)
         late = fewest_late(_jobs(waiting, now, again_s, speed))
         if late:
-            # Those who are late take their share from the others.
+            # What is late takes its share of the work from the others.
             late = fewest_late(_jobs(waiting, now, again_s, speed * (1.0 - self._share)))
         return {waiting[i].order: waiting[i] for i in sorted(late)}
 

@@ -8,7 +8,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import UrgencyLine, make_policy
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.queue import WaitingQueue
-from headway.policy.iteration.relegation import Relegation
+from headway.policy.iteration.relegation import RelegationChoice
 
 
 class UrgencyOrder:
@@ -23,7 +23,7 @@ class UrgencyOrder:
         # The long request that got tokens last; it keeps its place by a quantum.
         self.active_long: PrefillState | None = None
         # None: all requests keep the policy's order, however late.
-        self.relegation = Relegation(config.relegated_share) if config.relegation else None
+        self.relegation = RelegationChoice(config.relegated_share) if config.relegation else None
 
     def is_long(self, request: Request) -> bool:
         """Whether a request is long: by its uncached tokens or their isolated time."""

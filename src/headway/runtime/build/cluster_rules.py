@@ -104,15 +104,16 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.live_controller import DecisionLog
 
-    groups = None if file.group_times is None else msgspec.to_builtins(eq1.load(Path(file.group_times)).sizes)
+    measured = {}
+    if file.group_times is not None:
+        measured = {"group_times": msgspec.to_builtins(eq1.load(Path(file.group_times)).sizes)}
 
     def context_of(info: EngineInfo) -> PolicyContext:
-        return policy_context(file, model, {"latency": info.latency, "layout": info.layout, "group_times": groups})
+        return policy_context(file, model, {"latency": info.latency, "layout": info.layout} | measured)
 
     lead = infos[next(first for pool, first in zip(file.pools, first_of(file), strict=True) if pool.role != "decode")]
     about = {"placement": file.placement, "options": file.options, "latency": lead.latency, "layout": lead.layout}
-    if groups is not None:
-        about["group_times"] = groups
+    about |= measured
     context = context_of(lead)
     return ClusterRules(
         policy=policies_of(file, context),

@@ -48,7 +48,7 @@ class InstanceFactory:
         ]
 
     def start_another(self, number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:
-        """Start an instance that joins `pool`; see `runtime.cluster.membership.Another`. Raises RequestError."""
+        """Start an instance that joins `pool`; see `runtime.cluster.instance_roster.Another`. Raises RequestError."""
         if not 0 <= pool < len(self._file.pools):
             raise RequestError(f"pool must be between 0 and {len(self._file.pools) - 1}, not {pool}", "pool")
         # An instance that joins in place of its predecessor does not count twice.

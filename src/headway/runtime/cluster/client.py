@@ -26,10 +26,10 @@ from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.instance_events import InstanceEvents
 from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.instance_roster import Another
 from headway.runtime.cluster.live_backend import LatencyOf
 from headway.runtime.cluster.live_controller import DecisionLog, LiveController
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.membership import Another
 from headway.runtime.cluster.merged_reports import merged_info, merged_stats
 from headway.runtime.cluster.policies import RATES_NOTE
 from headway.runtime.engine.cumulative_counters import accumulate_counters
@@ -85,7 +85,7 @@ class ClusterClient:
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place, self._clock = backends, in_place, clock
         self._events = InstanceEvents(self.fleet, another, lambda: self.state == "lost")
-        self._members = self._events.members
+        self._roster = self._events.roster
         self._live: LiveController | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
@@ -116,7 +116,7 @@ class ClusterClient:
         live = self._live
         assert live is not None
         stays = ("starting", "ready", "lost")
-        stay = (each for each in self.fleet if each.state in stays and each.number not in live.instances.leaving)
+        stay = (each for each in self.fleet if each.state in stays and each.number not in live.membership.leaving)
         return sum(each.info.max_queued_requests for each in stay if each.info is not None) or (
             self.info.max_queued_requests
         )
@@ -142,7 +142,7 @@ class ClusterClient:
                 lost_tokens_total=stats.lost_tokens_total + live.requests.retries.lost_tokens,
                 recovering=self.state == "recovering",
             )
-        return accumulate_counters(self._members.gone, stats)
+        return accumulate_counters(self._roster.gone, stats)
 
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
         """See `SampledEngine`."""
@@ -175,8 +175,8 @@ class ClusterClient:
                 rules.log,
                 self._clock,
             )
-            live.instances.renew()
-            live.instances.restart_silent()
+            live.membership.renew()
+            live.membership.restart_silent()
             if live.requests.not_placeable is not None:
                 raise ConfigError(live.requests.not_placeable)
         except ConfigError as error:
@@ -192,7 +192,7 @@ class ClusterClient:
         try:
             with time_limit(submit, partial(self._expire, asked)):
                 live.requests.ask(asked)
-                self._members.look(live.instances)
+                self._roster.look(live.membership)
                 last = False
                 while not last:
                     delta = await asked.answer.get()
@@ -200,7 +200,7 @@ class ClusterClient:
                     yield delta
         finally:
             live.requests.leave(asked)
-            self._members.look(live.instances)
+            self._roster.look(live.membership)
 
     def _accepts(self, submit: SubmitRequest) -> LiveController:
         """Return the controller, or raise the error of a request that cannot be accepted."""
@@ -217,7 +217,7 @@ class ClusterClient:
         unanswered = live.requests.unanswered
         if not submit.resubmitted and unanswered >= most:
             raise OverloadedError(
-                f"{unanswered} requests are waiting, which is the limit; try again later", live.instances.patience_s
+                f"{unanswered} requests are waiting, which is the limit; try again later", live.membership.patience_s
             )
         return live
 
@@ -236,7 +236,7 @@ class ClusterClient:
         assert self._live is not None
         asked.tell(OutputDelta(id=asked.submit.id, finish="timeout"))
         self._live.requests.leave(asked, "it has timed out")
-        self._members.look(self._live.instances)
+        self._roster.look(self._live.membership)
 
     async def drain(self) -> None:
         self._drains = True
@@ -268,14 +268,14 @@ class ClusterClient:
             decodes_moved=0 if live is None else live.hands.stays.halted,
             groups_grown=0 if live is None else live.hands.steps.grown,
             groups_shrunk=0 if live is None else live.hands.steps.shrunk,
-            instances=self._members.reports(None if live is None else live.instances),
+            instances=self._roster.reports(None if live is None else live.membership),
         )
 
     def join(self, pool: int) -> InstanceReport:
         """See `InstanceAdmin.join`."""
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
-        return self._members.join(pool, self._live.instances)
+        return self._roster.join(pool, self._live.membership)
 
     def replace_rates(self, table: RateTable) -> None:
         """See `ImprovementRateAdmin`."""
@@ -289,4 +289,4 @@ class ClusterClient:
         """See `InstanceAdmin.leave`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
-        return self._members.leave(number, self._live.instances)
+        return self._roster.leave(number, self._live.membership)

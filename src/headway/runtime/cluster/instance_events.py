@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from headway.core.errors import ConfigError, UnavailableError
 from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.instance_roster import Another, InstanceRoster
 from headway.runtime.cluster.live_controller import LiveController
-from headway.runtime.cluster.membership import Another, ClusterMembership
 from headway.runtime.cluster.merged_reports import merged_info
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.cluster.span_samples import samples_of
@@ -19,9 +19,9 @@ class InstanceEvents:
     """The `InstanceListener` of a cluster. After each event, drained instances with nothing on them are ended."""
 
     def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
-        """another: see `ClusterMembership`. is_lost: whether no instance can serve, or come."""
+        """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
         self._fleet, self._is_lost = fleet, is_lost
-        self.members = ClusterMembership(fleet, self, another)
+        self.roster = InstanceRoster(fleet, self, another)
         self._live: LiveController | None = None
         self._info: EngineInfo | None = None
         self._ready: dict[int, asyncio.Future[None]] = {}
@@ -33,7 +33,7 @@ class InstanceEvents:
         loop = asyncio.get_running_loop()
         self._ready = {each.number: loop.create_future() for each in self._fleet}
         for each in list(self._fleet):
-            self.members.look_after(each)
+            self.roster.look_after(each)
         await asyncio.gather(*self._ready.values())
 
     def begin(self, live: LiveController, info: EngineInfo) -> None:
@@ -47,7 +47,7 @@ class InstanceEvents:
                 future.set_exception(UnavailableError("the server is closing"))
                 # Retrieved, or asyncio would log it if no caller awaits the start.
                 future.exception()
-        self.members.stop()
+        self.roster.stop()
 
     # -- the listener -------------------------------------------------------------------------------------------------
 
@@ -61,8 +61,8 @@ class InstanceEvents:
         if (why := self._differs(number)) is not None:
             self._fleet[number].fail(why)
             return
-        self._live.instances.joined(number)
-        self.members.look(self._live.instances)
+        self._live.membership.joined(number)
+        self.roster.look(self._live.membership)
 
     def said(self, number: int, message: FromInstance) -> None:
         """See `InstanceListener`."""
@@ -74,13 +74,13 @@ class InstanceEvents:
                 if samples is not None:
                     self.receive_samples(number, samples)
             self._live.messages.said(number, message)
-            self.members.look(self._live.instances)
+            self.roster.look(self._live.membership)
 
     def heard(self, number: int, delta: OutputDelta) -> None:
         """See `InstanceListener`."""
         if self._live is not None:
             self._live.messages.heard(number, delta)
-            self.members.look(self._live.instances)
+            self.roster.look(self._live.membership)
 
     def measured(self, number: int) -> None:
         """See `InstanceListener`."""
@@ -95,14 +95,14 @@ class InstanceEvents:
     def lost(self, number: int, why: str) -> None:
         """See `InstanceListener`."""
         if self._live is not None:
-            instances = self._live.instances
+            membership = self._live.membership
             # Read before `lost`, which takes the number out of `leaving`.
-            leaves = number in instances.leaving
-            instances.lost(number, why)
+            leaves = number in membership.leaving
+            membership.lost(number, why)
             # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
             if leaves:
                 self._fleet[number].drain()
-            self.members.look(instances)
+            self.roster.look(membership)
 
     def ended(self, number: int) -> None:
         """See `InstanceListener`."""
@@ -111,7 +111,7 @@ class InstanceEvents:
         if ready is not None and not ready.done():
             ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
         if instance.state == "left":
-            self.members.remove(instance)
+            self.roster.remove(instance)
         if self._live is not None and self._is_lost():
             requests = self._live.requests
             why = instance.failure or requests.not_placeable

@@ -10,6 +10,7 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.deadlock import DeadlockDetector
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
+from headway.runtime.cluster.membership import LiveMembership
 from headway.runtime.cluster.messages import (
     FromInstance,
     KvArrived,
@@ -19,7 +20,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.cluster.placeable_instances import PlaceableInstances
 from headway.runtime.engine.protocol import OutputDelta
 
 
@@ -34,12 +34,12 @@ class InstanceMessages:
         machine: ClusterController,
         hands: LiveBackend,
         requests: LiveRequests,
-        instances: PlaceableInstances,
+        membership: LiveMembership,
         deadlocks: DeadlockDetector,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self._machine, self._hands, self._requests, self._instances = machine, hands, requests, instances
+        self._machine, self._hands, self._requests, self._membership = machine, hands, requests, membership
         self._deadlocks, self._settle, self._clock = deadlocks, settle, clock
 
     def heard(self, number: int, delta: OutputDelta) -> None:
@@ -134,13 +134,13 @@ class InstanceMessages:
             # Later, not at once: a peer's loss is often noticed before the end of its process is.
             case SpanTaskLost(why=why, by=by):
                 self._requests.retry(attempt, f"instance {number}: {why}", later=True)
-                self._instances.suspect(number, by, attempt.asked.submit.id, why)
+                self._membership.suspect(number, by, attempt.asked.submit.id, why)
             case KvReserved(serial=serial):
                 self._hands.moves.reserved(attempt, number, serial)
                 # Slices that waited have left with that call; the controller learns of them when they arrive.
                 return False
             case KvArrived(source=source):
-                self._instances.peers.worked((number, source))
+                self._membership.peers.worked((number, source))
                 self._hands.moves.arrived(attempt, message)
             case KvStaged():
                 self._staged(number, attempt)
@@ -148,7 +148,7 @@ class InstanceMessages:
 
     def _task_done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> None:
         # Before the message is handled, which takes the sender out of `running`: all links of the group have worked.
-        self._instances.peers.worked({number, *attempt.running})
+        self._membership.peers.worked({number, *attempt.running})
         # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
         if attempt.step is None:
             self.complete(self._hands.runs.done(number, attempt, message))

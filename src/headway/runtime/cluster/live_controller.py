@@ -25,7 +25,7 @@ from headway.runtime.cluster.instance_messages import InstanceMessages
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LatencyOf, LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
-from headway.runtime.cluster.placeable_instances import PlaceableInstances
+from headway.runtime.cluster.membership import LiveMembership
 from headway.runtime.cluster.policies import PlacementChain, may_of
 from headway.runtime.cluster.settling_loop import SettlingLoop
 
@@ -90,11 +90,11 @@ class LiveController:
         self._deadlocks = DeadlockDetector(fleet, attempts, self.machine.state.transfers)
         settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
-        self.instances = PlaceableInstances(
+        self.membership = LiveMembership(
             self.machine, book, fleet, self.hands, self.policies, make, self.requests, settle, clock
         )
         self.messages = InstanceMessages(
-            self.machine, self.hands, self.requests, self.instances, self._deadlocks, settle, clock
+            self.machine, self.hands, self.requests, self.membership, self._deadlocks, settle, clock
         )
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:
@@ -106,7 +106,7 @@ class LiveController:
         self._loop.close()
         if self._search is not None:
             self._search.cancel()
-        self.instances.stop()
+        self.membership.stop()
         self.requests.retries.close()
 
     # -- what came up inside calls of the controller ------------------------------------------------------------------

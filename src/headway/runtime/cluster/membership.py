@@ -1,126 +1,189 @@
-"""Membership of the cluster, for its operators: list, join, leave."""
+"""Membership of a live cluster: what happens when an instance joins, dies, drains, or has to be restarted."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from headway.core.errors import RequestError, UnavailableError
-from headway.runtime.cluster.cluster_report import InstanceReport
+from headway.control.controller import ClusterController
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.policy.placement import base
+from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.view import ClusterSnapshot, ClusterState
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.live_instance import InstanceListener, LiveInstance
-from headway.runtime.cluster.placeable_instances import PlaceableInstances
-from headway.runtime.engine.cumulative_counters import accumulate_counters
-from headway.runtime.engine.protocol import EngineStats
+from headway.runtime.cluster.live_backend import LiveBackend
+from headway.runtime.cluster.live_requests import LiveRequests
+from headway.runtime.cluster.peer_health import PeerHealth
+from headway.runtime.cluster.policies import PlacementChain
 
-Another = Callable[[int, int, int, int | None], LiveInstance]
-"""Starts one more instance, from (number, pool, number of processes that had the number before, bytes of KV of the
-pool's other instances; None: there are none). Raises RequestError."""
+log = logging.getLogger("headway.cluster")
+
+SILENT_S = 300.0
+"""Seconds without a message after which an instance counts as stuck though its process sends heartbeats: no iteration
+takes that long."""
 
 
-class ClusterMembership:
-    """Membership of one cluster."""
+class LiveMembership:
+    """The controller's instances, as membership and failures change them."""
 
-    def __init__(self, fleet: InstanceRegistry, listener: InstanceListener, another: Another | None) -> None:
-        self._fleet, self._listener, self._another = fleet, listener, another
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._incarnations: dict[int, int] = {}
-        self.gone = EngineStats()
-        """Counters of the instances that have left."""
+    def __init__(
+        self,
+        machine: ClusterController,
+        book: ClusterState,
+        fleet: InstanceRegistry,
+        hands: LiveBackend,
+        policies: PlacementChain,
+        make: Callable[[], PlacementPolicy],
+        requests: LiveRequests,
+        settle: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """book: the state that policies see. make: returns a new policy. settle: lets the controller act."""
+        self._machine, self._book, self._fleet, self._hands = machine, book, fleet, hands
+        self._policies, self._make, self._requests = policies, make, requests
+        self._settle, self._clock = settle, clock
+        self._watch: asyncio.TimerHandle | None = None
+        self.peers = PeerHealth()
+        self.leaving: set[int] = set()
+        """Instances that are drained, until no request has work or KV on them."""
 
-    def look_after(self, instance: LiveInstance) -> None:
-        """Start the task that runs an instance and receives its messages."""
-        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds for Retry-After: until the first instance is expected to be free, between 1 and 30."""
+        now = self._clock()
+        free = [self._book.instances[number].free_at_s - now for number in self._there()]
+        return min(30.0, max(1.0, min(free, default=1.0)))
+
+    def placed(self) -> Counter[int]:
+        """Count, for each instance, the requests that have or will have work or KV there."""
+        planned = self._machine.state.everywhere()
+        attempts = self._requests.attempts
+        return Counter(i for each in attempts for i in each.places() | planned.get(each.request.id, set()))
+
+    def figures(self, number: int) -> tuple[int, float]:
+        """Return an instance's uncomputed prompt tokens, and the predicted seconds until they are computed."""
+        if number >= len(self._book.instances):
+            return 0, 0.0
+        seen = self._book.instances[number]
+        return seen.queued, max(0.0, seen.free_at_s - self._clock())
+
+    def quiet(self, number: int) -> bool:
+        """Whether no request has or will have work or KV on an instance."""
+        return self._machine.quiet(number) and not any(number in each.places() for each in self._requests.attempts)
+
+    def others(self, number: int) -> list[int]:
+        """Return the ready, not draining instances but for one."""
+        return [one for one in self._there() if one != number]
+
+    def _there(self) -> list[int]:
+        return [each.number for each in self._fleet if each.state == "ready" and each.number not in self.leaving]
+
+    # -- membership ---------------------------------------------------------------------------------------------------
+
+    def joined(self, number: int) -> None:
+        """See `InstanceListener`."""
+        log.info("instance %d is ready", number)
+        self._machine.open(self._fleet[number].initial_instance, self._clock())
+        self.renew()
+
+    def lost(self, number: int, why: str) -> None:
+        """See `InstanceListener`."""
+        # Taken before the controller forgets the instance, which also ends attempts.
+        known = {attempt.request.id: attempt for attempt in self._requests.attempts}
+        on_it = [attempt for attempt in known.values() if number in attempt.places()]
+        if on_it or self._fleet[number].state != "left":
+            log.warning("instance %d is lost: %s", number, why)
+        else:
+            log.info("instance %d has left", number)
+        # A restart that `PeerHealth` asked for says nothing about the requests that were there.
+        innocent = self.peers.gone(number)
+        retries = self._requests.retries
+        # The controller has dropped these itself; the others with anything there are dropped by `retry` below.
+        for request in self._machine.lost(number, self._clock()):
+            retries.count(known[request.id])
+            retries.soon(known[request.id].asked)
+        for attempt in on_it:
+            if not attempt.controlled.ended:
+                self._requests.retry(attempt, why)
+            if not innocent and (error := retries.lost_with(attempt.asked)) is not None:
+                self._requests.fail(attempt.asked, error)
+        self.leaving.discard(number)
+        self._hands.loads.pop(number, None)
+        self.renew()
+
+    def close(self, number: int) -> None:
+        """Place nothing new on an instance; `quiet` tells when nothing is left there."""
+        self._machine.close(number, self._clock())
+        self.leaving.add(number)
+        self.renew()
+
+    def reserve(self, number: int) -> None:
+        """Extend the cluster state by an instance that is starting under a new number."""
+        if number == len(self._book.instances):
+            now = self._clock()
+            # Opened and closed at once: the number exists from now on, and `joined` opens it again.
+            self._machine.open(self._fleet[number].initial_instance, now)
+            self._machine.lost(number, now)
+            self._settle()
+
+    def renew(self) -> None:
+        """Begin with a new policy after a change of membership; requests that the old one had not placed go to it."""
+        # Peers meet before anything is placed: a span needs its group's connections.
+        self._fleet.meet()
+        requests = self._requests
+        requests.not_placeable = self.refuses(self._there())
+        self._machine.note("renew")
+        for name in self._policies.renew():
+            attempt = requests.attempts.named(name)
+            if attempt is not None:
+                requests.retry(attempt, "instances have come or gone")
+        requests.retries.release(requests.not_placeable is None)
+        self._settle()
+
+    def refuses(self, there: Sequence[int]) -> str | None:
+        """Return why the policy cannot place requests on these instances alone; None: it can."""
+        if not there:
+            return "no instance is there"
+        # A copy of the state and a policy of its own: the probe request leaves no trace.
+        book = ClusterState(self._book.instances, self._book.links)
+        for i in set(range(len(book.instances))) - set(there):
+            book.remove(i)
+        probe = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=2)
+        try:
+            self._make().on_event(base.RequestArrived(probe), ClusterSnapshot(book, 0.0))
+        except (ConfigError, ValueError, IndexError) as error:
+            return str(error)
+        return None
+
+    # -- restarts -----------------------------------------------------------------------------------------------------
+
+    def suspect(self, number: int, by: int | None, request: str, why: str) -> None:
+        """Count a loss at instance `number` against instance `by`, and restart the one that `PeerHealth` names."""
+        other = None if by is None else self._fleet.get(by)
+        if by is None or other is None or not other.serves:
+            return
+        verdict = self.peers.lost(number, by, request, self._clock())
+        if verdict is not None:
+            # Never give up an instance without which the policy could not place requests.
+            for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
+            what = f"instances {number} and {by} do not work together: {why}" if number != by else why
+            self._fleet[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
+
+    def restart_silent(self) -> None:
+        """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
+        now = self._clock()
+        for each in self._fleet:
+            if each.serves and now - each.heard_s > SILENT_S:
+                why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
+                each.restart(why, for_good=False)
+        self._watch = asyncio.get_running_loop().call_later(SILENT_S / 30, self.restart_silent)
 
     def stop(self) -> None:
-        """Cancel the tasks of all instances."""
-        for task in self._tasks.values():
-            task.cancel()
-
-    def reports(self, placeable: PlaceableInstances | None) -> list[InstanceReport]:
-        """Return the reports of all instances."""
-        placed = Counter[int]() if placeable is None else placeable.placed()
-        return [self._report(each, placeable, placed) for each in self._fleet]
-
-    def _report(
-        self, instance: LiveInstance, placeable: PlaceableInstances | None, all_placed: Counter[int]
-    ) -> InstanceReport:
-        number, stats = instance.number, instance.stats
-        placed = all_placed[number]
-        queued, free_in_s = (0, 0.0) if placeable is None else placeable.figures(number)
-        if instance.state == "lost":
-            queued, free_in_s = 0, 0.0
-        return InstanceReport(
-            id=number,
-            role=instance.role,
-            node=instance.node,
-            host=instance.host,
-            pool=instance.pool,
-            state="draining" if placeable is not None and number in placeable.leaving else instance.state,
-            incarnation=instance.incarnation,
-            pid=instance.pid,
-            placed=placed,
-            running=stats.running,
-            waiting=stats.waiting,
-            queued_tokens=queued,
-            free_in_s=free_in_s,
-            kv_tokens_used=stats.kv_tokens_used,
-            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
-            prefill_tokens_total=stats.prefill_tokens_total,
-            decode_tokens_total=stats.decode_tokens_total,
-            restarts_total=stats.engine_restarts_total,
-            failure=instance.failure,
-        )
-
-    def join(self, pool: int, placeable: PlaceableInstances) -> InstanceReport:
-        """See `InstanceAdmin.join`. The instance gets the lowest free number."""
-        if self._another is None:
-            raise RequestError("this cluster cannot start more instances", "pool")
-        number = 0
-        while self._fleet.get(number) is not None:
-            number += 1
-        try:
-            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
-        except OSError as error:
-            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
-        self._fleet.add(instance)
-        placeable.reserve(number)
-        self.look_after(instance)
-        return self._report(instance, placeable, placeable.placed())
-
-    def _kv_bytes(self, pool: int) -> int | None:
-        """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
-        infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
-        return max((info.kv_bytes for info in infos), default=None)
-
-    def leave(self, number: int, placeable: PlaceableInstances) -> InstanceReport:
-        """See `InstanceAdmin.leave`."""
-        instance = self._fleet[number]
-        # Without a process there is nothing to drain: the instance leaves at once.
-        if not instance.serves:
-            instance.drain()
-            if instance.state == "failed":
-                self.remove(instance)
-        elif number not in placeable.leaving and instance.state == "ready":
-            why = placeable.refuses(placeable.others(number))
-            if why is not None:
-                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
-            placeable.close(number)
-            self.look(placeable)
-        return self._report(instance, placeable, placeable.placed())
-
-    def look(self, placeable: PlaceableInstances) -> None:
-        """End the drained instances on which nothing is left. Called after every event."""
-        for number in list(placeable.leaving):
-            if placeable.quiet(number):
-                placeable.leaving.discard(number)
-                self._fleet[number].drain()
-
-    def remove(self, instance: LiveInstance) -> None:
-        """Remove an instance from the cluster, and keep its counters."""
-        self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
-        # A later instance of this number goes on counting, so that its peers can tell it from this one.
-        self._incarnations[instance.number] = instance.incarnation + 1
-        self._fleet.remove(instance.number)
-        self._tasks.pop(instance.number, None)
+        """Cancel the timer."""
+        if self._watch is not None:
+            self._watch.cancel()

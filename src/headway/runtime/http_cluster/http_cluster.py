@@ -175,7 +175,7 @@ class HttpCluster:
                 continue
 
     def _describe(self) -> EngineInfo:
-        model, ready = self._rules.model, [each for each in self._all if each.state == "ready" and each.role == "mixed"]
+        model, ready = self._rules.model, [each for each in self._all if each.state == "ready" and each.decodes]
         lengths = [each.model.max_model_len or model.max_model_len for each in ready]
         longest = min(lengths)
         if len(set(lengths)) > 1:
@@ -329,8 +329,8 @@ class HttpCluster:
     def leave(self, number: int) -> InstanceReport:
         """See `InstanceAdmin.leave`."""
         each = self.instances[number]
-        others = [one for one in self._all if one.state == "ready" and one is not each and one.role == "mixed"]
-        if not others and each.role == "mixed":
+        others = [one for one in self._all if one.state == "ready" and one is not each and one.decodes]
+        if not others and each.decodes:
             raise RequestError(f"instance {number} cannot leave: no other one serves", "id")
         assert self._live is not None
         if each.state == "ready":

@@ -53,7 +53,7 @@ class HttpController:
         self.instances, self._api_key, self._clock = instances, api_key, clock
         self._end_tokens = frozenset(end_tokens)
         self.requests: dict[str, HttpRequest] = {}
-        state = ClusterState([each.initial_instance for each in instances.values() if each.role == "mixed"], links)
+        state = ClusterState([each.initial_instance for each in instances.values() if each.decodes], links)
         self._prefill = PrefillServers(instances)
         self.backend = HttpBackend(instances, latency, self._open, clock)
         self._policies = PlacementChain(make, lambda name, number: self._may(name, number))
@@ -61,7 +61,7 @@ class HttpController:
         self._may = may_of(self.machine)
 
         def prefilling() -> list[int]:
-            return [n for n, each in instances.items() if each.queue.unanswered and each.role == "mixed"]
+            return [n for n, each in instances.items() if each.queue.unanswered and each.decodes]
 
         self._loop = SettlingLoop(self.machine, prefilling, self._follow, clock)
         self.retries = HttpRetries(len(instances), self._place, self._drop, self.settle)
@@ -71,7 +71,7 @@ class HttpController:
     @property
     def able(self) -> bool:
         """Whether an instance takes requests."""
-        return any(each.state == "ready" and each.role == "mixed" for each in self.instances.values())
+        return any(each.state == "ready" and each.decodes for each in self.instances.values())
 
     @property
     def unplaced(self) -> int:
@@ -80,7 +80,7 @@ class HttpController:
 
     def figures(self, number: int) -> tuple[int, float]:
         """Return an instance's requests, and the predicted seconds until all that is placed there is prefilled."""
-        if self.instances[number].role == "prefill":
+        if not self.instances[number].decodes:
             queue = self.instances[number].queue
             return queue.requests, queue.left_s(self._clock())
         placed = sum(request.life.instance == number for request in self.requests.values())
@@ -231,7 +231,7 @@ class HttpController:
     def joined(self, number: int) -> None:
         """See `InstanceListener.joined`."""
         log.info("instance %d is ready at %s", number, self.instances[number].server.url)
-        if self.instances[number].role == "prefill":
+        if not self.instances[number].decodes:
             return
         self.machine.open(self.instances[number].initial_instance, self._clock())
         self.renew()
@@ -243,7 +243,7 @@ class HttpController:
             if stream is not None and stream.prefill is self.instances[number]:
                 stream.close()
                 self._broken(request, stream, ServerGoneError(f"instance {number}, which prefills it, is gone"))
-        if self.instances[number].role == "prefill":
+        if not self.instances[number].decodes:
             return
         known: dict[str, HttpRequest] = {
             name: controlled.backend_state for name, controlled in self.machine.requests.items()
@@ -261,18 +261,18 @@ class HttpController:
 
     def measured(self, number: int) -> None:
         """See `InstanceListener.measured`."""
-        if self.instances[number].role == "mixed":
+        if self.instances[number].decodes:
             self.machine.changed((number,), self._clock())
 
     def drain(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
-        if self.instances[number].role == "mixed":
+        if self.instances[number].decodes:
             self.machine.close(number, self._clock())
             self.renew()
 
     def quiet(self, number: int) -> bool:
         """Whether no request is or will be on an instance."""
-        if self.instances[number].role == "prefill":
+        if not self.instances[number].decodes:
             return not self.instances[number].queue.requests
         return self.machine.quiet(number)
 

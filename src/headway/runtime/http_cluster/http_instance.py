@@ -73,6 +73,11 @@ class HttpInstance:
         self._due = asyncio.Event()
 
     @property
+    def decodes(self) -> bool:
+        """Whether policies place requests on it; the others compute prompts for these."""
+        return self.role != "prefill"
+
+    @property
     def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
         return ClusterInstance(id=self.number, node=0, role=self.role, capacity=self.load.kv_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -88,29 +89,16 @@ class HttpServer:
         """Stream an answer up to its finish reason. Closing the iterator closes the connection, which ends the request.
 
         Raises RequestError, ServerBusyError or ServerGoneError."""
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        try:
-            async with self._session.post(
-                f"{self.url}/v1/completions",
-                data=msgspec.json.encode(body),
-                headers={"Content-Type": "application/json", **headers},
-                timeout=timeout,
-            ) as response:
-                if response.status != 200:
-                    raise _refusal(response.status, await response.read(), response.headers.get("Retry-After"))
-                yield StreamedTokens()
-                parser = SseParser()
-                async for chunk in response.content.iter_any():
-                    for event in parser.feed(chunk):
-                        piece = _piece(event.name, event.data)
-                        if piece is not None:
-                            yield piece
-                            if piece.finish is not None:
-                                return
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerGoneError(f"{self.url}: {str(error) or type(error).__name__}") from error
+        async with self._completion(body, headers) as response:
+            yield StreamedTokens()
+            parser = SseParser()
+            async for chunk in response.content.iter_any():
+                for event in parser.feed(chunk):
+                    piece = _piece(event.name, event.data)
+                    if piece is not None:
+                        yield piece
+                        if piece.finish is not None:
+                            return
         raise ServerGoneError(f"{self.url}: the answer broke off")
 
     async def prefill(self, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
@@ -118,6 +106,19 @@ class HttpServer:
 
         Cancelling closes the connection, which ends the request. Raises RequestError, ServerBusyError or
         ServerGoneError."""
+        async with self._completion(body, headers) as response:
+            page = await response.read()
+        try:
+            parameters = msgspec.json.decode(page).get("kv_transfer_params")
+        except (msgspec.DecodeError, AttributeError):
+            parameters = None
+        if not isinstance(parameters, dict):
+            raise ServerGoneError(f"{self.url} gives no `kv_transfer_params`: start it with vLLM's NixlConnector")
+        return parameters
+
+    @asynccontextmanager
+    async def _completion(self, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask for a completion. Raises RequestError, ServerBusyError or ServerGoneError, also while it is read."""
         import aiohttp
 
         try:
@@ -127,18 +128,11 @@ class HttpServer:
                 headers={"Content-Type": "application/json", **headers},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             ) as response:
-                page = await response.read()
                 if response.status != 200:
-                    raise _refusal(response.status, page, response.headers.get("Retry-After"))
+                    raise _refusal(response.status, await response.read(), response.headers.get("Retry-After"))
+                yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerGoneError(f"{self.url}: {str(error) or type(error).__name__}") from error
-        try:
-            parameters = msgspec.json.decode(page).get("kv_transfer_params")
-        except (msgspec.DecodeError, AttributeError):
-            parameters = None
-        if not isinstance(parameters, dict):
-            raise ServerGoneError(f"{self.url} gives no `kv_transfer_params`: start it with vLLM's NixlConnector")
-        return parameters
 
     async def _get(self, path: str) -> bytes:
         status, page = await self._fetch(path, _PAGE_S)

@@ -12,7 +12,7 @@ class PrefillServers:
     """Those of a cluster's instances. Where none is ready, requests are computed whole where they decode."""
 
     def __init__(self, instances: Mapping[int, HttpInstance]) -> None:
-        self._servers = [each for each in instances.values() if each.role == "prefill"]
+        self._servers = [each for each in instances.values() if not each.decodes]
 
     def choose(self, request: str, prompt_tokens: int, now: float) -> HttpInstance | None:
         """Return the instance that is to compute a prompt, which counts as queued there; None: none is ready."""
