@@ -17,9 +17,8 @@ from headway.core.settings import resolve
 from headway.perf.latency.groups import GroupShape
 from headway.runtime.build import dry_run
 from headway.runtime.build.cluster_dry_run import LONG_EVERY, OUTPUT, prompt_lengths
-from headway.runtime.build.instance_factory import first_of
 from headway.runtime.build.measured_cluster import InstanceMeasurement, cluster_plan, measurement
-from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, model_of
+from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores

@@ -31,7 +31,7 @@ from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.lockstep import LockstepBatch
 from headway.policy.iteration.prefill import WHOLE
-from headway.policy.iteration.relegation import Relegation
+from headway.policy.iteration.relegation import RelegationChoice
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.shard_placement import ShardPlacement
 from headway.policy.iteration.shard_table import ShardTable
@@ -63,7 +63,7 @@ def group_policies(scheduler: InstanceScheduler) -> list[IterationPolicy]:
     return [group.policy for group in groups if isinstance(group, Scheduler)]
 
 
-def relegations(scheduler: InstanceScheduler) -> list[Relegation]:
+def relegations(scheduler: InstanceScheduler) -> list[RelegationChoice]:
     """Return the choice of late requests of each KV group; empty where none are chosen (`relegation`)."""
     return [policy.relegation for policy in group_policies(scheduler) if policy.relegation is not None]
 

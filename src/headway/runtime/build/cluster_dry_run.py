@@ -13,9 +13,8 @@ from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.base import CommitSpans, EnqueueRequest, RejectRequest, RequestArrived
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
 from headway.runtime.build import dry_run
-from headway.runtime.build.instance_factory import first_of
 from headway.runtime.build.measured_cluster import ClusterPlan, InstanceMeasurement, cluster_plan, measurement
-from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools
+from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools
 from headway.runtime.engine.config import EngineConfig
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.report.units import duration

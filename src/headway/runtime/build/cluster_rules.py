@@ -15,8 +15,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.event_log import open_event_log
-from headway.runtime.build.instance_factory import first_of
-from headway.runtime.cluster.cluster_file import ClusterFile, idle_pools, moves_kv
+from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools, moves_kv
 
 if TYPE_CHECKING:
     from headway.perf.hardware.shapes import ModelShape

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import RequestError
-from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, nodes_of
+from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, first_of, nodes_of
 from headway.runtime.cluster.launch import host_launcher, launcher
 from headway.runtime.cluster.live_instance import Launch, LiveInstance
 from headway.runtime.engine.config import EngineConfig
@@ -74,13 +74,6 @@ class InstanceFactory:
         if self._coordinator is None:
             return launcher(number, self._folder, kv_connector=connector)
         return host_launcher(number, self._folder, self._coordinator, peers_secret(self._token), connector)
-
-
-def first_of(file: ClusterFile) -> list[int]:
-    """Return the number of each pool's first instance."""
-    counts = [pool.count for pool in file.pools]
-    # Instances are numbered through the pools in order.
-    return [sum(counts[:i]) for i in range(len(counts))]
 
 
 def joining_config(config: EngineConfig, like: int, number: int, incarnation: int) -> EngineConfig:

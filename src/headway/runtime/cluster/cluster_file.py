@@ -267,6 +267,13 @@ def computes_alone(file: ClusterFile) -> bool:
     return not moves_kv(file)
 
 
+def first_of(file: ClusterFile) -> list[int]:
+    """Return the number of each pool's first instance."""
+    counts = [pool.count for pool in file.pools]
+    # Instances are numbered through the pools in order.
+    return [sum(counts[:i]) for i in range(len(counts))]
+
+
 def nodes_of(file: ClusterFile) -> list[int]:
     """The node of each instance, in the order of the pools: first, those of the pools without `per_node`, one a host;
     then the others."""
