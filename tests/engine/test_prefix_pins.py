@@ -46,8 +46,12 @@ def hit(core: EngineCore, prompt: list[int]) -> int:
 
 def test_a_prepared_document_survives_any_number_of_other_prompts(core: EngineCore) -> None:
     document = text(0, 1000)
-    (done,) = prepare(core, "doc", document)
-    assert (done.id, done.tokens, done.finish) == ("doc", (), None)
+    deltas = prepare(core, "doc", document)
+    assert {(delta.id, delta.tokens, delta.finish) for delta in deltas} == {("doc", (), None)}
+    computed = [delta.prefilled_tokens for delta in deltas]
+    assert computed == sorted(computed)
+    assert len(computed) > 5
+    assert computed[-1] == 1000
     for seed in range(1, 9):
         answers(core, [text(seed, 2000)])
     assert hit(core, [*document, 1, 2, 3]) == 1000 // BLOCK * BLOCK

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import stat
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +11,14 @@ from typing import IO
 
 import msgspec
 
+from headway.core.batch import Batch
 from headway.core.errors import ConfigError
+from headway.core.file_lock import ATTEMPTS, lock
 from headway.core.request import Request
 
 EventSink = Callable[[str, dict[str, object]], None]
 """Receives one event: its kind and its fields."""
 
-_ATTEMPTS, _PAUSE_S = 100, 0.05
-"""How often to try for the lock, and the seconds between: an engine whose server was killed may hold it that long."""
 _FREQUENT = frozenset(("batch", "schedule", "scheduled"))
 
 
@@ -53,7 +50,18 @@ def arrival_fields(request: Request, now: float) -> dict[str, object]:
     }
 
 
-def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> IO[bytes]:
+def group_fields(batch: Batch) -> dict[str, object]:
+    """Return the event-log fields of a batch of several KV groups.
+
+    joins: new shards (group, request, first token). assists: rows attended in other groups (group, request, rows,
+    owner).
+    """
+    joins = [(part.group, op.request, op.start) for part in batch.parts for op in part.kv_ops if op.start]
+    assists = [(part.group, a.request, a.rows, a.owner) for part in batch.parts for a in part.assists]
+    return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}
+
+
+def open_event_log(path: str, buffering: int = 0, attempts: int = ATTEMPTS) -> IO[bytes]:
     """Open an empty event log for appending, locked while it is open.
 
     The log of an earlier run is renamed first: FILE becomes FILE.until-20260102T030405Z, the time of its last line. A
@@ -69,7 +77,7 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> 
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):
                     return file
-                _lock(file, attempts)
+                lock(file.fileno(), attempts)
                 # Another process may have renamed the file between open and lock: then open the new one.
                 if not _still_there(path, about):
                     file.close()
@@ -88,23 +96,6 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = _ATTEMPTS) -> 
         raise ConfigError(f"event-log: another process writes to {path}: give each its own file") from None
     except OSError as error:
         raise ConfigError(f"event-log: {path}: {error.strerror}") from error
-
-
-def _lock(file: IO[bytes], attempts: int) -> None:
-    """Lock the file, waiting for its writer for so many pauses. Raises BlockingIOError after that."""
-    pause = threading.Event()
-    for attempt in range(attempts + 1):
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if attempt == attempts:
-                raise
-            pause.wait(_PAUSE_S)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
-            return  # a file system without locks
 
 
 def _still_there(path: str, about: os.stat_result) -> bool:

@@ -7,7 +7,7 @@ found under the node where its match ends and under the key that would extend it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 from headway.kv.block_allocator import Run, joined
@@ -52,7 +52,11 @@ class PrefixCache:
         """Prompt tokens of requests that were looked up when they got KV."""
         self.hit_tokens = 0
         """Tokens of these that were cached."""
+        self.on_evict: Callable[[PrefixNode], None] | None = None
+        """Called with each block that is evicted: until the next batch its KV is still in place."""
         self._block_tokens = block_tokens
+        # Names of prefixes that are being read from elsewhere.
+        self._restores: set[str] = set()
         self._entries: dict[str, _PrefixEntry] = {}
         self._by_tip: dict[PrefixNode, set[str]] = {}
         self._by_next: dict[Hashable, set[str]] = {}
@@ -67,15 +71,19 @@ class PrefixCache:
 
     # -- waiting requests ---------------------------------------------------------------------------------------
 
-    def register(self, request: str, keys: Sequence[Hashable], prompt_tokens: int) -> int:
+    def register(self, request: str, keys: Sequence[Hashable], prompt_tokens: int, *, restores: bool = False) -> int:
         """Look up a new request's prompt and return how many of its tokens are cached now.
 
         `keys`: of the prompt's full blocks, or of more blocks if its output is known; the list may grow with the
-        answer, whose blocks are then cached too. A request that is not registered neither shares blocks nor leaves
-        any."""
+        answer, whose blocks are then cached too. `restores`: it is no request but a prefix that is about to be read
+        from elsewhere: others wait for it, and it is not counted. A request that is not registered neither shares
+        blocks nor leaves any."""
         shareable = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         entry = _PrefixEntry(keys, prompt_tokens, shareable, self.index.root)
         self._entries[request] = entry
+        if restores:
+            entry.counted = True
+            self._restores.add(request)
         entry.tip = self.index.match(keys[:shareable])
         entry.runs = self.index.runs(entry.tip)
         self._watch(request, entry)
@@ -95,6 +103,7 @@ class PrefixCache:
             if entry.waiting:
                 self._unwatch(request, entry)
         self._changed.pop(request, None)
+        self._restores.discard(request)
 
     def requeue(self, request: str) -> None:
         """Let a request wait again that has lost its KV; part of it may still be cached."""
@@ -137,6 +146,10 @@ class PrefixCache:
         if entry is None or not entry.waiting or entry.tip.depth >= entry.shareable:
             return None
         return self._computing.get(entry.keys[entry.tip.depth])
+
+    def restored(self, request: str) -> bool:
+        """Return whether the next block of a waiting request's prompt is being read from elsewhere."""
+        return bool(self._restores) and self.computed_by(request) in self._restores
 
     # -- pins ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +251,8 @@ class PrefixCache:
             entry.runs = (*entry.runs[:-1], (first, count - 1)) if count > 1 else entry.runs[:-1]
             self._watch(name, entry)
             self._changed[name] = None
+        if self.on_evict is not None:
+            self.on_evict(node)
         return node.block
 
     def check(self) -> None:

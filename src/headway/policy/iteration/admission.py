@@ -86,13 +86,15 @@ class KvBlockAdmission:
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
         """Whether a request without KV had better begin in a later iteration, for the sake of its cached prefix.
 
-        One of `ahead`, the more urgent requests, computes the prefix that it lacks; or KV that was pledged in this
-        decision has evicted part of its hit, by which its work was sized."""
+        One of `ahead`, the more urgent requests, computes the prefix that it lacks; or that is being read from
+        elsewhere; or KV that was pledged in this decision has evicted part of its hit, by which its work was sized."""
         cache, name = self._pool.cache, state.request.id
         if cache is None:
             return False
         hit = cache.cached_tokens(name)
-        return hit is not None and (hit != state.scheduled or cache.computed_by(name) in ahead)
+        if hit is None:
+            return False
+        return hit != state.scheduled or cache.computed_by(name) in ahead or cache.restored(name)
 
     def enter(self, state: PrefillState) -> bool:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""

@@ -17,6 +17,9 @@ class PrefixLookup(Protocol):
     def computed_by(self, request: str) -> str | None:
         """Return the request that computes the next block of a waiting request's prompt, if any does."""
 
+    def restored(self, request: str) -> bool:
+        """Return whether the next block of a waiting request's prompt is being read from elsewhere."""
+
 
 class KvPool(Protocol):
     """Implemented by `kv.block_manager.BlockManager`; a plug-in implements it over its engine's block pool.

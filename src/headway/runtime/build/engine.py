@@ -32,13 +32,17 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.policy.iteration.prefix_caches import make_prefix_cache
-from headway.runtime.build.checkpoint_facts import eos_ids, model_name
+from headway.runtime.build.checkpoint_facts import eos_ids, model_name, weights_digest
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.restart_limits import RestartLimit
 from headway.runtime.executor import profiling
+from headway.runtime.kv_spill.block_copier import BlockCopier
+from headway.runtime.kv_spill.files import BlockFormat
+from headway.runtime.kv_spill.folder import SpillFolder
+from headway.runtime.kv_spill.spill import KvSpill
 from headway.runtime.model.config import DecoderConfig
 
 log = logging.getLogger("headway.engine")
@@ -68,6 +72,8 @@ class LoadedModel:
     """Name of the device; None: this host's CPU."""
     kernels: str = ""
     """See `EngineInfo.kernels`."""
+    copier: BlockCopier | None = None
+    """Copies KV blocks out of the pool and into it; None: the executor's batches overlap."""
 
 
 def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
@@ -110,6 +116,16 @@ def _prefix_cache(config: EngineConfig, latency: LatencyModel) -> PrefixCache | 
     return make_prefix_cache(config.prefix_cache_policy, latency, config.block_size)
 
 
+def _open_spill(config: EngineConfig, folder: Path, built: LoadedModel, manager: BlockManager) -> KvSpill:
+    """Return the pool's blocks on disk. Raises ConfigError for a folder that cannot hold them."""
+    if built.copier is None:
+        raise ConfigError("kv-spill needs an engine of one process")
+    # Kernels round in orders of their own: KV of one is not bit for bit that of another.
+    digest = weights_digest(Path(config.model), built.mark, built.kernels)
+    blocks = BlockFormat(digest, built.copier.dtype, config.block_size, built.copier.block_bytes)
+    return KvSpill(SpillFolder(folder, blocks, config.kv_spill_bytes), manager, built.copier)
+
+
 def _engine(
     config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: EventSink | None
 ) -> EngineCore:
@@ -120,6 +136,7 @@ def _engine(
     caches = [_prefix_cache(config, latency) for _ in range(schedule.kv_parallel)]
     block_managers = [BlockManager(built.kv_tokens, config.block_size, cache) for cache in caches]
     scheduler = make_scheduler(schedule, latency, block_managers, exchange_of(source))
+    spill = None if config.kv_spill is None else _open_spill(config, Path(config.kv_spill), built, block_managers[0])
     kv_tokens = sum(block_manager.total_tokens for block_manager in block_managers)
     info = EngineInfo(
         model=model_name(config.model),
@@ -133,6 +150,7 @@ def _engine(
         kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
         prefix_cache=config.prefix_cache,
+        kv_spill=config.kv_spill is not None,
         policy=schedule.policy,
         chunking=schedule.chunking,
         mode=schedule.mode,
@@ -154,7 +172,7 @@ def _engine(
     )
     restarts = RestartLimit(config.max_restarts, "the workers")
     sampler = IterationSampler(scheduler) if config.live_page else None
-    core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts)
+    core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts, spill)
     core.sampler = sampler
     return core
 

@@ -78,7 +78,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
         return 1
     finally:
         if core is not None:
-            core.executor.close()
+            core.close()
         service.close()
     return 0
 

@@ -16,6 +16,7 @@ from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.cuda_probe import look
 from headway.runtime.executor.measure import measure
+from headway.runtime.executor.pool_copier import PoolCopier
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
@@ -61,4 +62,5 @@ def build_one(config: EngineConfig) -> LoadedModel:
         device=decoder.device.type,
         processor=None if devices is None else devices.name,
         kernels=kernels_of(backend, decoder.dtype),
+        copier=PoolCopier(worker.pool, config.block_size),
     )

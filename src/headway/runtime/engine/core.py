@@ -14,7 +14,7 @@ from dataclasses import asdict
 from headway.core.batch import Batch, RequestProgress
 from headway.core.clock import ClockProtocol
 from headway.core.errors import LostError, OverloadedError, PredictedLateError, RequestError, UnavailableError
-from headway.core.event_log import EventSink, arrival_fields
+from headway.core.event_log import EventSink, arrival_fields, group_fields
 from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
@@ -31,6 +31,7 @@ from headway.runtime.engine.prefix_lookups import PrefixLookups
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.rejections import check_tokens, rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
+from headway.runtime.kv_spill.spill import KvSpill
 
 log = logging.getLogger("headway.engine")
 
@@ -46,6 +47,7 @@ class EngineCore:
         info: EngineInfo,
         log: EventSink | None = None,
         restarts: RestartLimit | None = None,
+        spill: KvSpill | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -61,7 +63,7 @@ class EngineCore:
         self._clock = clock
         self._log = log
         self._prefixes = PrefixLookups(
-            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom
+            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom, spill
         )
         self._live: dict[str, ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
@@ -83,7 +85,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._batches
+        return self.scheduler.idle and not self._batches and not self._prefixes.busy
 
     @property
     def recovering(self) -> bool:
@@ -184,10 +186,11 @@ class EngineCore:
         `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). Batches are
         made while the executor would begin them at once, both before and after results are taken.
         """
-        deltas = [*self._expire_timeouts(), *self._prefixes.drain_unpinned()]
+        deltas = [*self._expire_timeouts(), *self._prefixes.turn(self._clock.now())]
         self._submit_batches()
         elsewhere = bool(self.executor.waits_on)
         if not (self._batches or elsewhere):
+            self._prefixes.wait()
             return deltas
         try:
             # Wait for the first result only, then take without waiting whatever else has finished.
@@ -250,6 +253,7 @@ class EngineCore:
             some = free is not None and len(free) < len(self.scheduler.block_managers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
+            self._prefixes.save_evicted()
             self.executor.submit(batch)
 
     def _update(self, result: StepResult) -> list[OutputDelta]:
@@ -272,7 +276,7 @@ class EngineCore:
                 self._count("recomputed_tokens_total", event.tokens)
         self._account(batch, result, now, progress)
         # When the scheduler has let go of them: until then their blocks are in use anyway.
-        deltas += self._prefixes.pin_computed(now, self._live.values())
+        deltas += self._prefixes.pin_computed(now, self._live.values(), batch)
         return deltas
 
     def _emit(
@@ -334,8 +338,14 @@ class EngineCore:
             recovering=self.recovering,
             relegated=sum(len(each.late) for each in relegated),
             relegated_total=sum(each.chosen_total for each in relegated),
+            **self._prefixes.counts,
             **self._stats,  # type: ignore[arg-type]
         )
+
+    def close(self) -> None:
+        """Finish what is being written to disk, and close the executor."""
+        self._prefixes.close()
+        self.executor.close()
 
     def computed(self, prefill: int, decodes: int) -> None:
         """Count tokens computed outside the scheduler: this instance's share of a span."""
@@ -376,7 +386,7 @@ class EngineCore:
                     (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
                     for part, stages in zip(batch.parts, result.stages, strict=False)
                 ],
-                **_between_groups(batch),
+                **group_fields(batch),
             )
 
     def _count(self, name: str, amount: float) -> None:
@@ -385,14 +395,3 @@ class EngineCore:
     def _log_event(self, kind: str, **fields: object) -> None:
         if self._log is not None:
             self._log(kind, fields)
-
-
-def _between_groups(batch: Batch) -> dict[str, object]:
-    """Return the event-log fields of a batch of several KV groups.
-
-    joins: new shards (group, request, first token). assists: rows attended in other groups (group, request, rows,
-    owner).
-    """
-    joins = [(part.group, op.request, op.start) for part in batch.parts for op in part.kv_ops if op.start]
-    assists = [(part.group, a.request, a.rows, a.owner) for part in batch.parts for a in part.assists]
-    return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}

@@ -86,6 +86,10 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that came from the prefix cache. Sent with the first token."""
     saved_s: float = 0.0
     """Seconds that the latency model says these would have taken alone."""
+    prefilled_tokens: int = 0
+    """Of a request with `pin`: how many of its tokens have been computed; all of them once it is pinned."""
+    stored: bool = False
+    """Of a request with `pin`: its KV is on disk, too."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +107,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits_total: int = 0
     """Tokens of these that were there."""
+    kv_spill_bytes: int = 0
+    """KV on disk."""
+    kv_spilled_tokens_total: int = 0
+    """Tokens whose KV was written to disk."""
+    kv_spill_missed_tokens_total: int = 0
+    """Tokens whose KV was evicted and not written: the disk did not keep up, or is full."""
+    kv_restored_tokens_total: int = 0
+    """Tokens whose KV was read from disk."""
     prefill_tokens_total: int = 0
     run_tokens_total: int = 0
     """The part of `prefill_tokens_total` computed as this instance's share of spans, outside its scheduler."""
@@ -221,6 +233,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_block_tokens: int
     prefix_cache: bool = False
     """Whether KV of prompts is kept for prompts that begin alike."""
+    kv_spill: bool = False
+    """Whether it is also kept on disk."""
     policy: str
     chunking: str
     mode: str
