@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ BODY = {"model": "fake-model", "messages": [{"role": "user", "content": "a docum
 
 
 def prepared(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
-    yield OutputDelta(id=submit.id)
+    yield OutputDelta(id=submit.id, prefilled_tokens=submit.prompt_tokens)
     yield OutputDelta(id=submit.id, finish="abort", error="its KV made way")
 
 
@@ -117,3 +118,129 @@ async def test_an_unknown_id_and_a_server_without_a_cache_say_what_to_do(connect
     assert missing.status_code == 404
     assert missing.json()["error"]["message"] == "no context 'ctx-no' is known: POST /v1/contexts makes one"
     assert "start it with --prefix-cache" in refused.json()["error"]["message"]
+
+
+async def test_progress_and_storage_are_shown(connect: Any, engine: FakeEngine) -> None:
+    def slowly(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
+        yield OutputDelta(id=submit.id, prefilled_tokens=3)
+        yield OutputDelta(id=submit.id, prefilled_tokens=submit.prompt_tokens)
+        yield OutputDelta(id=submit.id, stored=True)
+        yield OutputDelta(id=submit.id, finish="abort", error="never reached")
+
+    engine.script = slowly
+    assert engine.gate is not None
+    async with connect() as client:
+        name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
+        await _until(client, name, lambda shown: shown["computed_tokens"] == 3 and shown["status"] == "pending")
+        engine.gate.release()
+        await _until(client, name, lambda shown: shown["status"] == "ready" and not shown["stored"])
+        engine.gate.release()
+        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["stored"])
+
+
+async def _until(client: Any, name: str, true: Callable[[dict[str, Any]], bool]) -> None:
+    for _ in range(1000):
+        if true((await client.get(f"/v1/contexts/{name}")).json()):
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never comes to that")
+
+
+QUESTION = [{"role": "user", "content": "a question"}]
+
+
+async def test_a_chat_that_names_a_context_has_its_messages_first(connect: Any, engine: FakeEngine) -> None:
+    async with connect() as client:
+        name = (await client.post("/v1/contexts", json={**BODY, "cache_salt": "mine"})).json()["id"]
+        engine.script, engine.gate = None, None
+        chat = {"model": "fake-model", "max_tokens": 1}
+        for path, fields in (("chat/completions", {"messages": QUESTION}), ("responses", {"input": "a question"})):
+            sent = {key: value for key, value in chat.items() if path != "responses" or key == "model"}
+            answer = await client.post(f"/v1/{path}", json={**sent, **fields, "context_id": name})
+            assert answer.status_code == 200, answer.text
+        whole = {**chat, "messages": [*BODY["messages"], *QUESTION], "cache_salt": "mine"}
+        await client.post("/v1/chat/completions", json=whole)
+    _, named, response, written = engine.prompts
+    assert named == response == written
+    assert len({submit.cache_salt for submit in engine.submits}) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "rest", "whole"), [("a text", " goes on", "a text goes on"), ([5, 6], [7], [5, 6, 7])]
+)
+async def test_a_completion_that_names_a_context_continues_it(
+    connect: Any, engine: FakeEngine, first: Any, rest: Any, whole: Any
+) -> None:
+    async with connect() as client:
+        made = await client.post("/v1/contexts", json={"model": "fake-model", "prompt": first})
+        engine.script, engine.gate = None, None
+        body = {"model": "fake-model", "max_tokens": 1}
+        await client.post("/v1/completions", json={**body, "prompt": rest, "context_id": made.json()["id"]})
+        await client.post("/v1/completions", json={**body, "prompt": whole})
+    assert engine.prompts[1] == engine.prompts[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "document", "change", "status", "words"),
+    [
+        ("chat/completions", BODY, {"context_id": "ctx-no"}, 404, "no context 'ctx-no' is known: POST /v1/contexts"),
+        ("chat/completions", BODY, {"context_id": 3}, 400, "'context_id' must be a string, not an integer"),
+        ("chat/completions", BODY, {"cache_salt": "other"}, 400, "'cache_salt' is not that of the context"),
+        ("chat/completions", {"model": "fake-model", "prompt": "x"}, {}, 400, "the context "),
+        ("completions", BODY, {"prompt": "x"}, 400, "the context "),
+        ("completions", {"model": "fake-model", "prompt": "x"}, {"prompt": [1]}, 400, "'prompt' must be text, as"),
+        (
+            "completions",
+            {"model": "fake-model", "prompt": [1]},
+            {"prompt": "x"},
+            400,
+            "'prompt' must be an array of tok",
+        ),
+        ("completions", {"model": "fake-model", "prompt": "x"}, {"prompt": ["a"]}, 400, "'prompt' must be text, as"),
+    ],
+)
+async def test_what_does_not_fit_a_context_is_refused(
+    connect: Any, path: str, document: dict[str, Any], change: dict[str, Any], status: int, words: str
+) -> None:
+    async with connect() as client:
+        name = (await client.post("/v1/contexts", json=document)).json()["id"]
+        fields = {"messages": QUESTION} if path == "chat/completions" else {}
+        answer = await client.post(f"/v1/{path}", json={"model": "fake-model", **fields, "context_id": name, **change})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(words)
+
+
+async def test_a_context_of_another_key_cannot_be_named(connect: Any) -> None:
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    async with connect(api_key="one,two") as client:
+        name = (await client.post("/v1/contexts", json=BODY, headers=one)).json()["id"]
+        named = {"model": "fake-model", "messages": QUESTION, "context_id": name}
+        answer = await client.post("/v1/chat/completions", json=named, headers=two)
+    assert answer.status_code == 404
+
+
+async def test_contexts_are_there_after_a_restart_until_their_deadline(
+    connect: Any, engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"kv_spill": str(tmp_path), "api_key": "one,two"}
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    async with connect(**settings) as client:
+        name = (await client.post("/v1/contexts", json={**BODY, "cache_salt": "s"}, headers=one)).json()["id"]
+        gone = (await client.post("/v1/contexts", json=BODY, headers=one)).json()["id"]
+        late = (await client.post("/v1/contexts", json={**BODY, "ttl": 0.02}, headers=one)).json()["id"]
+        await client.delete(f"/v1/contexts/{gone}", headers=one)
+    (tmp_path / "contexts" / "ctx-damaged.json").write_text('{"id": ')
+    await asyncio.sleep(0.05)
+    async with connect(**settings) as client:
+        for _ in range(1000):
+            if (found := await client.get(f"/v1/contexts/{name}", headers=one)).status_code == 200:
+                break
+            await asyncio.sleep(0.002)
+        assert found.json()["id"] == name
+        assert (await client.get(f"/v1/contexts/{name}", headers=two)).status_code == 404
+        for other in (gone, late):
+            assert (await client.get(f"/v1/contexts/{other}", headers=one)).status_code == 404
+    assert engine.prompts[-1] == engine.prompts[0]
+    assert (engine.submits[-1].pin, engine.submits[-1].cache_salt) == (True, engine.submits[0].cache_salt)
+    assert any("ctx-damaged.json is damaged; it is removed" in each.getMessage() for each in caplog.records)
+    assert {path.name for path in (tmp_path / "contexts").iterdir()} == {f"{name}.json", "lock"}

@@ -9,7 +9,7 @@ from headway.core.errors import RequestError
 from headway.serving.answer import AnswerHeader, ChoiceAnswer
 from headway.serving.answer_pieces import TextPiece
 from headway.serving.context import ServerContext
-from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, prepared_context, read_model
 from headway.serving.journaled_request import Kind
 from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken, chat_logprobs
@@ -34,7 +34,9 @@ def parse_chat(fields: JsonObject, context: RequestContext, prompts: PromptReade
         logprobs=body.top_logprobs if body.logprobs else None,
         vocab_size=context.info.vocab_size,
     )
-    prompt = render_prompt(body, body.messages, prompts)
+    prepared = prepared_context(body, context)
+    messages = body.messages if prepared is None else prepared.before(body.messages)
+    prompt = render_prompt(body, messages, prompts)
     return build_job(body, context, (prompt,), params, length_field)
 
 

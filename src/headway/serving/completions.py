@@ -9,7 +9,7 @@ from headway.core.errors import RequestError
 from headway.serving.answer import AnswerHeader, ChoiceAnswer
 from headway.serving.answer_pieces import TextPiece
 from headway.serving.context import ServerContext
-from headway.serving.generation_job import GenerationJob, RequestContext, build_job, read_model
+from headway.serving.generation_job import GenerationJob, RequestContext, build_job, prepared_context, read_model
 from headway.serving.journaled_request import Kind
 from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
@@ -45,7 +45,9 @@ def parse_completion(fields: JsonObject, context: RequestContext, prompts: Promp
         vocab_size=context.info.vocab_size,
         prompt_logprobs=scored,
     )
-    tokens = prompts.read(body.prompt, add_special_tokens=body.add_special_tokens)
+    prepared = prepared_context(body, context)
+    prompt = body.prompt if prepared is None else prepared.continued(body.prompt)
+    tokens = prompts.read(prompt, add_special_tokens=body.add_special_tokens)
     return build_job(body, context, tokens, params, "max_tokens")
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -15,6 +16,8 @@ from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
+from headway.serving.context_records import CONTEXTS, ContextFiles, ContextRecord
+from headway.serving.errors import ApiError
 from headway.serving.generation_job import RequestContext
 from headway.serving.journal import JournalEntry, RequestJournal
 from headway.serving.journal_writer import JournalWriter
@@ -56,6 +59,8 @@ class ServerContext:
     """Requests taken over from an earlier server's journal, by owner and request id."""
     contexts: dict[tuple[str, str], PreparedContext] = field(default_factory=dict)
     """Prepared documents, by owner and id."""
+    context_files: ContextFiles | None = None
+    """Where they survive a restart; None: without `settings.kv_spill`, and until the engine has started."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
     """Tasks that compute answers, for cancellation at shutdown."""
     live: ServerFeed | None = None
@@ -76,6 +81,8 @@ class ServerContext:
             info = await self._starting
             if self.unbound_journal is not None:
                 self._open_journal(self.unbound_journal, info)
+            if self.settings.kv_spill is not None:
+                self.context_files = ContextFiles(Path(self.settings.kv_spill) / CONTEXTS)
         except asyncio.CancelledError:
             # This task itself was cancelled, and not the engine's start by `cancel_start`.
             if not self._starting.cancelled():
@@ -101,6 +108,14 @@ class ServerContext:
             self.journal.close()
         elif self.unbound_journal is not None:
             self.unbound_journal.close()
+
+    def find_context(self, owner: RequestOwner, name: str) -> PreparedContext:
+        """Return a prepared document by id. Raises ApiError 404 for one that is unknown or another client's."""
+        # A copy: parsers run in threads.
+        for key, kept in list(self.contexts.items()):
+            if key[1] == name and owner.may_use(key[0]):
+                return kept
+        raise ApiError(404, f"no context {name[:200]!r} is known: POST /v1/contexts makes one", "context_id")
 
     def release_contexts(self) -> None:
         """Let prepared documents go, also those that are still to be computed."""
@@ -151,8 +166,11 @@ class ServerContext:
         models = self.models()
         owner: RequestOwner = request.scope["headway.owner"]
 
+        def find(name: str) -> ContextRecord:
+            return self.find_context(owner, name).record
+
         def work(body: bytearray, received_s: float) -> T:
-            asked = RequestContext(request.headers, received_s, info, self.settings, models, owner.id)
+            asked = RequestContext(request.headers, received_s, info, self.settings, models, find, owner.id)
             return parse(JsonObject.parse(body), asked, reader)
 
         # A task of its own, so that a shutdown also ends requests whose body is still arriving.

@@ -1,12 +1,14 @@
 """/v1/contexts: documents whose KV is prepared in the background and kept until a deadline.
 
-The convention is that of Moonshot's context caching (`POST /v1/caching`: messages, `ttl` in seconds, a status); here a
-follow-up names nothing: it begins with the same messages or text.
+The convention is that of Moonshot's context caching (`POST /v1/caching`: messages, `ttl` in seconds, a status). A
+follow-up begins with the same messages or text, or names the document (`context_id`, as in Volcengine Ark's
+`/context/chat/completions`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -14,6 +16,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
+import msgspec
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
@@ -21,15 +24,17 @@ from starlette.responses import Response
 
 from headway.core.errors import HeadwayError, RequestError
 from headway.core.sampling import SamplingParams
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 from headway.serving.access_control import RequestOwner
 from headway.serving.context import ServerContext, context
-from headway.serving.errors import ApiError, json_response
+from headway.serving.context_records import ContextRecord
+from headway.serving.errors import json_response
 from headway.serving.generation_job import RequestContext, fit_length, read_model, salt_of
 from headway.serving.json_object import JsonObject
 from headway.serving.prompts import PromptReader, TokenPrompt
 from headway.serving.request_bodies import MAX_SALT, Messages, Raw, RequestBody, body_schema, read_body
 
+log = logging.getLogger("headway.server")
 router = APIRouter()
 
 _BACKGROUND = 2**63 - 1
@@ -56,30 +61,33 @@ class ContextBody(RequestBody):
 class PreparedContext:
     """One context: being computed, kept, or let go."""
 
-    id: str
-    model: str
-    tokens: int
-    created: int
-    """Unix time."""
-    ttl_s: float
+    record: ContextRecord
     status: Literal["pending", "ready", "released"] = "pending"
+    computed: int = 0
+    """Tokens that have been computed."""
+    stored: bool = False
+    """Whether its KV is on disk."""
     error: str | None = None
     """Why it was let go before its time."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def shown(self) -> dict[str, Any]:
         """Return the object of the API."""
+        record = self.record
         return {
-            "id": self.id, "object": "context", "model": self.model, "status": self.status, "tokens": self.tokens,
-            "created_at": self.created, "expires_at": int(self.created + self.ttl_s), "error": self.error,
+            "id": record.id, "object": "context", "model": record.model, "status": self.status,
+            "tokens": record.tokens, "computed_tokens": self.computed, "stored": self.stored,
+            "created_at": int(record.created), "expires_at": int(record.created + record.ttl_s), "error": self.error,
         }  # fmt: skip
 
     async def run(self, deltas: AsyncGenerator[OutputDelta, None]) -> None:
         """Hold the engine's request, and with it the KV, until the deadline. Closing `deltas` lets go of it."""
         try:
-            async with asyncio.timeout(self.ttl_s), aclosing(deltas):
+            async with asyncio.timeout(self.record.left_s), aclosing(deltas):
                 async for delta in deltas:
-                    self.status = "ready"
+                    self.computed = max(self.computed, delta.prefilled_tokens)
+                    self.stored = self.stored or delta.stored
+                    self.status = "ready" if self.computed >= self.record.tokens else "pending"
                     self.error = delta.error
         except TimeoutError:
             self.error = "its ttl has passed"
@@ -89,31 +97,71 @@ class PreparedContext:
             self.status = "released"
 
 
-@dataclass(frozen=True, slots=True)
-class _ContextJob:
-    body: ContextBody
-    prompt: TokenPrompt
-    salt: str
-    received_s: float
-
-
-def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> _ContextJob:
+def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> tuple[ContextRecord, TokenPrompt]:
     read_model(fields, asked.models)
     body = read_body(ContextBody, fields)
     if (body.messages is None) == (body.prompt is None):
         raise RequestError("give either 'messages' or 'prompt'", "messages")
     if not asked.info.prefix_cache:
         raise RequestError("this server keeps no prefixes: start it with --prefix-cache, on one process")
-    if body.messages is not None:
-        prompt = prompts.chat(body.messages, add_generation_prompt=False, variables=None)
+    record = ContextRecord(
+        id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
+        ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt,
+        messages=None if body.messages is None else tuple(body.messages),
+    )  # fmt: skip
+    return _tokenized(record, asked.info, prompts)
+
+
+def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -> tuple[ContextRecord, TokenPrompt]:
+    """Return a record with its number of tokens, and these. Raises RequestError where they are not one prompt."""
+    if record.messages is not None:
+        prompt = prompts.chat(record.messages, add_generation_prompt=False, variables=None)
     else:
-        assert body.prompt is not None
-        found = prompts.read(body.prompt, add_special_tokens=True)
+        assert record.prompt is not None
+        found = prompts.read(record.prompt, add_special_tokens=True)
         if len(found) != 1:
             raise RequestError(f"'prompt' must be one prompt, not {len(found)}", "prompt")
         prompt = found[0]
-    fit_length((prompt,), _PARAMS, asked.info, "ttl")
-    return _ContextJob(body, prompt, salt_of(asked.owner, body.cache_salt), asked.received_s)
+    fit_length((prompt,), _PARAMS, info, "ttl")
+    return msgspec.structs.replace(record, tokens=prompt.tokens), prompt
+
+
+def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> PreparedContext:
+    """Have a document computed and kept."""
+    kept = PreparedContext(record)
+    submit = SubmitRequest(
+        id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(), priority=_BACKGROUND,
+        cache_salt=salt_of(record.owner, record.cache_salt), pin=True,
+    )  # fmt: skip
+    deltas = cast("AsyncGenerator[OutputDelta, None]", server.engine.generate(submit, prompt.data))
+    server.contexts[record.owner, record.id] = kept
+    kept.task = server.active.begin(kept.run(deltas))
+    return kept
+
+
+def resume_all(server: ServerContext) -> None:
+    """Begin to prepare again what an earlier server kept: its KV is read from disk, or computed where it is not."""
+    if server.context_files is not None and (records := server.context_files.load()):
+        log.info("%d prepared documents are taken up again", len(records))
+        server.active.begin(_resume(server, records))
+
+
+async def _resume(server: ServerContext, records: list[ContextRecord]) -> None:
+    info = server.info()
+    reader = server.prompts(info)
+    for record in records:
+        try:
+            found, prompt = await asyncio.to_thread(_tokenized, record, info, reader)
+        except RequestError as error:
+            log.warning("the prepared document %s is dropped: %s", record.id, error)
+            _remove(server, record.id)
+            continue
+        _hold(server, found, prompt)
+
+
+def _remove(server: ServerContext, name: str) -> None:
+    if server.context_files is not None:
+        server.context_files.remove(name)
 
 
 @router.post(
@@ -123,18 +171,11 @@ async def create(request: Request) -> Response:
     """Computed after all other work, then kept until `ttl` seconds have passed, DELETE, or a request that needs its
     memory. Prompts that begin with it compute the rest only."""
     server = context(request)
-    job = await server.parse(request, _parse)
-    kept = PreparedContext(f"ctx-{uuid.uuid4().hex}", job.body.model, job.prompt.tokens, int(time.time()), job.body.ttl)
-    submit = SubmitRequest(
-        id=kept.id, prompt_tokens=job.prompt.tokens, params=_PARAMS, received_s=job.received_s, priority=_BACKGROUND,
-        cache_salt=job.salt, pin=True,
-    )  # fmt: skip
-    deltas = cast("AsyncGenerator[OutputDelta, None]", server.engine.generate(submit, job.prompt.data))
-    owner: RequestOwner = request.scope["headway.owner"]
+    record, prompt = await server.parse(request, _parse)
     _forget_old(server)
-    server.contexts[owner.id, kept.id] = kept
-    kept.task = server.active.begin(kept.run(deltas))
-    return json_response(kept.shown(), 201)
+    if server.context_files is not None:
+        await asyncio.to_thread(server.context_files.save, record)
+    return json_response(_hold(server, record, prompt).shown(), 201)
 
 
 @router.get("/v1/contexts", response_model=None, summary="The prepared documents of this key")
@@ -148,30 +189,29 @@ async def index(request: Request) -> Response:
 @router.get("/v1/contexts/{name}", response_model=None, summary="One prepared document")
 async def show(request: Request) -> Response:
     """`status`: pending while it is computed, ready, or released, with `error` saying why."""
-    return json_response(_find(request)[1].shown())
+    return json_response(_find(request).shown())
 
 
 @router.delete("/v1/contexts/{name}", response_model=None, summary="Let a prepared document go")
 async def delete(request: Request) -> Response:
     """Its KV gives way when memory is needed."""
-    key, kept = _find(request)
-    del context(request).contexts[key]
+    server, kept = context(request), _find(request)
+    record = kept.record
+    del server.contexts[record.owner, record.id]
+    _remove(server, record.id)
     if kept.task is not None:
         kept.task.cancel()
-    return json_response({"id": kept.id, "object": "context.deleted", "deleted": True})
+    return json_response({"id": record.id, "object": "context.deleted", "deleted": True})
 
 
-def _find(request: Request) -> tuple[tuple[str, str], PreparedContext]:
-    name, owner = request.path_params["name"], request.scope["headway.owner"]
-    for key, kept in context(request).contexts.items():
-        if key[1] == name and owner.may_use(key[0]):
-            return key, kept
-    raise ApiError(404, f"no context {name[:200]!r} is known: POST /v1/contexts makes one")
+def _find(request: Request) -> PreparedContext:
+    return context(request).find_context(request.scope["headway.owner"], request.path_params["name"])
 
 
 def _forget_old(server: ServerContext) -> None:
-    """Drop released contexts an hour after their time."""
-    now = time.time()
+    """Drop released contexts an hour after their time, and files of those whose time is over."""
     for key, kept in list(server.contexts.items()):
-        if kept.status == "released" and now > kept.created + kept.ttl_s + 3600.0:
-            del server.contexts[key]
+        if kept.status == "released" and kept.record.left_s < 0:
+            _remove(server, kept.record.id)
+            if kept.record.left_s < -3600.0:
+                del server.contexts[key]

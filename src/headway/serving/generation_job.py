@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +12,7 @@ from headway.core.errors import RequestError
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo
+from headway.serving.context_records import ContextRecord
 from headway.serving.errors import ApiError
 from headway.serving.json_object import JsonObject
 from headway.serving.prompts import TokenPrompt
@@ -87,8 +88,19 @@ class RequestContext:
     settings: ServerSettings
     models: tuple[str, ...]
     """Names that the model is served by."""
+    find_context: Callable[[str], ContextRecord]
+    """Finds a prepared document of this client by id. Raises ApiError 404."""
     owner: str = ""
     """A hash of the client's API key; empty without one."""
+
+
+def prepared_context(body: GenerationBody, context: RequestContext) -> ContextRecord | None:
+    """Return the prepared document that a request names; None where it names none. Raises ApiError 404."""
+    if body.context_id is None:
+        return None
+    record = context.find_context(body.context_id)
+    record.check_salt(body.cache_salt)
+    return record
 
 
 def build_job(
@@ -129,10 +141,15 @@ def build_job(
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         choices=body.n,
-        cache_salt=salt_of(context.owner, body.cache_salt),
+        cache_salt=_salt(body, context),
         cache_prompt=body.cache_prompt,
         request_class=read_class(body.request_class),
     )
+
+
+def _salt(body: GenerationBody, context: RequestContext) -> str:
+    record = prepared_context(body, context)
+    return salt_of(context.owner, body.cache_salt) if record is None else salt_of(record.owner, record.cache_salt)
 
 
 def salt_of(owner: str, given: str | None) -> str:

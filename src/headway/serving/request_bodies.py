@@ -125,6 +125,9 @@ class GenerationBody(RequestBody):
         None, min_length=1, max_length=MAX_SALT,
         description="prompts share cached prefixes only with prompts of the same salt and API key",
     )  # fmt: skip
+    context_id: str | None = Field(
+        None, description="a prepared document (/v1/contexts): its messages or prompt come before these"
+    )
     cache_prompt: bool = Field(
         True, description="false: take nothing from the prefix cache and leave nothing in it (name as in llama.cpp)"
     )

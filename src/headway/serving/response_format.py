@@ -20,13 +20,13 @@ from headway.serving.prompts import PromptReader
 from headway.serving.request_bodies import NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
 
 _PASSED = ("model", "stream", "temperature", "top_p", "seed", "slo", "class", "priority", "timeout_s", "user", "stop",
-           "cache_salt", "cache_prompt")  # fmt: skip
+           "cache_salt", "cache_prompt", "context_id")  # fmt: skip
 """Fields that a chat has under the same name."""
 
 
 class ResponseBody(RequestBody):
     """/v1/responses; `temperature`, `top_p`, `seed`, `stop`, `slo`, `class`, `priority`, `timeout_s`,
-    `cache_salt`, `cache_prompt` as in a chat."""
+    `cache_salt`, `cache_prompt`, `context_id` as in a chat."""
 
     unsupported: ClassVar[Unsupported] = {
         "tools": (([],), NO_TOOLS),

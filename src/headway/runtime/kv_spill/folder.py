@@ -28,8 +28,8 @@ from headway.runtime.kv_spill.files import (
 log = logging.getLogger("headway.engine")
 
 FLAG = "--kv-spill"
-CONTEXTS = "contexts"
-"""Folder of the server's prepared documents, inside."""
+_CONTEXTS = "contexts"
+"""Folder inside, with the server's prepared documents (`serving.context_records`)."""
 _FORMAT, _PREFIX, _SUFFIX = "format", "kv-", ".safetensors"
 _PROBE, _PROBE_BYTES = "probe", 4 << 20
 _FILE_BYTES = 8 << 20
@@ -59,7 +59,7 @@ class SpillFolder:
         """Most blocks of a file, and of a read."""
         self.used = 0
         """Bytes of blocks in files; what is being written included."""
-        self._folder = PrivateFolder(path, (_PREFIX, _FORMAT, _PROBE, CONTEXTS), FLAG, ATTEMPTS)
+        self._folder = PrivateFolder(path, (_PREFIX, _FORMAT, _PROBE, _CONTEXTS), FLAG, ATTEMPTS)
         self._files: OrderedDict[str, BlockFileHead] = OrderedDict()
         """Least recently used first."""
         self._places: dict[bytes, tuple[str, int]] = {}

@@ -1,0 +1,117 @@
+"""Prepared documents as text: what a request that names one begins with, and files of them that survive a restart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.core.errors import ConfigError, RequestError
+from headway.core.file_lock import ATTEMPTS
+from headway.core.private_folder import PrivateFolder
+
+log = logging.getLogger("headway.server")
+
+CONTEXTS = "contexts"
+"""Folder of the records, inside the folder of the KV."""
+_PREFIX, _SUFFIX = "ctx-", ".json"
+
+
+class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One prepared document: either messages or a prompt."""
+
+    id: str
+    owner: str
+    """A hash of its client's API key; empty without one."""
+    model: str
+    """The name by which its client called the model."""
+    tokens: int
+    created: float
+    """Unix time."""
+    ttl_s: float
+    cache_salt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: msgspec.Raw | None = None
+    """JSON: text, or an array of token ids."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its deadline."""
+        return self.created + self.ttl_s - time.time()
+
+    def before(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return a chat's messages behind the document's. Raises RequestError for a document that is a prompt."""
+        if self.messages is None:
+            raise RequestError(f"the context {self.id!r} is a prompt: name it in /v1/completions", "context_id")
+        return (*self.messages, *messages)
+
+    def continued(self, prompt: msgspec.Raw) -> msgspec.Raw:
+        """Return a prompt behind the document's. Raises RequestError unless both are text, or both token ids."""
+        if self.prompt is None:
+            raise RequestError(f"the context {self.id!r} is of messages: name it in a chat", "context_id")
+        first, rest = msgspec.json.decode(self.prompt), msgspec.json.decode(prompt)
+        if isinstance(first, str) != isinstance(rest, str) or not _is_flat(rest):
+            kind = "text" if isinstance(first, str) else "an array of token ids"
+            raise RequestError(f"'prompt' must be {kind}, as the context {self.id!r} is", "prompt")
+        return msgspec.Raw(msgspec.json.encode(first + rest))
+
+    def check_salt(self, given: str | None) -> None:
+        """Raise RequestError for a salt of the request that is not the document's."""
+        if given is not None and given != self.cache_salt:
+            raise RequestError(
+                f"'cache_salt' is not that of the context {self.id!r}: leave it out, the context's is used",
+                "cache_salt",
+            )
+
+
+class ContextFiles:
+    """A folder of records, one file each. Raises ConfigError where it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = PrivateFolder(path, (_PREFIX,), "--kv-spill", ATTEMPTS)
+
+    def save(self, record: ContextRecord) -> None:
+        """Write a record durably. Raises ConfigError where that fails."""
+        try:
+            self._folder.write(_file(record.id), (msgspec.json.encode(record),))
+        except OSError as error:
+            raise ConfigError(f"--kv-spill {self._folder.path}: {error.strerror}; make room") from error
+
+    def remove(self, name: str) -> None:
+        """Remove a record, if it is there."""
+        self._folder.remove(_file(name))
+
+    def load(self) -> list[ContextRecord]:
+        """Return the records whose deadline has not passed, oldest first. Others, and damaged ones, are removed."""
+        found = []
+        for name in self._folder.names():
+            if not name.startswith(_PREFIX):
+                continue
+            try:
+                record = msgspec.json.decode(self._folder.read(name), type=ContextRecord)
+            except msgspec.MsgspecError:
+                log.warning("--kv-spill: %s is damaged; it is removed", self._folder.path / name)
+                self._folder.remove(name)
+                continue
+            if _file(record.id) == name and record.left_s > 0:
+                found.append(record)
+            else:
+                self._folder.remove(name)
+        return sorted(found, key=lambda record: record.created)
+
+    def close(self) -> None:
+        """Let another server have the folder. Idempotent."""
+        self._folder.close()
+
+
+def _file(name: str) -> str:
+    return f"{name}{_SUFFIX}"
+
+
+def _is_flat(prompt: object) -> bool:
+    """Whether a decoded prompt is one text or one array of numbers."""
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(each, int) for each in prompt))
