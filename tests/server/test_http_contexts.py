@@ -133,9 +133,9 @@ async def test_progress_and_storage_are_shown(connect: Any, engine: FakeEngine) 
         name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
         await _until(client, name, lambda shown: shown["computed_tokens"] == 3 and shown["status"] == "pending")
         engine.gate.release()
-        await _until(client, name, lambda shown: shown["status"] == "ready" and not shown["stored"])
+        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["storage"] == "memory")
         engine.gate.release()
-        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["stored"])
+        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["storage"] == "disk")
 
 
 async def _until(client: Any, name: str, true: Callable[[dict[str, Any]], bool]) -> None:

@@ -17,6 +17,7 @@ from headway.core.operating_system import require_linux
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
     "cluster": ("headway.cli.cluster", "serve a model from several engines, with a placement policy before them"),
+    "prepare": ("headway.cli.prepare", "have a server compute a document's KV ahead, and keep it for questions"),
     "bench": (
         "headway.serving.load.command",
         "load an OpenAI endpoint and measure it; `bench convoy` compares policies",

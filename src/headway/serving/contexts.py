@@ -65,8 +65,8 @@ class PreparedContext:
     status: Literal["pending", "ready", "released"] = "pending"
     computed: int = 0
     """Tokens that have been computed."""
-    stored: bool = False
-    """Whether its KV is on disk."""
+    storage: Literal["memory", "writing", "disk"] = "memory"
+    """Where its KV is kept: only what is on disk survives a restart."""
     error: str | None = None
     """Why it was let go before its time."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -76,7 +76,7 @@ class PreparedContext:
         record = self.record
         return {
             "id": record.id, "object": "context", "model": record.model, "status": self.status,
-            "tokens": record.tokens, "computed_tokens": self.computed, "stored": self.stored,
+            "tokens": record.tokens, "computed_tokens": self.computed, "storage": self.storage,
             "created_at": int(record.created), "expires_at": int(record.created + record.ttl_s), "error": self.error,
         }  # fmt: skip
 
@@ -86,7 +86,8 @@ class PreparedContext:
             async with asyncio.timeout(self.record.left_s), aclosing(deltas):
                 async for delta in deltas:
                     self.computed = max(self.computed, delta.prefilled_tokens)
-                    self.stored = self.stored or delta.stored
+                    if delta.stored is not None:
+                        self.storage = "disk" if delta.stored else "memory"
                     self.status = "ready" if self.computed >= self.record.tokens else "pending"
                     self.error = delta.error
         except TimeoutError:
@@ -128,7 +129,7 @@ def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -
 
 def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> PreparedContext:
     """Have a document computed and kept."""
-    kept = PreparedContext(record)
+    kept = PreparedContext(record, storage="memory" if server.context_files is None else "writing")
     submit = SubmitRequest(
         id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(), priority=_BACKGROUND,
         cache_salt=salt_of(record.owner, record.cache_salt), pin=True,

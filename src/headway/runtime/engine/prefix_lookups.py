@@ -131,9 +131,10 @@ class PrefixLookups:
         ends, self._unpinned = self._unpinned, []
         if self._spill is not None and self._spill.busy:
             for name in self._spill.turn():
-                if self._spill.writer.stores(name):
-                    ends.append(OutputDelta(id=name, emitted_s=now, stored=True))
-                elif self._cache is not None and name not in self._cache.pinned_blocks:
+                stored = self._spill.writer.stores(name)
+                if stored or (self._cache is not None and name in self._cache.pinned_blocks):
+                    ends.append(OutputDelta(id=name, emitted_s=now, stored=stored))
+                else:
                     self.unpin(name)
                     ends.append(_end(name, _TOO_LITTLE_MEMORY, now))
         return ends

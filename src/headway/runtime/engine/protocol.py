@@ -88,8 +88,8 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the latency model says these would have taken alone."""
     prefilled_tokens: int = 0
     """Of a request with `pin`: how many of its tokens have been computed; all of them once it is pinned."""
-    stored: bool = False
-    """Of a request with `pin`: its KV is on disk, too."""
+    stored: bool | None = None
+    """Of a request with `pin`: whether its KV is on disk now, too. False: it could not be written."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,115 @@
+"""`headway prepare FILE`: have a running server compute a document's KV ahead, and print the id to ask about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+
+_POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="text of the document; '-' reads standard input")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="server: `headway serve`, best with --kv-spill (default: http://127.0.0.1:8000)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="name that the server calls the model by (default: its first)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="the server's API key; only requests with it find the document"
+    )
+    parser.add_argument(
+        "--ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long it is kept (default: 86400, a day)"
+    )
+    parser.add_argument("--cache-salt", metavar="SALT", help="only requests with this salt, or that name it, find it")
+    parser.add_argument(
+        "--as",
+        dest="kind",
+        choices=("system", "user", "prompt"),
+        default="system",
+        help="what chats begin with: a system or a user message; or prompt, the text that completions continue "
+        "(default: system)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headway.serving.load.endpoint import first_model, server_root
+    from headway.sim.report.progress import StepBar
+
+    root = server_root(arguments.url)
+    model = arguments.model or first_model(root, arguments.api_key)["id"]
+    body: dict[str, Any] = {"model": model, "ttl": arguments.ttl, "cache_salt": arguments.cache_salt}
+    text = _text(arguments.file)
+    if arguments.kind == "prompt":
+        body["prompt"] = text
+    else:
+        body["messages"] = [{"role": arguments.kind, "content": text}]
+    contexts = f"{root}/v1/contexts"
+    context = _request("POST", contexts, arguments.api_key, body)
+    where = f"{contexts}/{context['id']}"
+    try:
+        with StepBar("preparing, tokens") as bar:
+            while not _is_done(context):
+                bar(context["computed_tokens"], context["tokens"])
+                time.sleep(_POLL_S)
+                context = _request("GET", where, arguments.api_key)
+    except KeyboardInterrupt:
+        _request("DELETE", where, arguments.api_key)
+        raise
+    if context["status"] == "released":
+        raise ConfigError(f"{arguments.file} was let go: {context['error'] or 'the server ends'}")
+    until = datetime.fromtimestamp(context["expires_at"]).isoformat(" ", "minutes")
+    kept = "on disk" if context["storage"] == "disk" else "in memory only"
+    print(f"{context['tokens']:,} tokens are kept {kept} until {until}", file=sys.stderr)
+    # Alone on standard output, for scripts.
+    print(context["id"])
+    return 0
+
+
+def _is_done(context: dict[str, Any]) -> bool:
+    writing = context["storage"] == "writing"
+    return bool(context["status"] == "released" or (context["status"] == "ready" and not writing))
+
+
+def _text(file: str) -> str:
+    """Return the document. Raises ConfigError where it cannot be read, is no text, or is empty."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not UTF-8 text: convert it first") from None
+    if not text.strip():
+        raise ConfigError(f"{file} is empty: there is nothing to prepare")
+    return text
+
+
+def _request(method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a server's answer. Raises ConfigError with the server's own words where it refuses."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as refusal:
+        raise ConfigError(_reason(refusal)) from None
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
+
+
+def _reason(refusal: urllib.error.HTTPError) -> str:
+    try:
+        return f"the server refuses it: {json.load(refusal)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {refusal.code} {refusal.reason}: it has no /v1/contexts"
