@@ -169,6 +169,27 @@ def test_a_block_in_another_s_place_is_a_miss(make: Make, plain: EngineCore, tmp
     assert answers(core, [question]) == answers(plain, [question])
 
 
+def test_any_files_of_a_document_that_are_left_give_the_same_tokens(
+    make: Make, plain: EngineCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a kill between two files leaves, and what a full disk does."""
+    monkeypatch.setattr("headway.runtime.kv_spill.folder._FILE_BYTES", 8 * BLOCK * token_bytes())
+    for left in range(1, 8, 2):
+        spill = str(tmp_path / f"spill{left}")
+        core = make(kv_spill=spill)
+        submit(core, "doc", text(left, 1000), 1, pin=True)
+        run(core)
+        core.close()
+        found = sorted(files(Path(spill)), key=lambda path: path.stat().st_mtime_ns)
+        assert len(found) == 8
+        for file in found[left:]:
+            file.unlink()
+        core = make(kv_spill=spill)
+        question = [*text(left, 1000), 1, 2]
+        assert answers(core, [question]) == answers(plain, [question])
+        assert core.stats().kv_restored_tokens_total == left * 8 * BLOCK
+
+
 def test_files_that_were_being_written_are_removed(make: Make, tmp_path: Path) -> None:
     _, found = _spilled(make, tmp_path / "spill")
     part = tmp_path / "spill" / "kv-1-1.safetensors.part"
