@@ -71,6 +71,8 @@ class LoadRequest:
     """Whether the answer has exactly `output_tokens`, where the endpoint supports that."""
     keep_text: bool = False
     """Whether the record keeps the answer's text."""
+    answer_ids: list[int] | None = None
+    """Filled with the ids of the answer's tokens, where the endpoint sends them; None: they are not asked for."""
 
 
 def text_prompt(text: str) -> bytes:
@@ -94,6 +96,8 @@ def request_body(endpoint: TargetEndpoint, job: LoadRequest) -> bytes:
         if job.ignore_eos:
             body["ignore_eos"] = True
             body["min_tokens"] = job.output_tokens
+        if job.answer_ids is not None:
+            body["return_token_ids"] = True
     return msgspec.json.encode(body)[:-1] + b',"prompt":' + job.prompt + b"}"
 
 

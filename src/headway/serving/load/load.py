@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
 from headway.core.output_file import check_outputs, write_output
+
+if TYPE_CHECKING:
+    from headway.sim.metrics import RequestRecord
+    from headway.sim.workload import TraceRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +55,14 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from headway.serving.load.client import TargetEndpoint
+    from headway.serving.load.closed_loop import run_closed_loop
     from headway.serving.load.endpoint import first_model
     from headway.serving.load.goodput import GoodputTargets
-    from headway.serving.load.load_jobs import jobs
+    from headway.serving.load.load_jobs import job_of, jobs
     from headway.serving.load.load_workload import workload
+    from headway.serving.load.open_loop import run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
+    from headway.serving.load.text_prompts import TextPrompts
     from headway.sim.report.console import say
     from headway.sim.report.style import check_picture
     from headway.sim.report.units import tokens
@@ -83,19 +92,42 @@ def run(args: argparse.Namespace) -> int:
         f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s to [bold]{model}[/bold]: "
         f"{tokens(total)} prompt tokens (longest {tokens(longest)}), ids below {vocab_size}"
     )
-    made = jobs(requests, pool, goodput, share_prefixes=args.share_prefixes)
-    result = asyncio.run(_with_progress(endpoint, made, len(requests)))
+    if args.sessions is None:
+        made = jobs(requests, pool, goodput, share_prefixes=args.share_prefixes)
+        play = partial(run_open_loop, jobs=made)
+    else:
+        job = partial(job_of, goodput=goodput, keep_ids=not args.plain_openai)
+        play = partial(run_closed_loop, requests=requests, prompts=TextPrompts(pool), make=job)
+    result = asyncio.run(_with_progress(endpoint, play, len(requests)))
+    if args.sessions is not None:
+        say(_hits_line(requests, result.records))
     return _report(args, model, description, goodput.to_json(), result)
 
 
-async def _with_progress(endpoint: Any, made: Any, count: int) -> Any:
+def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord]) -> str:
+    """Return what of the prompts the endpoint says it had cached, beside what they share."""
+    from headway.serving.load.load_jobs import CACHE_BLOCK
+    from headway.sim.workload.prompt_text import shared_tokens
+
+    answered = [i for i, record in enumerate(records) if record.ok]
+    total = sum(records[i].prompt_tokens for i in answered)
+    if not total:
+        return "no turn was answered"
+    cached = sum(records[i].cached_tokens for i in answered)
+    shared = shared_tokens([requests[i] for i in answered], CACHE_BLOCK)
+    said = f"cached by `usage`: {cached:,} of {total:,} prompt tokens ({cached / total:.1%})"
+    if not cached:
+        said += " - nothing was, or the endpoint does not say (prompt_tokens_details)"
+    return f"{said}; the sessions share {shared / total:.1%} in blocks of {CACHE_BLOCK}"
+
+
+async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
     from headway.serving.load.client import LoadClient
-    from headway.serving.load.open_loop import run_open_loop
     from headway.sim.report.progress import LoadProgress
 
     async with LoadClient(endpoint) as client:
         with LoadProgress(count) as progress:
-            return await run_open_loop(client, made, progress.sent, lambda record: progress.done(record.ok))
+            return await play(client, on_sent=progress.sent, on_done=lambda record: progress.done(record.ok))
 
 
 def _report(

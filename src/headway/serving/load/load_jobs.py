@@ -50,12 +50,20 @@ def jobs(
             prompt = sessions.prompt(request.session, request.prompt_tokens, request.cached_tokens)
         else:
             prompt = pool.json(request.prompt_tokens)
-        yield LoadRequest(
-            id=f"bench-{number}",
-            klass=request.klass,
-            due_s=request.arrival_s,
-            prompt=prompt,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens,
-            slo=goodput.of(request.klass),
-        )
+        yield job_of(number, request, prompt, request.arrival_s, goodput)
+
+
+def job_of(
+    number: int, request: TraceRequest, prompt: bytes, due_s: float, goodput: GoodputTargets, *, keep_ids: bool = False
+) -> LoadRequest:
+    """Return one request to send. `keep_ids`: whether the ids of its answer are asked for."""
+    return LoadRequest(
+        id=f"bench-{number}",
+        klass=request.klass,
+        due_s=due_s,
+        prompt=prompt,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        slo=goodput.of(request.klass),
+        answer_ids=[] if keep_ids else None,
+    )

@@ -74,6 +74,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
         "arrival_s": record.arrival_s,
         "sent_s": record.sent_s,
         "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "ttft_s": ttft_s(record),
         "tpot_s": tpot_s(record),

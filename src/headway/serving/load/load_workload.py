@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
 from headway.sim.workload import RequestTrace, TraceRequest, transforms
-from headway.sim.workload.arrivals import arrivals
+from headway.sim.workload.arrivals import PoissonArrivals, arrivals
 from headway.sim.workload.presets import PRESETS, WorkloadPreset, preset, simple
 from headway.sim.workload.readers import FORMATS, read_trace
 from headway.sim.workload.specs import parse_lengths
 
 DEFAULT_REQUESTS = 100
+FIRST, LATER = "first", "later"
+"""Classes of sessions' requests: of each thread's first one, and of those that wait for an answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"at most so many (default: the whole trace, or {DEFAULT_REQUESTS})",
     )
     what.add_argument("--duration", type=float, metavar="S", help="only those that arrive within so many seconds")
-    what.add_argument("--max-prompt-tokens", type=tokens, metavar="N", help="cut longer prompts to this")
+    what.add_argument("--max-prompt-tokens", type=tokens, metavar="N",
+        help="cut longer prompts to this; --sessions leaves sessions with longer ones out",
+    )  # fmt: skip
     what.add_argument("--max-output-tokens", type=tokens, metavar="N", help="cut longer outputs to this")
     what.add_argument("--prompt-scale", type=float, default=1.0, metavar="F", help="multiply prompt lengths")
     what.add_argument("--output-scale", type=float, default=1.0, metavar="F", help="multiply output lengths")
@@ -54,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--share-prefixes", action="store_true", help="prompts of a session share what the trace says was cached"
     )
+    sessions = parser.add_argument_group("sessions: the next turn after the answer and its think time")
+    sessions.add_argument(
+        "--sessions", type=int, metavar="N", help="play the first N sessions of an agents' trace as closed loops"
+    )
+    sessions.add_argument("--turns", type=int, metavar="N", help="the first N requests of each session (default: all)")
+    sessions.add_argument(
+        "--think", type=float, default=1.0, metavar="F", help="multiply think times; 0: none (default %(default)s)"
+    )
+    sessions.add_argument("--max-think", type=float, metavar="S", help="cut longer think times to this")
     when = parser.add_argument_group("when they arrive")
     when.add_argument(
         "--arrivals", choices=("trace", "poisson", "gamma", "constant"), help="default: the trace's, else poisson"
@@ -92,10 +106,15 @@ def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[T
         "session_rate",
         "prompt_scale",
         "output_scale",
+        "sessions",
+        "turns",
+        "max_think",
     ):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    if args.sessions is not None:
+        return _sessions(args, rng)
     requests, source = _from_trace(args, rng) if args.trace else _drawn(args, rng)
     requests = transforms.scale_lengths(requests, args.prompt_scale, args.output_scale)
     requests = transforms.clip_lengths(requests, args.max_prompt_tokens, args.max_output_tokens)
@@ -132,12 +151,50 @@ def _drawn(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[Tra
     return requests, {**lengths, "arrivals": kind, "rate_rps": rate, "cv": args.cv if kind == "gamma" else None}
 
 
+def _sessions(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
+    """Return the requests of closed sessions, of class `first` or `later`, and their description."""
+    others = ("preset", "slice", "num_requests", "duration", "arrivals", "rate", "rescale")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
+    given += ["--share-prefixes"] if args.share_prefixes else []
+    if not args.trace or given or args.prompt_scale != 1.0 or args.output_scale != 1.0:
+        raise ConfigError(
+            "--sessions plays the sessions of a --trace as they are: choose with --turns, --think, --max-think, "
+            "--session-rate, --max-prompt-tokens and --max-output-tokens"
+            + (f", not with {', '.join(given)}" if given else "")
+        )
+    if not 0 <= args.think < float("inf"):
+        raise ConfigError(f"--think is {args.think}; it must be 0 or more")
+    trace = _read(args.trace)
+    if not all(request.session for request in trace.requests):
+        raise ConfigError(f"{trace.name} has requests without a session: --sessions needs a trace of agents")
+    longest: dict[str | None, int] = {}
+    most = args.max_prompt_tokens or float("inf")
+    for request in trace.requests:
+        longest[request.session] = max(longest.get(request.session, 0), request.prompt_tokens)
+    fitting = [request for request in trace.requests if longest[request.session] <= most]
+    if not fitting:
+        raise ConfigError(f"every session of {trace.name} has a prompt above --max-prompt-tokens {most:g}")
+    requests = transforms.close_sessions(
+        fitting, PoissonArrivals(args.session_rate), rng,
+        count=args.sessions, turns=args.turns, think=args.think, max_think_s=args.max_think,
+    )  # fmt: skip
+    requests = transforms.clip_lengths(requests, None, args.max_output_tokens)
+    names = ("sessions", "turns", "think", "max_think", "session_rate", "max_prompt_tokens", "max_output_tokens")
+    settings = {name: getattr(args, name) for name in names}
+    classed = [replace(request, klass=LATER if request.waits else FIRST) for request in requests]
+    return classed, {"trace": trace.name, "format": trace.format, **settings}
+
+
+def _read(trace: str) -> RequestTrace:
+    """Read FILE:FORMAT, or FILE if a file of the whole name exists."""
+    file, colon, format_name = trace.rpartition(":")
+    return read_trace(file, format_name) if colon and not Path(trace).exists() else read_trace(trace)
+
+
 def _from_trace(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
     if args.preset:
         raise ConfigError("--trace and --preset exclude each other")
-    file, colon, format_name = args.trace.rpartition(":")
-    # FILE:FORMAT, unless a file of that whole name exists.
-    trace = read_trace(file, format_name) if colon and not Path(args.trace).exists() else read_trace(args.trace)
+    trace = _read(args.trace)
     kind = args.arrivals or ("trace" if trace.has_arrivals else "poisson")
     requests = _placed(args, trace, rng)
     if kind == "trace":

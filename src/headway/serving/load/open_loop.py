@@ -55,8 +55,8 @@ async def run_open_loop(
     except asyncio.CancelledError:
         interrupted = True
         # The request that was waiting for its time, then those that are still in the iterator.
-        unsent = [_not_sent(left) for left in ([job] if job is not None else [])]
-        unsent += [_not_sent(left) for left in source]
+        unsent = [not_sent(left) for left in ([job] if job is not None else [])]
+        unsent += [not_sent(left) for left in source]
         await asyncio.sleep(0)  # a task must have begun for its cancellation to end in a record
         for task in tasks:
             task.cancel()
@@ -64,7 +64,8 @@ async def run_open_loop(
     return LoadResult(records, interrupted)
 
 
-def _not_sent(job: LoadRequest) -> RequestRecord:
+def not_sent(job: LoadRequest) -> RequestRecord:
+    """Return the record of a request that was not sent."""
     return RequestRecord(
         id=job.id,
         klass=job.klass,

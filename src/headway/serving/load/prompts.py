@@ -34,7 +34,7 @@ class PromptPool:
         self._size = max(longest, 1) + POOL_TOKENS
         ids = rng.integers(first, vocab_size, self._size)
         self._text = ",".join(map(str, ids.tolist())).encode()
-        # Byte offset of each id; the last entry is one past an imaginary final comma, as `_slice` subtracts it.
+        # Byte offset of each id; the last entry is one past an imaginary final comma, as `ids` subtracts it.
         commas = np.flatnonzero(np.frombuffer(self._text, np.uint8) == ord(",")) + 1
         self._starts = np.concatenate(([0], commas, [len(self._text) + 1]))
 
@@ -44,15 +44,16 @@ class PromptPool:
 
     def json(self, tokens: int, place: int | None = None) -> bytes:
         """Return a JSON array of `tokens` ids from `place` (None: a random one)."""
-        return b"[" + self._slice(self.place() if place is None else place, tokens) + b"]"
+        return b"[" + self.ids(tokens, self.place() if place is None else place) + b"]"
 
     def json_sharing(self, tokens: int, shared: int, place: int) -> bytes:
         """Return a JSON array whose first `shared` ids are those from `place`; the rest is from a random place."""
         shared = min(shared, tokens)
-        parts = [self._slice(place, shared), self._slice(self.place(), tokens - shared)]
+        parts = [self.ids(shared, place), self.ids(tokens - shared, self.place())]
         return b"[" + b",".join(part for part in parts if part) + b"]"
 
-    def _slice(self, place: int, tokens: int) -> bytes:
+    def ids(self, tokens: int, place: int) -> bytes:
+        """Return `tokens` ids from `place`, separated by commas."""
         if place + tokens > self._size:
             raise ValueError(
                 f"a prompt of {tokens} tokens is longer than this pool was made for ({self._size - POOL_TOKENS})"

@@ -27,6 +27,7 @@ class StreamedAnswer:
         self._on_first_token = on_first_token
         self._token_s: list[float] = []
         self._texts: list[str] = []
+        self._ids: list[int] = []
         self._last_chunk_s: float | None = None
         self._usage: dict[str, Any] = {}
         self._finish_reason: str | None = None
@@ -62,6 +63,7 @@ class StreamedAnswer:
         choice = choices[0]
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         ids = choice.get("token_ids")
+        self._ids += ids if isinstance(ids, list) else []
         reason = choice.get("finish_reason")
         if "completion_tokens" in usage:
             # Usage is cumulative: the growth since the last chunk.
@@ -98,6 +100,9 @@ class StreamedAnswer:
         counted = int(self._usage.get("completion_tokens") or 0)
         if self._last_chunk_s is not None and counted > len(self._token_s):
             self._arrived(counted - len(self._token_s), self._last_chunk_s)
+        if job.answer_ids is not None:
+            job.answer_ids.extend(self._ids)
+        details = self._usage.get("prompt_tokens_details") or {}
         return RequestRecord(
             id=job.id,
             klass=job.klass,
@@ -111,4 +116,5 @@ class StreamedAnswer:
             finish_reason=self._finish_reason,
             error=error,
             text="".join(self._texts) if job.keep_text else None,
+            cached_tokens=int(details.get("cached_tokens") or 0),
         )

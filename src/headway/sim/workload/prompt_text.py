@@ -76,6 +76,22 @@ def text_of_blocks(ids: Sequence[int], block_tokens: int, prompt_tokens: int) ->
     return PromptText(tuple(TextPiece(min(end, prompt_tokens), i) for end, i in zip(ends, ids, strict=False)))
 
 
+def shared_tokens(requests: Iterable[TraceRequest], block_tokens: int) -> int:
+    """Return how many prompt tokens one infinite cache has, in which each prompt, and its answer if known, is at once.
+
+    The last token of a prompt is always computed."""
+    cached: set[int] = set()
+    hits = 0
+    for request in requests:
+        if request.text is None:
+            continue
+        keys = request.text.keys(block_tokens)
+        shareable = keys[: (request.prompt_tokens - 1) // block_tokens]
+        hits += next((n for n, key in enumerate(shareable) if key not in cached), len(shareable)) * block_tokens
+        cached.update(keys)
+    return hits
+
+
 def with_session_texts(requests: Iterable[TraceRequest], grain: int = 64) -> list[TraceRequest]:
     """Give the requests of sessions texts: each begins with the `cached_tokens` of an earlier prompt of its session.
 
