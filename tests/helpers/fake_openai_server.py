@@ -14,6 +14,7 @@ import time
 from aiohttp import web
 
 LONG = 2000
+BLOCK = 16
 
 
 class Fake:
@@ -22,6 +23,7 @@ class Fake:
         self.lock = asyncio.Lock()
         self.seen: list[dict] = []
         self.started = time.monotonic()
+        self.cached: set[tuple[int, ...]] = set()
 
     async def ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if time.monotonic() - self.started > 0.1 else 503)
@@ -36,6 +38,17 @@ class Fake:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        return await self.answered(request, body, self.hit(body["prompt"]) if self.args.cache else 0)
+
+    def hit(self, prompt: list[int]) -> int:
+        """Return how many tokens whole blocks of earlier prompts and answers cover; the last one is computed."""
+        ends = range(BLOCK, len(prompt), BLOCK)
+        return next((end - BLOCK for end in ends if tuple(prompt[:end]) not in self.cached), len(ends) * BLOCK)
+
+    def keep(self, tokens: list[int]) -> None:
+        self.cached.update(tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK))
+
+    async def answered(self, request: web.Request, body: dict, cached: int) -> web.StreamResponse:
         prompt, count = body["prompt"], body["max_tokens"]
         length = len(prompt) if isinstance(prompt, list) else len(prompt) // 4
         self.seen.append(
@@ -47,6 +60,8 @@ class Fake:
                 "headers": {k.lower(): v for k, v in request.headers.items()},
             }
         )
+        answer: list[int] = []
+        number = len(self.seen)
         mode = self.args.mode
         if mode == "refuse" and len(self.seen) % 2 == 0:
             error = {
@@ -73,12 +88,16 @@ class Fake:
             text = body.get("_text") or (
                 "x" * step if not self.args.answer else self.args.answer if sent == step else ""
             )
+            ids = [number] * step
+            answer += ids
             chunk = {
                 "id": "c",
                 "object": "text_completion",
                 "model": "fake",
                 "choices": [{"index": 0, "text": text, "finish_reason": finish}],
             }
+            if body.get("return_token_ids"):
+                chunk["choices"][0]["token_ids"] = ids
             if body.get("stream_options", {}).get("continuous_usage_stats"):
                 chunk["usage"] = {
                     "prompt_tokens": length,
@@ -98,6 +117,9 @@ class Fake:
             "completion_tokens": count,
             "total_tokens": length + count,
         }
+        if self.args.cache:
+            self.keep(prompt + answer)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
         await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -114,6 +136,7 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.002)
     parser.add_argument("--chunk-tokens", type=int, default=1)
     parser.add_argument("--answer", default="")
+    parser.add_argument("--cache", action="store_true", help="report which blocks of prompts were there before")
     parser.add_argument(
         "--mode",
         default="good",

@@ -30,7 +30,6 @@ async def run_closed_loop(
     for number, request in enumerate(requests):
         threads.setdefault((request.session, request.thread), []).append(number)
     records: dict[int, RequestRecord] = {}
-    stopped = False
 
     async def play(numbers: Sequence[int]) -> None:
         ended_s = 0.0
@@ -45,16 +44,17 @@ async def run_closed_loop(
             if job.answer_ids:
                 prompts.answered(request, job.answer_ids)
             on_done(record)
-            if stopped:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
                 return
             ended_s = client.now()
 
-    tasks = [asyncio.create_task(play(numbers)) for numbers in threads.values()]
+    stopped = False
     try:
-        await asyncio.gather(*tasks)
+        async with asyncio.TaskGroup() as group:
+            for numbers in threads.values():
+                group.create_task(play(numbers))
     except asyncio.CancelledError:
         stopped = True
-        await asyncio.wait(tasks)
     left = (number for number in range(len(requests)) if number not in records)
     for number in left:
         records[number] = not_sent(make(number, requests[number], b"", requests[number].arrival_s))

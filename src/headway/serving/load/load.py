@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from headway.serving.load.open_loop import run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.serving.load.text_prompts import TextPrompts
-    from headway.sim.report.console import say
+    from headway.sim.report.console import say, show
     from headway.sim.report.style import check_picture
     from headway.sim.report.units import tokens
 
@@ -88,8 +88,12 @@ def run(args: argparse.Namespace) -> int:
         send_slo=args.send_slo,
     )
     total = sum(request.prompt_tokens for request in requests)
+    span = f"over {requests[-1].arrival_s:.1f} s"
+    if args.sessions is not None:
+        threads = len({(request.session, request.thread) for request in requests})
+        span = f"in {threads} threads, {requests[-1].arrival_s:.1f} s of the trace's time,"
     say(
-        f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s to [bold]{model}[/bold]: "
+        f"{len(requests)} requests {span} to [bold]{model}[/bold]: "
         f"{tokens(total)} prompt tokens (longest {tokens(longest)}), ids below {vocab_size}"
     )
     if args.sessions is None:
@@ -100,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         play = partial(run_closed_loop, requests=requests, prompts=TextPrompts(pool), make=job)
     result = asyncio.run(_with_progress(endpoint, play, len(requests)))
     if args.sessions is not None:
-        say(_hits_line(requests, result.records))
+        show(_hits_line(requests, result.records))
     return _report(args, model, description, goodput.to_json(), result)
 
 
