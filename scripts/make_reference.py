@@ -48,6 +48,11 @@ What `headway cluster` reads; see [Run a cluster](../how-to/cluster.md). A polic
 [Placement](../concepts/placement.md).
 
 """,
+    "assumptions": """# Assumptions of the accelerator model
+
+`assumptions` of an accelerator file, and what its two presets say; see [Packing-prefetch](../papers/accelerator.md).
+
+""",
     "not-reproduced": """# What is not reproduced
 
 Every row of `headway reproduce` that failed in its last full run, with the cause and the reason. A row of one seed may
@@ -91,6 +96,7 @@ def pages() -> dict[str, str]:
         "cluster-file.md": cluster_page(),
         "placement-options.md": placement_page(),
         "metrics.md": metrics_page(),
+        "accelerator-assumptions.md": assumptions_page(),
         "not-reproduced.md": not_reproduced_page(),
     }
     return {name: MARK + text.rstrip() + "\n" for name, text in made.items()}
@@ -302,6 +308,16 @@ def placement_page() -> str:
     for name, (_, about) in POLICIES.items():
         text += f"## `{name}`\n\n{sentence(about)}\n\n{field_table(options_of(name))}"
     return text
+
+
+def assumptions_page() -> str:
+    from headway.perf.accelerator.assumptions import PRESETS, WORDS
+
+    rows = [
+        (f"`{name}`", *(shown(getattr(preset, name)) for preset in PRESETS.values()), about)
+        for name, about in WORDS.items()
+    ]
+    return INTRODUCTION["assumptions"] + table(("field", *(f"`{name}`" for name in PRESETS), "meaning"), rows)
 
 
 def shown(value: Any) -> str:
