@@ -17,7 +17,7 @@ Unit = Literal["vector", "array", "fastest"]
 
 
 class AcceleratorAssumptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Assumptions of the operator model; `WORDS` describes each field, as in `docs/reference/accelerator-assumptions.md`."""
+    """Assumptions of the operator model; `WORDS` describes each field (docs/reference/accelerator-assumptions.md)."""
 
     preset: str = "default"
     ffn_matrices: int | None = None
