@@ -95,5 +95,5 @@ def test_a_document_that_is_dropped_while_it_is_computed_is_not_pinned(core: Eng
     run(core)
     cache = core.scheduler.block_managers[0].cache
     assert cache is not None
-    assert cache.pinned_blocks == {}
+    assert cache.pins.blocks == {}
     assert cache.index.in_use == 0

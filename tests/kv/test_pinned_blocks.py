@@ -44,14 +44,14 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
             lease = live.pop(choice % len(live))
             manager.free(lease)
         elif step == "pin":
-            depth = cache.pin(name, keys(text))
+            depth = cache.pins.pin(name, keys(text))
             pinned[name], texts[name] = cache.index.path(cache.index.match(keys(text)[:depth])), text[:depth]
         elif step == "unpin" and pinned:
             gone = sorted(pinned)[choice % len(pinned)]
-            assert cache.unpin(gone)
+            assert cache.pins.unpin(gone)
             del pinned[gone], texts[gone]
         manager.check()
-        assert cache.pinned_blocks == {each: len(blocks) for each, blocks in pinned.items()}
+        assert cache.pins.blocks == {each: len(blocks) for each, blocks in pinned.items()}
         for each, blocks in pinned.items():
             assert cache.index.path(cache.index.match(keys(texts[each]))) == blocks
     for lease in live:
@@ -63,4 +63,4 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
 
 
 def test_an_unknown_pin_is_not_there() -> None:
-    assert not PrefixCache(LeastRecentlyUsed(), BLOCK).unpin("none")
+    assert not PrefixCache(LeastRecentlyUsed(), BLOCK).pins.unpin("none")

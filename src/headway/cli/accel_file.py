@@ -25,7 +25,8 @@ from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import from_hf_config, model
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.scenario import ModelSection, PolicySection, WorkloadSection
+from headway.sim.scenario import ModelSection, PolicySection
+from headway.sim.workload.section import WorkloadSection
 
 
 def _number(read: Any) -> Any:

@@ -24,8 +24,9 @@ from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.measured import MeasuredCluster
-from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, Scenario, WorkloadSection
+from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, Scenario
 from headway.sim.sweep import ParsedScenario
+from headway.sim.workload.section import WorkloadSection
 
 REQUESTS = 300
 """Simulated requests of a file without a `workload`."""

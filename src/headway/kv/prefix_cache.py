@@ -13,6 +13,7 @@ from typing import TypeVar
 from headway.kv.block_allocator import Run, joined
 from headway.kv.eviction import EvictionPolicy
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
+from headway.kv.prefix_pins import PrefixPins
 
 K = TypeVar("K", bound=Hashable)
 
@@ -62,12 +63,11 @@ class PrefixCache:
         self._by_next: dict[Hashable, set[str]] = {}
         # Requests that compute, by the key of the next block of their prompts.
         self._computing: dict[Hashable, str] = {}
-        # Ends of pinned prefixes, oldest pin first.
-        self._pins: dict[str, PrefixNode] = {}
         # Requests whose hit changed, in order; a dict for its order.
         self._changed: dict[str, None] = {}
         # Counts changes of which blocks are in use, except by extension of a request's own prefix.
         self._epoch = 0
+        self.pins = PrefixPins(self.index, self._use_changed)
 
     # -- waiting requests ---------------------------------------------------------------------------------------
 
@@ -150,28 +150,6 @@ class PrefixCache:
     def restored(self, request: str) -> bool:
         """Return whether the next block of a waiting request's prompt is being read from elsewhere."""
         return bool(self._restores) and self.computed_by(request) in self._restores
-
-    # -- pins ---------------------------------------------------------------------------------------------------
-
-    def pin(self, name: str, keys: Sequence[Hashable]) -> int:
-        """Keep the cached prefix of a text from eviction until `unpin`. Return how many of its blocks are cached."""
-        tip = self._pins[name] = self.index.match(keys)
-        self._epoch += 1
-        self.index.acquire(tip)
-        return tip.depth
-
-    def unpin(self, name: str) -> bool:
-        """Let a pinned prefix be evicted. False: there is none of this name."""
-        tip = self._pins.pop(name, None)
-        if tip is None:
-            return False
-        self.end(tip)
-        return True
-
-    @property
-    def pinned_blocks(self) -> dict[str, int]:
-        """Blocks of each pinned prefix, oldest pin first; blocks that several share count in each."""
-        return {name: tip.depth for name, tip in self._pins.items()}
 
     # -- requests that hold KV ----------------------------------------------------------------------------------
 
@@ -258,6 +236,9 @@ class PrefixCache:
     def check(self) -> None:
         """Raise InvariantError unless the index agrees with itself."""
         self.index.check()
+
+    def _use_changed(self) -> None:
+        self._epoch += 1
 
     def _start_computing(self, request: str, entry: _PrefixEntry) -> None:
         depth = entry.tip.depth

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
-from headway.sim.scenario import LatencySection, MemorySection, ModelSection, WorkloadSection
+from headway.sim.scenario import LatencySection, MemorySection, ModelSection
+from headway.sim.workload.section import WorkloadSection
 
 Metric = Literal["ttft", "tbt", "max_tbt", "tpot", "e2e"]
 _DEMAND = re.compile(r"(ttft|tbt|max_tbt|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)_s")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.sim.scenario import SessionsSection, WorkloadSection
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.arrivals import ArrivalProcess, arrivals
 from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.rewriting import rewrite
+from headway.sim.workload.section import SessionsSection, WorkloadSection
 from headway.sim.workload.specs import parse_lengths
 from headway.sim.workload.trace_request import RequestTrace
 

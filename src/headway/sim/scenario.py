@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
+from headway.sim.workload.section import WorkloadSection
 
 _GIB = re.compile(r"(\d+(?:\.\d+)?) ?GiB")
 
@@ -209,84 +210,6 @@ class PrefixCacheSection(FileSection):
             return None
         memory = _GIB.fullmatch(self.size)
         return INFINITE if memory is None else int(float(memory[1]) * 2**30) // bytes_per_token
-
-
-class SessionsSection(FileSection):
-    """A trace's sessions, closed: the next request of a thread comes after the answer before it and the think time."""
-
-    count: Count | None = Field(default=None, description="sessions, the first of the trace; null: all")
-    turns: Count | None = Field(default=None, description="requests of a session, the first; null: all")
-    think: Annotated[float, Field(ge=0)] = Field(default=1.0, description="think times of the trace times this")
-    max_think_s: Positive | None = Field(default=None, description="longer think times are cut to this, in seconds")
-
-
-class MixSection(FileSection):
-    """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
-
-    share: Positive = 1.0
-    klass: str = Field(default="", alias="class")
-    prompt: str
-    output: str
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class WorkloadSection(FileSection):
-    """Exactly one of preset, trace and mix."""
-
-    preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
-    trace: str | tuple[str, ...] | None = Field(
-        default=None,
-        description="a trace file, or several that ran together; own arrival times unless `arrivals` is given",
-    )
-    mix: tuple[MixSection, ...] | None = Field(default=None, description="kinds of requests with shares and lengths")
-    arrivals: Literal["poisson", "gamma", "constant", "trace", "at-once"] | None = Field(
-        default=None, description="null: the trace's own, poisson otherwise; at-once: all at time 0"
-    )
-    qps: Positive | None = Field(
-        default=None, description="requests per second; a trace's own times are stretched to it"
-    )
-    cv: Positive = Field(default=2.0, description="coefficient of variation of gamma arrivals")
-    requests: Count | None = Field(default=None, description="how many; null: as many as arrive in the window")
-    draws: Count | None = Field(
-        default=None,
-        description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
-        "only (a sweep of qps does that); null: enough for the window",
-    )
-    sessions: SessionsSection | None = Field(
-        default=None,
-        description="play the trace's sessions closed; they start by `arrivals` (poisson) at `qps` sessions a second",
-    )
-    slice: str | None = Field(default=None, description="part of a trace: 100:400 (requests) or 60s:120s")
-    long_threshold: Count = Field(
-        default=8192, description="prompts above this are of class long where no class is given"
-    )
-    long_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="share of requests that are replaced by requests of `long_preset`"
-    )
-    long_preset: str = Field(default="medha-swe", description="what they are replaced by")
-    long_rule: Literal["p95-uniform", "linear-4096"] | None = Field(
-        default=None,
-        description="PecSched's rewriting of the longest prompts to 100K to 500K: those above the 95th percentile, "
-        "uniformly; or those of 4,096 and more, in proportion",
-    )
-    max_prompt: Count | None = Field(default=None, description="longer prompts are cut to this")
-    max_output: Count | None = Field(default=None, description="longer outputs are cut to this")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> WorkloadSection:
-        given = [name for name in ("preset", "trace", "mix") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of preset, trace and mix, not {' and '.join(given) or 'none'}")
-        if self.arrivals == "trace" and self.trace is None:
-            raise ValueError("`arrivals: trace` needs a trace")
-        others = (self.slice, self.requests, self.long_rule, self.long_share)
-        if self.sessions is not None and (self.trace is None or self.arrivals == "trace" or any(others)):
-            raise ValueError(
-                "`sessions` needs a trace, and goes with none of slice, requests, long_rule, long_share and "
-                "`arrivals: trace`"
-            )
-        return self
 
 
 class SloSection(FileSection):

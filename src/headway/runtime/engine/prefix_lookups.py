@@ -104,7 +104,7 @@ class PrefixLookups:
         needed = max((self._blocks(each.submit) for each in live), default=0)
         for each in computed:
             name, blocks = each.submit.id, self._blocks(each.submit)
-            pinned = 0 if self._cache is None else sum(self._cache.pinned_blocks.values())
+            pinned = 0 if self._cache is None else sum(self._cache.pins.blocks.values())
             fits = pinned + blocks <= min(_PINNED_SHARE * self._block_manager.n_blocks, self._room_blocks - needed)
             if self._cache is None or each.keys is None:
                 ends.append(_end(name, "this engine keeps no prefixes", now))
@@ -112,7 +112,7 @@ class PrefixLookups:
                 ends.append(_end(name, _TOO_LITTLE_MEMORY, now))
             else:
                 if fits:
-                    self._cache.pin(name, each.keys.keys)
+                    self._cache.pins.pin(name, each.keys.keys)
                 if self._spill is not None:
                     # Without a block that the first token of an answer, which is dropped, has filled.
                     prompt = each.submit.prompt_tokens // self._block_manager.block_tokens
@@ -122,7 +122,7 @@ class PrefixLookups:
     def unpin(self, name: str) -> None:
         """Let go of a pin. Unknown names are ignored."""
         if self._cache is not None:
-            self._cache.unpin(name)
+            self._cache.pins.unpin(name)
         if self._spill is not None:
             self._spill.writer.release(name)
 
@@ -132,7 +132,7 @@ class PrefixLookups:
         if self._spill is not None and self._spill.busy:
             for name in self._spill.turn():
                 stored = self._spill.writer.stores(name)
-                if stored or (self._cache is not None and name in self._cache.pinned_blocks):
+                if stored or (self._cache is not None and name in self._cache.pins.blocks):
                     ends.append(OutputDelta(id=name, emitted_s=now, stored=stored))
                 else:
                     self.unpin(name)
@@ -173,12 +173,12 @@ class PrefixLookups:
         if self._cache is None:
             return
         needed = self._blocks(submit) - cached // self._block_manager.block_tokens
-        pinned = self._cache.pinned_blocks
+        pinned = self._cache.pins.blocks
         for name, blocks in pinned.items():
             if needed + sum(pinned.values()) <= self._room_blocks:
                 return
             pinned = {**pinned, name: 0} if blocks else pinned
-            self._cache.unpin(name)
+            self._cache.pins.unpin(name)
             # On disk it stays.
             if self._spill is not None and self._spill.writer.stores(name):
                 continue

@@ -24,6 +24,12 @@ FIRST, LATER = "first", "later"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that decide the workload."""
+    _add_requests(parser)
+    _add_sessions(parser)
+    _add_arrivals(parser)
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("which requests")
     what.add_argument(
         "--trace", metavar="FILE[:FORMAT]", help=f"replay a trace ({', '.join(FORMATS)}; recognised if not named)"
@@ -59,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--share-prefixes", action="store_true", help="prompts of a session share what the trace says was cached"
     )
+
+
+def _add_sessions(parser: argparse.ArgumentParser) -> None:
     sessions = parser.add_argument_group("sessions: the next turn after the answer and its think time")
     sessions.add_argument(
         "--sessions", type=int, metavar="N", help="play the first N sessions of an agents' trace as closed loops"
@@ -68,6 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--think", type=float, default=1.0, metavar="F", help="multiply think times; 0: none (default %(default)s)"
     )
     sessions.add_argument("--max-think", type=float, metavar="S", help="cut longer think times to this")
+
+
+def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     when = parser.add_argument_group("when they arrive")
     when.add_argument(
         "--arrivals", choices=("trace", "poisson", "gamma", "constant"), help="default: the trace's, else poisson"

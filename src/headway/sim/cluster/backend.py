@@ -11,10 +11,12 @@ from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.core.span import Phase, Span
+from headway.sim.cluster.busy_time import InstanceBusyTime
 from headway.sim.cluster.instance import SimulatedInstance
 from headway.sim.cluster.kv_room import SimulatedKvRoom
 from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
+from headway.sim.cluster.transfers import SimulatedTransfers
 from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
@@ -24,30 +26,29 @@ from headway.sim.workload import TraceRequest
 if TYPE_CHECKING:
     from headway.sim.cluster.simulation import ClusterSimulation
 
-FOREVER = float("inf")
-
 
 class SimulatedBackend(InstanceBackend):
     """The backend of one `ClusterSimulation`: starting a span, batch or transfer schedules its end event."""
 
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
-        count = len(simulation.spec.instances)
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
         self.noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans")
         self.spans = self.chunked = 0
         self.work = SpanWork()
-        self.busy_s_of = [0.0] * count
-        self._on: list[list[SimulatedInstance]] = [[] for _ in range(count)]
+        self.busy = InstanceBusyTime(len(simulation.spec.instances))
+        self.transfers = SimulatedTransfers(
+            simulation.spec,
+            simulation.state,
+            lambda at_s, kv_slice: simulation.schedule(at_s, EventKind.KV_SENT, kv_slice),
+        )
+        self._on: list[list[SimulatedInstance]] = [[] for _ in simulation.spec.instances]
         # engines, by index, that may start a batch at the end of this instant
         self._due: dict[int, SimulatedInstance] = {}
         # None: KV outside of schedulers takes no blocks, and nothing waits for it
         self.kv: SimulatedKvRoom | None = None
         if simulation.spec.kv_reservations:
             self.kv = SimulatedKvRoom(lambda i: self._engine((i,)).replica.block_manager, self._freed)
-        # spans and batches that run, by instance, and the time since which there is at least one
-        self._active = [0] * count
-        self._since = [0.0] * count
         # start of the current hold of an instance, and of the current pause of a request's span; for Gantt bars
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
@@ -114,7 +115,7 @@ class SimulatedBackend(InstanceBackend):
         # a span that resumes closes the bar of its pause
         for i in entry.group:
             self.simulation.bar("pause", i, since, entry.owner)
-        self.occupy(entry.group, 1)
+        self.busy.begin(entry.group, now)
         if self.kv is not None:
             self.kv.begin(entry)
         # a new serial number makes an end that was scheduled before a pause stale
@@ -146,7 +147,7 @@ class SimulatedBackend(InstanceBackend):
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         entry.backend_state.serial += 1
-        self.occupy(entry.group, -1)
+        self.busy.end(entry.group, now)
 
     def paused(self, entry: SpanEntry, now: float) -> None:
         """Record the start of a pause: a span has stopped at the edge of a layer."""
@@ -208,7 +209,7 @@ class SimulatedBackend(InstanceBackend):
         other engines take along come last."""
         if self.kv is not None:
             for kv_slice in self.kv.grant():
-                self._send(kv_slice, now)
+                self.transfers.send(kv_slice, now)
         sharing = {index: _sharing(engine, self._on) for index, engine in self._due.items()}
         for index in sorted(self._due, key=lambda i: (bool(sharing[i]) and not self._due[i].queued_tokens, i)):
             engine = self._due[index]
@@ -220,7 +221,7 @@ class SimulatedBackend(InstanceBackend):
                 replica.fused_s, replica.fused_until_s = _fused(engine, others)
                 for at_s, batch in replica.start_batches(now, now if others else self.simulation.end_s):
                     if batch >= 0:
-                        self.occupy(engine.group, 1)
+                        self.busy.begin(engine.group, now)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
 
@@ -232,51 +233,13 @@ class SimulatedBackend(InstanceBackend):
 
     def send(self, kv_slice: KvSlice, now: float) -> None:
         if self.kv is None or not self.kv.park(kv_slice):
-            self._send(kv_slice, now)
-
-    def _send(self, kv_slice: KvSlice, now: float) -> None:
-        """Schedule the arrival of a KV slice; one sent while its span computes arrives after the span's last layer.
-
-        The network cards of an instance's accelerators send together.
-        """
-        shape, instances = self.spec.shape, self.simulation.state.instances
-        link = self.spec.links.between(instances[kv_slice.source], instances[kv_slice.target])
-        count = (kv_slice.end - kv_slice.start) * shape.kv_bytes_per_token
-        # all layers but the last were sent while the span computed
-        if kv_slice.overlapped and self.spec.sends_layers:
-            count //= shape.layers
-        send_s = kv_slice.backend_state = link.transfer_s(int(count / kv_slice.share / instances[kv_slice.source].tp))
-        entry, computed_s = kv_slice.entry, now
-        # the last layer (1 / layers of the slice) can be sent only when its span ends
-        if entry is not None and entry.state != "done" and entry.backend_state.due_s < FOREVER:
-            computed_s = entry.backend_state.due_s
-        self.simulation.schedule(
-            max(now + send_s, computed_s + send_s / max(1, shape.layers)), EventKind.KV_SENT, kv_slice
-        )
-
-    def defer_transfer(self, kv_slice: KvSlice) -> bool:
-        """Return whether a slice must wait for the end of the span that computes it, which was paused meanwhile.
-
-        It is then sent on by `send_deferred`.
-        """
-        entry = kv_slice.entry
-        if entry is None or entry.state == "done" or entry.controlled.ended:
-            return False
-        entry.backend_state.deferred.append(kv_slice)
-        return True
-
-    def send_deferred(self, entry: SpanEntry, now: float) -> None:
-        """Schedule the arrival of slices that waited for the end of their span; only the last layer is unsent."""
-        run: SimulatedSpan = entry.backend_state
-        for kv_slice in run.deferred:
-            self.simulation.schedule(now + kv_slice.backend_state / self.spec.shape.layers, EventKind.KV_SENT, kv_slice)
-        run.deferred = []
+            self.transfers.send(kv_slice, now)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
         for entry in controlled.entries:
-            self.send_deferred(entry, now)
+            self.transfers.send_deferred(entry, now)
         self._paused_s.pop(controlled.request.id, None)
         if self.kv is not None:
             # their senders and receivers are free at once
@@ -299,23 +262,6 @@ class SimulatedBackend(InstanceBackend):
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         for i in instances:
             self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
-
-    def occupy(self, group: Iterable[int], change: int) -> None:
-        """Count a span or batch that begins (`change` +1) or ends (-1); an instance is busy while it has any."""
-        now = self.simulation.now
-        for i in group:
-            was, self._active[i] = self._active[i], self._active[i] + change
-            if not was:
-                self._since[i] = now
-            elif not self._active[i]:
-                self.busy_s_of[i] += now - self._since[i]
-
-    def close_busy(self) -> None:
-        """Add the busy time of spans and batches that still run, up to now; called once, at the end of a run."""
-        for i, active in enumerate(self._active):
-            if active:
-                self.busy_s_of[i] += self.simulation.now - self._since[i]
-                self._since[i] = self.simulation.now
 
 
 def _sharing(engine: SimulatedInstance, on: Sequence[list[SimulatedInstance]]) -> list[SimulatedInstance]:

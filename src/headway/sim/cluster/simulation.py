@@ -146,7 +146,7 @@ class ClusterSimulation(EventLoop):
         over = set()
         # all requests of a batch end together
         for member in (*entry.batched_with, entry):
-            self.backend.send_deferred(member, self.now)
+            self.backend.transfers.send_deferred(member, self.now)
             # the last span of a prompt yields the first output token
             if member.last and not member.controlled.ended:
                 request: SimRequest = member.controlled.backend_state
@@ -168,7 +168,7 @@ class ClusterSimulation(EventLoop):
     def _count(self, entry: SpanEntry, kind: BarKind) -> None:
         """Account for a span that has ended or paused: busy time, work and Gantt bar."""
         run: SimulatedSpan = entry.backend_state
-        self.backend.occupy(entry.group, -1)
+        self.backend.busy.end(entry.group, self.now)
         share = run.computed_share(entry, self.now)
         for member in (entry, *entry.batched_with):
             count_work(self.backend.work, self.spec, member.span, share)
@@ -179,7 +179,7 @@ class ClusterSimulation(EventLoop):
         # -1 is the release of stage 0; a batch whose repetitions were cut short completed before this event
         if batch >= 0 and engine.replica.is_in_flight(batch):
             self._batch_bar(engine)
-            self.backend.occupy(engine.group, -1)
+            self.backend.busy.end(engine.group, self.now)
             for track in engine.complete(batch, self.now):
                 controlled = self.controller.requests[track.request.id]
                 request: SimRequest = controlled.backend_state
@@ -191,7 +191,7 @@ class ClusterSimulation(EventLoop):
         self.controller.changed(engine.group, self.now)
 
     def _kv_sent(self, kv_slice: KvSlice) -> None:
-        if not self.backend.defer_transfer(kv_slice):
+        if not self.backend.transfers.defer(kv_slice):
             self.bar("transfer", kv_slice.source, kv_slice.began_s, kv_slice.request, f"to {kv_slice.target}")
             self.controller.sent(kv_slice, self.now)
 
@@ -224,7 +224,7 @@ class ClusterSimulation(EventLoop):
         # spans cut off by the window: an entry runs on every instance of its group, count it once
         for entry in {id(e): e for e in self.controller.queues.running if isinstance(e, SpanEntry)}.values():
             self._count(entry, "span")
-        self.backend.close_busy()
+        self.backend.busy.close(self.now)
         targets = self.run_spec.targets
         records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS)) for one in self.requests)
         uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
@@ -250,7 +250,7 @@ class ClusterSimulation(EventLoop):
     def _use(self, instance: int, end_s: float) -> ReplicaUse:
         """Return the counters of one instance: its busy time and the work of the schedulers on it."""
         total = ReplicaUse(
-            iterations=0, batches=0, busy_s=self.backend.busy_s_of[instance], prefill_tokens=0, decode_tokens=0,
+            iterations=0, batches=0, busy_s=self.backend.busy.seconds[instance], prefill_tokens=0, decode_tokens=0,
             kv_read_tokens=0, attention_pairs=0.0, preemptions=0, recomputed_tokens=0, kv_peak_tokens=0,
         )  # fmt: skip
         for engine in self.backend.engines.values():

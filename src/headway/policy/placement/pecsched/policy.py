@@ -360,8 +360,7 @@ class PecSched(PlacementPolicy):
                 break
             self._long_queue.popleft()
             choice = self._strategies.choose(request.prompt_tokens, size, taken.nodes)
-            self._committed_longs += 1
-            order = self._committed_longs
+            self._committed_longs = order = self._committed_longs + 1
             group = SequenceParallelGroup(request, taken.replicas, order, choice.pause_interval_s, choice.prefill_s)
             replicas.occupy(group)
             self._groups[request.id] = group
