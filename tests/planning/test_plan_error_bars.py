@@ -55,6 +55,21 @@ def test_a_class_of_longer_prompts_than_were_measured_widens_the_band() -> None:
     assert not short.band.extrapolated
 
 
+def test_error_bars_are_kept_with_the_other_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, kept = tmp_path / "question.yaml", tmp_path / "kept.jsonl"
+    path.write_text(yaml.safe_dump(QUESTION))
+    plan = ["plan", str(path), "--jobs", "1", "--json", "--resume", str(kept)]
+    assert main(plan) == 0
+    first, lines = json.loads(capsys.readouterr().out), kept.read_text()
+    biases = [json.loads(line)["bias"] for line in lines.splitlines()[1:]]
+    share = first["error_bars"]["share"]
+    assert biases == [1.0, 1.0 + share, 1.0 / (1.0 + share)]
+    assert main(plan) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    # nothing was simulated again
+    assert kept.read_text() == lines
+
+
 def test_tables_and_json_show_the_error_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "question.yaml"
     path.write_text(yaml.safe_dump(QUESTION))

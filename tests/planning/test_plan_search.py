@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
-from headway.planning.bounds import least_late
+from headway.planning.bounds import falls_behind, least_late
 from headway.planning.candidates import candidates_of, cost_of, memory_faults, shape_of
+from headway.planning.demand_watch import BACKLOG, OUTRUN, least_percentile, of_class, tolerated
+from headway.planning.measure_runner import MeasureRunner
 from headway.planning.question import PlanQuestion, parse_question
 from headway.planning.search import PlanSearch, pareto
-from headway.planning.simulate import (
-    BACKLOG,
-    OUTRUN,
-    CandidateMeasure,
-    SimulationJob,
-    measure,
-    of_class,
-    tolerated,
-    workload_of,
-)
+from headway.planning.simulate import CandidateMeasure, SimulationJob, busiest, measure, workload_of
 from headway.sim.metrics.quantiles import quantile
+from headway.sim.workload import TraceRequest
 
 
 def random_question(seed: int, **search: Any) -> PlanQuestion:
@@ -108,6 +105,24 @@ def test_bound_never_exceeds_the_late_requests_of_a_simulation() -> None:
     assert bounded > 5
 
 
+def test_deployment_that_the_kv_bound_removes_does_not_keep_up() -> None:
+    removed = 0
+    for seed in range(4):
+        section = random_question(seed).model_dump(mode="json", by_alias=True, exclude_none=True)
+        section["workload"] = {"qps": 6, "requests": 60, "mix": [{"prompt": "fixed:2000", "output": "fixed:100"}]}
+        section["demands"] = {"all": {"ttft_p99_s": 5.0, "tbt_p50_s": 0.1}}
+        # caches of one request to a few of them, in steps that the bound falls into
+        section["memory"] = {"kv_tokens": 2200 * (1 + 2 * seed)}
+        question = parse_question(section)
+        workload = workload_of(question, seed)
+        for candidate in list(candidates_of(question))[::3]:
+            whole = measure(SimulationJob(question, candidate, to_the_end=True))
+            if falls_behind(candidate, question, workload):
+                removed += 1
+                assert not whole.keeps_up()
+    assert removed > 0
+
+
 def test_early_stop_changes_no_verdict() -> None:
     stopped = 0
     for seed in (6, 7):
@@ -124,6 +139,55 @@ def test_early_stop_changes_no_verdict() -> None:
     assert stopped > 0
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=30),
+    st.integers(1, 30),
+)
+def test_busiest_part_has_the_most_tokens_a_second(gaps_and_tokens: list[tuple[int, int]], count: int) -> None:
+    arrivals = itertools.accumulate(gap for gap, _ in gaps_and_tokens)
+    workload = [
+        TraceRequest(float(at_s), tokens, 1) for at_s, (_, tokens) in zip(arrivals, gaps_and_tokens, strict=True)
+    ]
+
+    def rate(part: list[TraceRequest]) -> float:
+        return sum(r.prompt_tokens + 1 for r in part) / max(1e-9, part[-1].arrival_s - part[0].arrival_s)
+
+    count = min(count, len(workload))
+    parts = [workload[i : i + count] for i in range(len(workload) - count + 1)]
+    assert busiest(workload, count) in parts
+    assert rate(busiest(workload, count)) == pytest.approx(max(map(rate, parts)))
+
+
+LATENCIES = st.lists(st.floats(0, 10), max_size=40)
+
+
+@given(LATENCIES.filter(bool), LATENCIES, st.sampled_from([50.0, 90.0, 99.0]))
+def test_percentile_is_at_least_what_a_part_of_the_values_forces(
+    part: list[float], others: list[float], percent: float
+) -> None:
+    few = tolerated(len(part) + len(others), percent)
+    whole = quantile(part + others, percent)
+    assert whole is not None
+    assert least_percentile(part, few) <= whole * (1 + 1e-9)
+    assert few > 0 or least_percentile(part, few) == max(part)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5])
+def test_candidate_that_is_removed_on_the_busiest_part_misses_a_demand_on_the_whole_workload(ratio: float) -> None:
+    question = random_question(2)
+    workload = question.workload.model_copy(update={"requests": 1600, "qps": 12.0})
+    question = question.model_copy(update={"workload": workload, "demands": {"all": {"ttft_p95_s": ratio}}})
+    demands, removed = question.demand_list(), 0
+    for candidate in list(candidates_of(question))[::5]:
+        part = measure(SimulationJob(question, candidate, 400))
+        if part.seeds[0].missed not in ("", BACKLOG):
+            removed += 1
+            assert not measure(SimulationJob(question, candidate, to_the_end=True)).meets(demands)
+        else:
+            assert part.seeds[0].least_s[0] <= part.seeds[0].values_s[0]
+    assert removed > 0
+
+
 @pytest.mark.parametrize("count", [1, 2, 10, 99, 100, 101])
 @pytest.mark.parametrize("percent", [50.0, 90.0, 99.0])
 def test_tolerated_is_the_most_that_a_percentile_allows(count: int, percent: float) -> None:
@@ -136,7 +200,8 @@ def test_tolerated_is_the_most_that_a_percentile_allows(count: int, percent: flo
 @pytest.mark.long
 def test_number_of_processes_changes_nothing() -> None:
     question = random_question(1)
-    assert PlanSearch(question, jobs=1).run() == PlanSearch(question, jobs=2).run()
+    with MeasureRunner(2) as runner:
+        assert PlanSearch(question).run() == PlanSearch(question, runner).run()
 
 
 def test_screening_finds_a_plan_that_meets_all_demands_and_says_how_many_it_removed() -> None:
@@ -214,4 +279,5 @@ def test_race_over_thousands_of_requests_finds_the_plan_that_full_runs_find() ->
     assert result.best is not None
     assert truth is not None
     assert result.best.candidate == truth.candidate
+    assert result.missed_at_peak > 0
     assert any(seed.missed == OUTRUN for one in result.measures for seed in one.seeds)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headway.planning.error_bars import PlanErrorBars
     from headway.planning.question import PlanQuestion
     from headway.planning.search import PlanResult
 
@@ -43,8 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.question is None:
         raise ConfigError("name a question file (such as examples/plan-chat-and-documents.yaml), or --schema")
-    result = _search(_read(arguments), arguments)
-    bars = error_bars(result, _jobs(arguments))
+    result, bars = _search(_read(arguments), arguments)
     if arguments.json:
         import msgspec
 
@@ -79,32 +80,40 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
     return parse_question(data, str(arguments.question))
 
 
-def _search(question: PlanQuestion, arguments: argparse.Namespace) -> PlanResult:
+def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[PlanResult, PlanErrorBars | None]:
     from headway.planning.answer import measure_line, question_line, read_measures
+    from headway.planning.error_bars import error_bars
+    from headway.planning.measure_runner import MeasureRunner
     from headway.planning.search import PlanSearch
     from headway.planning.simulate import CandidateMeasure, SimulationJob
     from headway.sim.report.progress import RunProgress
 
     known = read_measures(arguments.resume, question) if arguments.resume is not None else {}
-    with RunProgress(None) as progress:
-        if arguments.resume is None:
-            return PlanSearch(question, _jobs(arguments), lambda job, one: progress.done(one.candidate.name)).run()
-        import json
+    with ExitStack() as stack:
+        file: IO[str] | None = None
+        if arguments.resume is not None:
+            import json
 
-        try:
-            file = arguments.resume.open("a" if known else "w")
-        except OSError as error:
-            raise ConfigError(f"cannot write {arguments.resume}: {error.strerror}") from error
-        with file:
+            try:
+                if known:
+                    # a line that was cut off must not be gone on with
+                    os.truncate(arguments.resume, arguments.resume.read_bytes().rfind(b"\n") + 1)
+                file = stack.enter_context(arguments.resume.open("a" if known else "w"))
+            except OSError as error:
+                raise ConfigError(f"cannot write {arguments.resume}: {error.strerror}") from error
             if not known:
                 file.write(json.dumps(question_line(question)) + "\n")
+        progress = stack.enter_context(RunProgress(None))
 
-            def keep(job: SimulationJob, one: CandidateMeasure) -> None:
+        def keep(job: SimulationJob, one: CandidateMeasure) -> None:
+            if file is not None:
                 file.write(measure_line(job, one) + "\n")
                 file.flush()
-                progress.done(one.candidate.name)
+            progress.done(one.candidate.name)
 
-            return PlanSearch(question, _jobs(arguments), keep, known).run()
+        runner = stack.enter_context(MeasureRunner(_jobs(arguments), keep, known))
+        result = PlanSearch(question, runner).run()
+        return result, error_bars(result, runner)
 
 
 def _jobs(arguments: argparse.Namespace) -> int:

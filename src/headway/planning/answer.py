@@ -34,6 +34,7 @@ def result_json(result: PlanResult, bars: PlanErrorBars | None = None) -> dict[s
             {"accelerator": name, "layout": layout, "why": why} for (name, layout), why in result.without_memory.items()
         ],
         "bounded": result.bounded,
+        "missed_at_peak": result.missed_at_peak,
         "screened": result.screened,
         "simulated": len(result.measures),
         "best": measure_json(result.best, question),
@@ -79,7 +80,7 @@ def measure_json(one: CandidateMeasure | None, question: PlanQuestion) -> dict[s
         if one.complete()
         else [],
         "binds": binds(one, question),
-        "use": [{k: v for k, v in s._asdict().items() if k != "values_s"} for s in one.seeds],
+        "use": [{k: v for k, v in s._asdict().items() if k not in ("values_s", "least_s")} for s in one.seeds],
     }
 
 
@@ -194,7 +195,7 @@ def measure_line(job: SimulationJob, one: CandidateMeasure) -> str:
     seeds = [seed._asdict() for seed in one.seeds]
     return json.dumps(
         {"candidate": asdict(one.candidate), "requests": job.requests, "to_the_end": job.to_the_end, "ratio": job.ratio,
-         "seeds": seeds, "why": one.why}
+         "bias": job.bias, "seeds": seeds, "why": one.why}
     )  # fmt: skip
 
 
@@ -222,15 +223,15 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
         one = CandidateMeasure(
             DeploymentCandidate(**data["candidate"]), tuple(_seed(seed) for seed in data["seeds"]), data["why"]
         )
-        known[one.candidate, data["requests"], data["to_the_end"], data["ratio"]] = one
+        known[one.candidate, data["requests"], data["to_the_end"], data["ratio"], data["bias"]] = one
     return known
 
 
 def question_line(question: PlanQuestion) -> dict[str, Any]:
     """Return what a file of results begins with."""
     plain: dict[str, Any] = json.loads(question.model_dump_json(by_alias=True))
-    return {"schema": f"{SCHEMA} measures/2", "question": plain}
+    return {"schema": f"{SCHEMA} measures/3", "question": plain}
 
 
 def _seed(data: Mapping[str, Any]) -> SeedMeasure:
-    return SeedMeasure(**{**data, "values_s": tuple(data["values_s"])})
+    return SeedMeasure(**{**data, "values_s": tuple(data["values_s"]), "least_s": tuple(data["least_s"])})

@@ -1,7 +1,8 @@
-"""A bound in closed form: how many requests of a class must miss a TTFT limit, whatever the policy.
+"""Bounds in closed form of what no simulation need show: late prefills, and decodes that the KV cache is too small for.
 
 No machine exceeds its peak FLOP/s, so a prompt takes at least its model FLOPs over the peak of the instance, and all
-instances together at least the sum over theirs. Candidates that fail even so need no simulation.
+instances together at least the sum over theirs. A decode holds its request's KV, and no iteration is shorter than that
+of a single row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Sequence
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.shapes import ModelShape
 from headway.planning.candidates import DeploymentCandidate
+from headway.planning.demand_watch import drained_by_s
+from headway.planning.question import PlanQuestion
+from headway.sim.build import instance_of
+from headway.sim.cluster.build import cluster_of
+from headway.sim.memory import InfeasibleError
 from headway.sim.workload import TraceRequest
 
 
@@ -45,3 +51,32 @@ def least_late(
             break
         done += 1
     return max(alone, len(work) - done)
+
+
+def falls_behind(candidate: DeploymentCandidate, question: PlanQuestion, requests: list[TraceRequest]) -> bool:
+    """Return whether the KV caches are too small for all answers to end by `drained_by_s`, in whatever order.
+
+    Each token of an answer after the first occupies its request's KV, in tokens, for at least one iteration through all
+    stages; the product, summed over all answers, is at most the caches' size × the time there is."""
+    scenario = candidate.scenario(question)
+    try:
+        if candidate.decoders:
+            spec = cluster_of(scenario, requests)
+            kv_tokens = sum(instance.capacity for instance in spec.instances if instance.role == "decode")
+            latency = spec.engine([spec.instances[-1]]).latency
+        else:
+            instance = instance_of(scenario, requests)
+            kv_tokens = candidate.replicas * instance.kv_tokens * candidate.kvp
+            latency = instance.latency
+    except InfeasibleError:
+        return False
+    token_s = candidate.stages * latency.least_rows_s(1)
+    steps = [max(0, request.output_tokens - 1) for request in requests]
+    held = sum(
+        # a cached prefix may be shared; the cache grows by a token a step
+        count * (request.prompt_tokens - request.cached_tokens) + count * (count - 1) // 2
+        for count, request in zip(steps, requests, strict=True)
+    )
+    return held * token_s > kv_tokens * (
+        drained_by_s(question.demand_list(), requests) - min(request.arrival_s for request in requests)
+    )

@@ -14,11 +14,12 @@ import numpy as np
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.error_band import ErrorBand, prefill_band
 from headway.planning.candidates import DeploymentCandidate, shape_of
+from headway.planning.demand_watch import of_class
+from headway.planning.measure_runner import MeasureRunner
 from headway.planning.question import PlanQuestion
 from headway.planning.search import PlanResult
-from headway.planning.simulate import CandidateMeasure, SimulationJob, measure, of_class, workload_of
+from headway.planning.simulate import CandidateMeasure, SimulationJob, workload_of
 from headway.sim.build import latency_of
-from headway.sim.runner import run_in_processes
 
 
 class PlanErrorBars(NamedTuple):
@@ -38,8 +39,9 @@ class PlanErrorBars(NamedTuple):
         return min(values), max(values)
 
 
-def error_bars(result: PlanResult, jobs: int = 1) -> PlanErrorBars | None:
-    """Return the error bars of a search's plan, or of the nearest one; None where nothing ran to its end."""
+def error_bars(result: PlanResult, runner: MeasureRunner | None = None) -> PlanErrorBars | None:
+    """Return the error bars of a search's plan, or of the nearest one; None where nothing ran to its end. runner: None:
+    simulated in this process."""
     one = result.best or result.nearest
     if one is None or not one.complete():
         return None
@@ -48,7 +50,7 @@ def error_bars(result: PlanResult, jobs: int = 1) -> PlanErrorBars | None:
         return None
     job = SimulationJob(result.question, one.candidate, to_the_end=True)
     biased = [job._replace(bias=bias) for bias in (1.0 + band.share, 1.0 / (1.0 + band.share))]
-    slow, fast = run_in_processes(measure, biased, jobs)
+    slow, fast = (runner or MeasureRunner()).measure(biased)
     return PlanErrorBars(band, one, slow, fast) if slow.complete() and fast.complete() else None
 
 

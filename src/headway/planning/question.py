@@ -62,6 +62,11 @@ class SearchSection(FileSection):
         description="simulated requests on one level of cost; above it, candidates are first screened on a part of the "
         "workload",
     )
+    busiest_part: Count = Field(
+        default=8,
+        description="candidates are first simulated on the busiest of so many parts of the workload, if it has 200 "
+        "requests or more; 1: they are not, and the search is exact",
+    )
     front: bool = Field(default=False, description="go on to dearer plans, for the whole Pareto front")
 
 

@@ -1,42 +1,36 @@
 """Find the cheapest candidate that meets every demand.
 
 Levels of equal cost are searched in ascending order, so the first level with a plan has the cheapest one: no heuristic
-can miss it. Within a level the closed-form bound removes candidates that cannot do it, and simulations of the others
-stop as soon as a demand is certainly missed. They run in order of what they reach on a small part of the workload; once
-one meets all demands, others stop when their margin is certainly narrower, which is exact too (without `front`). Only a
-level that would take more than `search.effort` simulated requests is screened first, by successive halving: each round
-simulates twice as large a part of the workload and keeps the better half. The answer says so.
+can miss it. Within a level closed-form bounds remove candidates that cannot do it. The others are first simulated on
+the busiest part of the workload: what already misses more there than a percentile over the whole workload tolerates is
+removed. That is exact unless requests before the part would have helped those in it. The rest is simulated in order of
+what it reaches there, and stops as soon as a demand is certainly missed or, once one meets all demands, its margin is
+certainly narrower, which is exact too (without `front`). Only a level that would take more than `search.effort`
+simulated requests is screened before, by successive halving: each round simulates twice as large a part of the workload
+and keeps the better half. The answer says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
-from headway.planning.bounds import least_late
+from headway.planning.bounds import falls_behind, least_late
 from headway.planning.candidates import DeploymentCandidate, candidates_of, cost_of, memory_faults, shape_of
+from headway.planning.demand_watch import BACKLOG, of_class, tolerated
+from headway.planning.measure_runner import MeasureRunner
 from headway.planning.question import PlanQuestion
-from headway.planning.simulate import (
-    CandidateMeasure,
-    MeasureKey,
-    SimulationJob,
-    measure,
-    of_class,
-    tolerated,
-    workload_of,
-)
-from headway.sim.runner import WorkerProcesses
+from headway.planning.simulate import CandidateMeasure, SimulationJob, workload_of
 from headway.sim.workload import TraceRequest
 
 _FIRST_PART = 8
 """The first round of a screening simulates one part in so many of the workload."""
-_ORDER_PART = 32
-"""Candidates of a level are ordered by what they reach on one part in so many of the workload."""
-_ORDER_REQUESTS = 200
-"""Fewest requests of that part; a workload without so many is simulated in the order of the search space."""
+_PEAK_REQUESTS = 200
+"""Fewest requests of the busiest part that candidates are first simulated on; a smaller workload is simulated at once,
+in the order of the search space."""
 _FIRST_WAVE = 2
 """Candidates of a level that run before a margin is known; each wave has twice as many as the one before."""
 _FEWEST = 4
@@ -61,7 +55,9 @@ class PlanResult:
     without_memory: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """Layouts that do not fit, by (accelerator, layout), each with the numbers."""
     bounded: int = 0
-    """Candidates that the closed-form bound removed."""
+    """Candidates that a closed-form bound removed."""
+    missed_at_peak: int = 0
+    """Candidates that missed a demand over the whole workload by what they missed in its busiest part."""
     screened: int = 0
     """Candidates that were removed on a part of the workload."""
     requests: int = 0
@@ -69,23 +65,17 @@ class PlanResult:
 
 
 class PlanSearch:
-    """One search. `on_measure` is called after each simulation; `known` holds results of earlier searches of the same
-    question (`answer.read_measures`)."""
+    """One search."""
 
-    def __init__(
-        self,
-        question: PlanQuestion,
-        jobs: int = 1,
-        on_measure: Callable[[SimulationJob, CandidateMeasure], None] = lambda job, one: None,
-        known: Mapping[MeasureKey, CandidateMeasure] | None = None,
-    ) -> None:
+    def __init__(self, question: PlanQuestion, runner: MeasureRunner | None = None) -> None:
+        """runner: simulates candidates; None: in this process. Raises ConfigError where the workload has no request of
+        a demanded class."""
         self.question = question
         self.demands = question.demand_list()
-        self._workers = WorkerProcesses(jobs)
-        self._on_measure = on_measure
-        self._known = dict(known or {})
+        self._runner = runner or MeasureRunner()
         self._workloads = [workload_of(question, seed) for seed in question.seeds]
         self._measures: dict[DeploymentCandidate, CandidateMeasure] = {}
+        self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._bounded = self._screened = 0
         classes = {request.klass for request in self._workloads[0]}
         for demand in self.demands:
@@ -97,10 +87,6 @@ class PlanSearch:
 
     def run(self) -> PlanResult:
         """Search. Deterministic; the number of processes changes nothing."""
-        with self._workers:
-            return self._search()
-
-    def _search(self) -> PlanResult:
         question = self.question
         space = list(candidates_of(question))
         if not space:
@@ -117,8 +103,8 @@ class PlanSearch:
                 break
         nearest = None if best is not None or not fitting else self._nearest(fitting)
         return PlanResult(
-            question, best, tuple(self._measures.values()), nearest, len(space), faults, self._bounded, self._screened,
-            len(self._workloads[0]),
+            question, best, tuple(self._measures.values()), nearest, len(space), faults, self._bounded,
+            len(self._missed_at_peak), self._screened, len(self._workloads[0]),
         )  # fmt: skip
 
     def _cost(self, candidate: DeploymentCandidate) -> float:
@@ -147,25 +133,39 @@ class PlanSearch:
 
         Exact: what stops has a ratio above the best's, so it is not the plan. Return them in the order of `level`,
         which decides between equal margins."""
-        ordered, ratio, size, at = self._promising_first(level), 1.0, _FIRST_WAVE, 0
+        ordered, ratio, size = self._promising_first(level), 1.0, _FIRST_WAVE
         found: dict[DeploymentCandidate, CandidateMeasure] = {}
-        while at < len(ordered):
-            wave = ordered[at : at + size]
-            for one in self._measure([SimulationJob(self.question, c, ratio=ratio) for c in wave]):
-                found[one.candidate] = one
-            met = [one.ratio(self.demands) for one in found.values() if one.meets(self.demands)]
-            ratio, at, size = min(met, default=1.0), at + size, 2 * size
-        return [found[candidate] for candidate in level]
+        while ordered:
+            wave, ordered, size = ordered[:size], ordered[size:], 2 * size
+            jobs = [SimulationJob(self.question, candidate, ratio=ratio) for candidate, _ in wave]
+            found |= {one.candidate: one for one in self._measure(jobs)}
+            ratio = min((one.ratio(self.demands) for one in found.values() if one.meets(self.demands)), default=1.0)
+            # what its busiest part alone makes of the margin can only be too good
+            ordered = [(candidate, least) for candidate, least in ordered if least <= ratio]
+        return [found[candidate] for candidate in level if candidate in found]
 
-    def _promising_first(self, level: list[DeploymentCandidate]) -> list[DeploymentCandidate]:
-        requests = len(self._workloads[0]) // _ORDER_PART
-        if len(level) <= _FIRST_WAVE or requests < _ORDER_REQUESTS:
-            return level
+    def _promising_first(self, level: list[DeploymentCandidate]) -> list[tuple[DeploymentCandidate, float]]:
+        """Return the candidates that may meet the demands by what they do on the busiest part, the best first, each
+        with the least share of its limits that it reaches over the whole workload."""
+        requests = len(self._workloads[0]) // self.question.search.busiest_part
+        if self.question.search.busiest_part == 1 or requests < _PEAK_REQUESTS:
+            return [(candidate, 0.0) for candidate in level]
         measured = self._measure([SimulationJob(self.question, c, requests) for c in level], keep=False)
-        return [one.candidate for one in sorted(measured, key=lambda one: one.rank(self.demands))]
+        left: list[CandidateMeasure] = []
+        for one in measured:
+            # a part that is not drained long after its last arrival may be the workload's end, or go on in a lull
+            missed = any(seed.missed not in ("", BACKLOG) for seed in one.seeds)
+            if missed:
+                self._missed_at_peak[one.candidate] = one
+            else:
+                left.append(one)
+        left.sort(key=lambda one: one.rank(self.demands))
+        return [(one.candidate, one.least_ratio(self.demands)) for one in left]
 
     def _possible(self, candidate: DeploymentCandidate) -> bool:
-        """Whether the closed-form bound leaves a chance to every demand on TTFT."""
+        """Whether the closed-form bounds leave a chance to keep up, and to every demand on TTFT."""
+        if any(falls_behind(candidate, self.question, mine) for mine in self._workloads):
+            return False
         device, shape = accelerator(candidate.accelerator), shape_of(self.question)
         for demand in self.demands:
             if demand.metric != "ttft":
@@ -191,12 +191,7 @@ class PlanSearch:
         return level
 
     def _measure(self, jobs: list[SimulationJob], keep: bool = True) -> list[CandidateMeasure]:
-        """Simulate, in parallel, what is not known yet."""
-        missing = [job for job in jobs if job.key not in self._known]
-        for job, one in zip(missing, self._workers.map(measure, missing), strict=True):
-            self._known[job.key] = one
-            self._on_measure(job, one)
-        measured = [self._known[job.key] for job in jobs]
+        measured = self._runner.measure(jobs)
         if keep:
             self._measures |= {one.candidate: one for one in measured}
         return measured
@@ -204,7 +199,8 @@ class PlanSearch:
     def _nearest(self, fitting: Sequence[DeploymentCandidate]) -> CandidateMeasure | None:
         """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
         stopped; where the bound removed all, of those with most accelerators that prefill."""
-        far = sorted(self._measures.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
+        tried = self._measures or self._missed_at_peak
+        far = sorted(tried.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
         chosen = [one.candidate for one in far if one.seeds][:_NEAREST]
         if not chosen:
             chosen = sorted(fitting, key=lambda c: -(c.accelerators - c.decoders * c.tp * c.stages))[:_NEAREST]

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.planning.candidates import DeploymentCandidate
+from headway.planning.demand_watch import (
+    BACKLOG,
+    FAILED_S,
+    DemandWatch,
+    HopelessError,
+    drained_by_s,
+    least_percentile,
+    most_values,
+    tolerated,
+    values_of,
+)
 from headway.planning.question import LatencyDemand, PlanQuestion
 from headway.sim.build import instance_of, run_of
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.memory import InfeasibleError
-from headway.sim.metrics import NO_TARGETS, RequestRecord
+from headway.sim.metrics import RequestRecord
 from headway.sim.metrics import definitions as d
 from headway.sim.metrics.quantiles import quantile
-from headway.sim.records import SimulatedRequest, record_of
+from headway.sim.records import SimulatedRequest
 from headway.sim.requests import requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import NoiseSection
 from headway.sim.simulation import InstanceSimulation
 from headway.sim.workload import TraceRequest
-
-BACKLOG = "keeping up with arrivals"
-"""What a candidate misses whose requests are not served long after the last one came. Percentiles of the gaps between
-tokens would not show it: a request that waits for hours for its second token has one long gap and hundreds of short
-ones."""
-
-OUTRUN = "the margin of another plan of this cost"
-"""What a candidate misses that was stopped because it can no longer be the plan with the widest margin."""
-
-_FAILED_S = 1e12
-"""Latency of a request that failed: finite, so that percentiles can be interpolated."""
 
 
 class SeedMeasure(NamedTuple):
@@ -56,6 +56,9 @@ class SeedMeasure(NamedTuple):
     mfu: float | None
     mbu: float | None
     preemptions: int
+    least_s: tuple[float, ...] = ()
+    """Of a run over a part of the workload: what each demand's percentile over all of it at least is if the part's
+    requests have these latencies. Empty: of a run over all of it."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,15 @@ class CandidateMeasure:
         """Return whether this is a plan: it keeps up, and meets every demand."""
         return self.keeps_up() and self.ratio(demands) <= 1.0
 
-    def rank(self, demands: Sequence[LatencyDemand]) -> tuple[bool, float, float]:
+    def least_ratio(self, demands: Sequence[LatencyDemand]) -> float:
+        """Return the largest `least_s` as a share of its limit; 0 of runs over all of the workload."""
+        shares = [one / demand.limit_s for s in self.seeds for one, demand in zip(s.least_s, demands, strict=False)]
+        return max(shares, default=0.0)
+
+    def rank(self, demands: Sequence[LatencyDemand]) -> tuple[bool, float, float, float]:
         """Return a key that sorts what comes closest to the demands first; of stopped ones, what got furthest."""
-        return not self.keeps_up(), self.ratio(demands), -sum(seed.stopped_s for seed in self.seeds)
+        stopped_s = sum(seed.stopped_s for seed in self.seeds)
+        return not self.keeps_up(), self.least_ratio(demands), self.ratio(demands), -stopped_s
 
 
 class SimulationJob(NamedTuple):
@@ -100,7 +109,7 @@ class SimulationJob(NamedTuple):
     question: PlanQuestion
     candidate: DeploymentCandidate
     requests: int | None = None
-    """Only the first so many requests; None: all of them."""
+    """Only the busiest so many requests in a row; None: all of them."""
     to_the_end: bool = False
     """Do not stop when a demand cannot be met any more."""
     ratio: float = 1.0
@@ -110,11 +119,11 @@ class SimulationJob(NamedTuple):
 
     @property
     def key(self) -> MeasureKey:
-        return self.candidate, self.requests, self.to_the_end, self.ratio
+        return self.candidate, self.requests, self.to_the_end, self.ratio, self.bias
 
 
-MeasureKey = tuple[DeploymentCandidate, int | None, bool, float]
-"""What determines a measure of a question: the candidate, and the job's `requests`, `to_the_end` and `ratio`."""
+MeasureKey = tuple[DeploymentCandidate, int | None, bool, float, float]
+"""What determines a measure of a question: the job's `candidate`, `requests`, `to_the_end`, `ratio` and `bias`."""
 
 _KEPT_WORKLOADS = 8
 """Seeds of one question that are kept."""
@@ -146,21 +155,10 @@ def workload_of(question: PlanQuestion, seed: int) -> list[TraceRequest]:
     return found
 
 
-def of_class(klass: str, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Return the requests that a demand on `klass` counts."""
-    return [request for request in requests if klass in ("all", request.klass)]
-
-
-class _HopelessError(Exception):
-    """Ends a simulation in its midst."""
-
-    def __init__(self, missed: str, at_s: float) -> None:
-        self.missed, self.at_s = missed, at_s
-
-
 def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
     question, scenario = job.question, job.candidate.scenario(job.question)
-    requests = workload_of(question, seed)[: job.requests]
+    workload = workload_of(question, seed)
+    requests = workload if job.requests is None else busiest(workload, job.requests)
     # the window cuts arrivals, not answers: a plan is judged by whole requests
     section = scenario.run.model_copy(update={"window_s": None, "noise": NoiseSection(bias=job.bias)})
     run = run_of(scenario.model_copy(update={"run": section}), seed)
@@ -169,34 +167,40 @@ def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
     simulation: InstanceSimulation | ClusterSimulation
     live: Callable[[], Sequence[SimulatedRequest]]
     if job.candidate.decoders:
-        spec = cluster_of(scenario, requests)
+        spec = cluster_of(scenario, workload)
         cluster = simulation = ClusterSimulation(spec, placement_of(scenario, spec), requests, run)
         capacity = max(i.capacity for i in spec.instances)
         live = lambda: cluster.requests  # noqa: E731
     else:
-        instance = instance_of(scenario, requests)
+        instance = instance_of(scenario, workload)
         single = simulation = InstanceSimulation(instance, requests, run, None)
         capacity = instance.kv_tokens * instance.config.kv_parallel
         live = lambda: single.tracks  # noqa: E731
-    watch = _DemandWatch(demands, requests, live, job.ratio)
+    watch = DemandWatch(demands, requests, workload, live, job.ratio)
     try:
         simulation.run_events(None if job.to_the_end else watch.look)
-    except _HopelessError as stop:
+    except HopelessError as stop:
         return SeedMeasure((), stop.missed, stop.at_s, 0.0, 0.0, 0.0, 0.0, None, None, 0)
     result = simulation.result()
     sim = result if isinstance(result, SimResult) else result.sim
     late = sim.duration_s + requests[0].arrival_s > drained_by_s(demands, requests)
-    return _measured(sim, demands, capacity, BACKLOG if late else "")
+    measured = _measured(sim, demands, capacity, BACKLOG if late else "")
+    if job.requests is None:
+        return measured
+    return measured._replace(least_s=tuple(_least_s(demand, sim.records, workload) for demand in demands))
 
 
-def drained_by_s(demands: Sequence[LatencyDemand], requests: Sequence[TraceRequest]) -> float:
-    """Return the virtual second at which a deployment that keeps up has answered everything: a tenth of the time of
-    arrivals after the last one, and what the longest answer may take by the demands."""
-    last_s = max(request.arrival_s for request in requests)
-    gap_s = max((demand.limit_s for demand in demands if demand.metric in ("tbt", "max_tbt", "tpot")), default=0.2)
-    first_s = max((demand.limit_s for demand in demands if demand.metric in ("ttft", "e2e")), default=0.0)
-    longest = max(request.output_tokens for request in requests)
-    return last_s + 0.1 * (last_s - min(request.arrival_s for request in requests)) + longest * gap_s + first_s
+def busiest(workload: list[TraceRequest], count: int) -> list[TraceRequest]:
+    """Return the `count` requests in a row that bring the most tokens, of prompts and answers, a second; of several
+    such the first. Of a workload whose requests wait for answers, the first `count`."""
+    if count >= len(workload) or any(request.waits for request in workload):
+        return workload[:count]
+    tokens = np.cumsum([0, *(request.prompt_tokens + request.output_tokens for request in workload)])
+    arrivals = np.array([request.arrival_s for request in workload])
+    seconds = arrivals[count - 1 :] - arrivals[: len(workload) - count + 1]
+    # many requests may arrive at one instant
+    first = int(np.argmax((tokens[count:] - tokens[:-count]) / np.maximum(seconds, 1e-9)))
+    return workload[first : first + count]
 
 
 def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int, missed: str) -> SeedMeasure:
@@ -219,132 +223,20 @@ def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int
     )
 
 
-def values_of(demand: LatencyDemand, record: RequestRecord) -> list[float]:
-    """Return what a demand counts of one request: its gaps, or one latency. A failed request counts as for ever."""
-    if not record.ok:
-        return [_FAILED_S]
-    if demand.metric == "tbt":
-        return d.tbt_s(record)
-    if demand.metric == "max_tbt":
-        return [max(d.tbt_s(record), default=0.0)]
-    known = {"ttft": d.ttft_s, "tpot": d.tpot_s, "e2e": d.e2e_s}[demand.metric](record)
-    return [] if known is None else [known]
-
-
 def _value_s(demand: LatencyDemand, records: Iterable[RequestRecord]) -> float:
-    sample = [v for r in records if demand.klass in ("all", r.klass) for v in values_of(demand, r)]
-    value = quantile(sample, demand.percent)
+    value = quantile(_sample(demand, records), demand.percent)
     # no value: every request of the class has a single token, so that there are no gaps to be late
-    return 0.0 if value is None else math.inf if value > 1e-3 * _FAILED_S else value
+    return 0.0 if value is None else _latency_s(value)
 
 
-def tolerated(count: int, percent: float) -> int:
-    """Return how many of `count` values may exceed a limit while the percentile can still meet it.
-
-    The percentile interpolates between the values number floor(h) and floor(h) + 1, h = (count - 1) · percent / 100,
-    counted from 0: with more values beyond the limit than lie above number floor(h), it exceeds the limit."""
-    return count - 1 - math.floor((count - 1) * percent / 100 + 1e-9)
+def _least_s(demand: LatencyDemand, records: Iterable[RequestRecord], workload: Sequence[TraceRequest]) -> float:
+    few = tolerated(most_values(demand, workload), demand.percent)
+    return _latency_s(least_percentile(_sample(demand, records), few))
 
 
-def _first_token_s(one: SimulatedRequest) -> float | None:
-    """Return the time of the first token; in a cluster it may still be in the track of the instance that decodes."""
-    track = getattr(one, "track", None)
-    times = one.times or (track.times if track is not None else ())
-    return times[0] if times else None
+def _sample(demand: LatencyDemand, records: Iterable[RequestRecord]) -> list[float]:
+    return [v for r in records if demand.klass in ("all", r.klass) for v in values_of(demand, r)]
 
 
-@dataclass
-class _WatchedLimit:
-    """A demand, with what has exceeded its limit so far."""
-
-    demand: LatencyDemand
-    limit_s: float
-    tolerated: int
-    missed: set[str] = field(default_factory=set)
-    """TTFT: requests that are late."""
-    over: int = 0
-    """Other metrics: values of ended requests above the limit."""
-
-    def counts(self, one: SimulatedRequest) -> bool:
-        """Return whether the demand is on this request's class."""
-        return self.demand.klass in ("all", one.source.klass)
-
-
-class _DemandWatch:
-    """Counts values that have exceeded a limit for certain, as a simulation goes on, and sees backlogs.
-
-    A request without a first token at arrival + limit has missed it whatever follows, and the gaps of an ended request
-    stay as they are, so stopping once there are more than the percentile tolerates changes no verdict."""
-
-    def __init__(
-        self,
-        demands: Sequence[LatencyDemand],
-        requests: Sequence[TraceRequest],
-        live: Callable[[], Sequence[SimulatedRequest]],
-        ratio: float = 1.0,
-    ) -> None:
-        """ratio: share of each limit that counts as missed."""
-        self._live = live
-        self._ratio = ratio
-        self._drained_by_s = drained_by_s(demands, requests)
-        self._seen = 0
-        # requests without a first token yet
-        self._open: list[SimulatedRequest] = []
-        # requests that have not ended, looked at only for demands on other metrics than TTFT
-        self._running: list[SimulatedRequest] = []
-        limits = [
-            _WatchedLimit(demand, ratio * demand.limit_s, tolerated(_most_values(demand, requests), demand.percent))
-            for demand in demands
-        ]
-        self._ttft = [limit for limit in limits if limit.demand.metric == "ttft"]
-        self._other = [limit for limit in limits if limit.demand.metric != "ttft"]
-
-    def look(self, now_s: float, ended: int) -> None:
-        """Raise _HopelessError once more requests have missed a limit than its percentile tolerates."""
-        if now_s > self._drained_by_s:
-            raise _HopelessError(BACKLOG, now_s)
-        tracks = self._live()
-        self._open += tracks[self._seen :]
-        if self._other:
-            self._running += tracks[self._seen :]
-            self._look_at_ended(now_s)
-        self._seen = len(tracks)
-        still: list[SimulatedRequest] = []
-        for one in self._open:
-            first_s = _first_token_s(one)
-            # a request that ended without a token counts as late
-            failed = first_s is None and one.ended_s is not None
-            at_s = now_s if first_s is None else first_s
-            self._count(one, math.inf if failed else at_s - one.request.arrival_s, now_s)
-            if first_s is None and not failed:
-                still.append(one)
-        self._open = still
-
-    def _look_at_ended(self, now_s: float) -> None:
-        for one in self._running:
-            if one.ended_s is None:
-                continue
-            record = record_of(one, NO_TARGETS)
-            for limit in self._other:
-                if limit.counts(one):
-                    limit.over += sum(value > limit.limit_s for value in values_of(limit.demand, record))
-                    self._check(limit, limit.over, now_s)
-        self._running = [one for one in self._running if one.ended_s is None]
-
-    def _count(self, one: SimulatedRequest, ttft_s: float, now_s: float) -> None:
-        """ttft_s: the time to first token, or a lower bound of it."""
-        for limit in self._ttft:
-            if ttft_s > limit.limit_s and limit.counts(one):
-                limit.missed.add(one.request.id)
-                self._check(limit, len(limit.missed), now_s)
-
-    def _check(self, limit: _WatchedLimit, over: int, now_s: float) -> None:
-        if over > limit.tolerated:
-            raise _HopelessError(limit.demand.name if self._ratio >= 1 else OUTRUN, now_s)
-
-
-def _most_values(demand: LatencyDemand, requests: Sequence[TraceRequest]) -> int:
-    """Return the most values that a percentile of this demand can be taken of."""
-    mine = of_class(demand.klass, requests)
-    # a failed request counts as one value
-    return sum(max(1, one.output_tokens - 1) for one in mine) if demand.metric == "tbt" else len(mine)
+def _latency_s(value_s: float) -> float:
+    return math.inf if value_s > 1e-3 * FAILED_S else value_s

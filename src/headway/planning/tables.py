@@ -72,8 +72,13 @@ def _tried(result: PlanResult, bars: PlanErrorBars | None) -> str:
     simulated = len(result.measures)
     stopped = sum(not one.complete() for one in result.measures)
     layouts = f"{len(result.without_memory)} layouts without memory"
-    counts = f"{result.bounded} removed by the closed-form bound, {simulated} simulated ({stopped} stopped early)"
+    counts = f"{result.bounded} removed by closed-form bounds, {simulated} simulated ({stopped} stopped early)"
     words = [f"{result.candidates} candidates, {result.requests:,} requests: {layouts}, {counts}"]
+    if result.missed_at_peak:
+        words.append(
+            f"{result.missed_at_peak} more miss a demand by the busiest part of the workload alone: "
+            "search.busiest_part=1 simulates them on all of it"
+        )
     if result.screened:
         words.append(f"{result.screened} removed on a part of the workload: raise search.effort for an exact search")
     words.append(f"iteration times: {latency_note(result.question, result.best or result.nearest)}")
