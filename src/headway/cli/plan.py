@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import json
 
-    from headway.planning.error_bars import error_bars
     from headway.planning.question import PlanQuestion
 
     if arguments.schema:
