@@ -15,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from headway.core.errors import HeadwayError
 
@@ -72,6 +70,8 @@ class BlockFileHead:
 
 def encoded(blocks: BlockFormat, name: str, keys: Sequence[bytes], rows: Rows) -> tuple[BlockFileHead, bytes]:
     """Return a file's contents, and its head. `keys`: of the rows, in order."""
+    from safetensors.numpy import save
+
     checksums = [blocks.checksum(key, row.data) for key, row in zip(keys, rows, strict=True)]
     metadata = {"format": blocks.mark(), "keys": b"".join(keys).hex(), "checksums": "".join(checksums)}
     contents = save({_TENSOR: rows}, metadata)
@@ -80,6 +80,9 @@ def encoded(blocks: BlockFormat, name: str, keys: Sequence[bytes], rows: Rows) -
 
 def read_head(blocks: BlockFormat, path: Path) -> BlockFileHead:
     """Return the head of a file. Raises BlockFileError where it is torn, ForeignBlocksError for another model."""
+    # Imported here: a base install, which loads no engine, has no safetensors.
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, "np") as stream:
             metadata = stream.metadata() or {}
