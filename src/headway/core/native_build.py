@@ -56,10 +56,21 @@ LIBRARIES = {
         NativeLibrary(
             name="kernels",
             folder=PACKAGE / "runtime" / "attention" / "native",
-            pattern="*.cpp",
+            pattern="bf16_*.cpp",
             what="compiled kernels",
             flags=("-fopenmp",),
             portable=("-march=x86-64-v4", "-mavx512bf16"),
+        ),
+        *(
+            NativeLibrary(
+                name=f"fp32-{name}",
+                folder=PACKAGE / "runtime" / "attention" / "native",
+                pattern="fp32_*.cpp",
+                what="compiled fp32 attention",
+                flags=("-fopenmp",),
+                portable=(f"-march=x86-64-{level}",),
+            )
+            for name, level in (("avx2", "v3"), ("avx512", "v4"))
         ),
         NativeLibrary(
             name="cdsp",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -56,9 +56,9 @@ class AttentionBackend(Protocol):
 
 
 def kernels_of(backend: AttentionBackend, dtype: torch.dtype) -> str:
-    """Return what a backend computes a dtype with, in words. Compiled kernels are for bf16 only."""
-    compiled = dtype == torch.bfloat16 and getattr(backend, "has_compiled_kernels", False)
-    return "compiled kernels" if compiled else "ATen"
+    """Return what a backend computes a dtype with, in words."""
+    words: Callable[[torch.dtype], str] | None = getattr(backend, "kernels_of", None)
+    return "ATen" if words is None else words(dtype)
 
 
 _BACKENDS = {

@@ -1,6 +1,7 @@
-"""Attention on CPU: by the compiled kernels for bf16 where they are available, else by ATen's flash kernel.
+"""Attention on CPU: by the compiled kernels where they are available, else by ATen's flash kernel.
 
-Compiled, all decodes of a layer are one call and all chunks another, both over the pool. With ATen, a chunk's history
+Compiled, all decodes of a layer are one call and all chunks another, both over the pool; for fp32 one call takes both,
+a decode being a chunk of one row. With ATen, a chunk's history
 needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call for
 each slot range plus one causal call, merged; a decode is one call for each range, of which there is nearly always one.
 """
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import CompiledKernels, kernels
+from headway.runtime.attention.native import fp32_attention, kernels
 from headway.runtime.attention.native_decode import NativeDecodes
-from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
+from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
 from headway.runtime.attention.primitive import attend, merge
 from headway.runtime.attention.slots import KvWritePlan, cut_ranges, plan_writes
 
@@ -40,9 +41,9 @@ class CpuPlan:
 
     rows: int
     native: NativeDecodes | None
-    """All decodes, where the compiled kernel takes them. It also stores their keys and values."""
+    """All decodes, where the compiled kernel for them takes them (bf16). It also stores their keys and values."""
     prefill: NativeChunks | None
-    """All chunks, where the compiled kernel takes them."""
+    """All chunks, where the compiled kernel takes them; decodes too where `native` does not."""
     decodes: tuple[_SegmentRows, ...]
     """All decodes otherwise."""
     chunks: tuple[_SegmentRows, ...]
@@ -54,16 +55,21 @@ class CpuPlan:
 class CpuBackend:
     """The backend named "cpu". Stateless: everything that lasts is in the pool.
 
-    native: compiled kernels to use for bf16; by default those of this machine, if any.
+    native: use the compiled kernels of this machine, if any.
     """
 
-    def __init__(self, native: CompiledKernels | bool | None = True) -> None:
-        self._kernels = kernels() if native is True else native or None
+    def __init__(self, native: bool = True) -> None:
+        self._compiled = native
+        self._kernels = kernels() if native else None
 
-    @property
-    def has_compiled_kernels(self) -> bool:
-        """Whether bf16 is computed with the kernels of `attention.native`."""
-        return self._kernels is not None
+    def kernels_of(self, dtype: torch.dtype) -> str:
+        """Return what computes a dtype here, in words."""
+        if dtype == torch.bfloat16 and self._kernels is not None:
+            return "compiled kernels"
+        if dtype == torch.float32 and self._compiled and fp32_attention() is not None:
+            vectors = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
+            return f"compiled attention ({vectors}) and oneDNN"
+        return "ATen"
 
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> CpuPlan:
         """See `AttentionBackend.plan`."""
@@ -75,7 +81,10 @@ class CpuBackend:
         single_runs: list[list[tuple[int, int]]] = []
         spans: list[tuple[int, int]] = []
         span_runs: list[list[tuple[int, int]]] = []
-        by_kernel = self._kernels is not None and pool_fits(pool)
+        kernel = pool_kernel(pool) if self._compiled else None
+        by_kernel = kernel is not None
+        # The kernel of decodes is for bf16.
+        decodes_apart = self._kernels is not None and pool.dtype == torch.bfloat16
         for segment in segments:
             # Keys in other pools too: only the write is planned here, the rows are attended by `partial`.
             if segment.shared:
@@ -90,7 +99,7 @@ class CpuBackend:
                 # Kernels get raw addresses: bounds are checked here, once an iteration, and nowhere later.
                 for first, count in seen:
                     pool.check(first, count)
-            if decode and by_kernel:
+            if decode and by_kernel and decodes_apart:
                 # The decode kernel stores the new key and value itself, so this segment adds nothing to `new`.
                 single_rows.append(segment.start)
                 single_runs.append(seen)
@@ -108,8 +117,8 @@ class CpuBackend:
         native = prefill = None
         if self._kernels is not None and single_rows:
             native = NativeDecodes(self._kernels, single_rows, single_runs, pool)
-        if self._kernels is not None and spans:
-            prefill = NativeChunks(self._kernels, spans, span_runs, pool)
+        if spans:
+            prefill = NativeChunks(kernel, spans, span_runs, pool)
         return CpuPlan(rows, native, prefill, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
@@ -141,7 +150,7 @@ class CpuBackend:
         return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        return attend(q, k, v, causal, compiled=self._kernels is not None)
+        return attend(q, k, v, causal, compiled=self._compiled)
 
 
 def new_runs(segment: BatchSegment) -> list[tuple[int, int, int]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import DIMS, CompiledKernels
+from headway.runtime.attention.native import DIMS, FP32_DIMS, fp32_attention, kernels
 from headway.runtime.attention.native_decode import Runs
 
 
 class NativeChunks:
-    """Arguments of `headway_prefill` for one iteration's chunks.
+    """Arguments of a chunk kernel (`chunk_kernel`) for one iteration's chunks.
 
     spans: each chunk's first row in the batch and its number of rows. shards: each chunk's visible slot ranges.
     causal: for each chunk, whether its own tokens are the last of its slots and masked causally; otherwise its rows see
@@ -23,13 +24,13 @@ class NativeChunks:
 
     def __init__(
         self,
-        kernels: CompiledKernels,
+        kernel: Any,
         spans: Sequence[tuple[int, int]],
         shards: Sequence[Runs],
         pool: KvPool,
         causal: Sequence[bool] | None = None,
     ) -> None:
-        self._kernels = kernels
+        self._kernel = kernel
         self._pool = pool
         self._count = len(spans)
         masked = [True] * len(spans) if causal is None else causal
@@ -47,9 +48,9 @@ class NativeChunks:
         With lse (T, q_heads) in fp32, answers are partial and out is fp32.
         """
         heads, dim = self._pool.kv_heads, self._pool.head_dim
-        plane = 2 * heads * self._stride
+        plane = self._pool.dtype.itemsize * heads * self._stride
         keys = self._base + 2 * plane * layer
-        self._kernels.prefill(
+        self._kernel(
             q.data_ptr(), q.stride(0), q.stride(1), keys, keys + plane, dim, self._stride,
             out.data_ptr(), out.stride(0), out.stride(1), int(out.dtype == torch.float32),
             0 if lse is None else lse.data_ptr(), 0 if lse is None else lse.stride(0), 1,
@@ -58,9 +59,10 @@ class NativeChunks:
 
 
 def attend_native(
-    kernels: CompiledKernels, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`primitive.attend` by the compiled kernel, for non-empty bf16 inputs that `shard_fits`. dtype: bf16 or fp32."""
+    """`primitive.attend` by a chunk kernel, for non-empty inputs that `shard_kernel` gave it for. dtype: the inputs' or
+    fp32."""
     q_heads, rows, dim = q.shape
     kv_heads, keys, _ = k.shape
     # The kernel takes one pair of strides for both.
@@ -70,7 +72,7 @@ def attend_native(
     lse = torch.empty((q_heads, rows), dtype=torch.float32)
     table = chunk_table([(0, rows, causal, [(0, keys)])])
     chunks = table.ctypes.data
-    kernels.prefill(
+    kernel(
         q.data_ptr(), q.stride(1), q.stride(0), k.data_ptr(), v.data_ptr(), k.stride(1), k.stride(0),
         out.data_ptr(), dim, rows * dim, int(dtype == torch.float32), lse.data_ptr(), 1, rows,
         chunks, 1, chunks + 48, q_heads, kv_heads, dim, scale,
@@ -92,12 +94,25 @@ def chunk_table(chunks: Sequence[tuple[int, int, bool, Runs]]) -> np.ndarray[tup
     return np.array([*head, *flat], dtype=np.int64)
 
 
-def pool_fits(pool: KvPool) -> bool:
-    """Whether the attention kernels handle this pool: bf16 on CPU, heads of 32, 64, 96 or 128."""
-    return pool.dtype == torch.bfloat16 and pool.data.device.type == "cpu" and pool.head_dim in DIMS
+def chunk_kernel(dtype: torch.dtype, device: torch.device, dim: int) -> Any:
+    """Return the compiled kernel that attends chunks of this type and head dimension, or None.
+
+    For bf16 (heads of 32, 64, 96 or 128) `headway_prefill`, for fp32 (multiples of 8 up to 256) `headway_attend_fp32`.
+    """
+    if device.type != "cpu":
+        return None
+    if dtype == torch.float32:
+        return fp32_attention() if dim in FP32_DIMS else None
+    native = kernels() if dtype == torch.bfloat16 and dim in DIMS else None
+    return None if native is None else native.prefill
 
 
-def shard_fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `headway_prefill` handles these: bf16 on CPU, heads of 32, 64, 96 or 128, each contiguous."""
-    alike = q.dtype == k.dtype == v.dtype == torch.bfloat16 and q.device.type == "cpu"
-    return alike and q.shape[-1] in DIMS and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+def pool_kernel(pool: KvPool) -> Any:
+    """Return the `chunk_kernel` of a pool, or None."""
+    return chunk_kernel(pool.dtype, pool.data.device, pool.head_dim)
+
+
+def shard_kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Return the `chunk_kernel` of these, each with contiguous heads, or None."""
+    alike = q.dtype == k.dtype == v.dtype and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    return chunk_kernel(q.dtype, q.device, q.shape[-1]) if alike else None

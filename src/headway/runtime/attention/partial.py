@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import CompiledKernels
 from headway.runtime.attention.native_decode import NativeDecodes
-from headway.runtime.attention.native_prefill import NativeChunks, pool_fits
+from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
 from headway.runtime.attention.primitive import attend, merge
 
 
@@ -39,7 +39,7 @@ class PartialAttention:
     """Partial attention of one iteration: planned at construction, `run` once a layer. kernels None: ATen computes."""
 
     def __init__(self, readings: Sequence[PartialRead], pool: KvPool, kernels: CompiledKernels | None) -> None:
-        self._kernels = kernels if pool_fits(pool) else None
+        self._kernels = kernels if pool.dtype == torch.bfloat16 and pool_kernel(pool) is not None else None
         self._pool = pool
         self._readings = tuple(readings)
         for reading in readings:
@@ -61,7 +61,7 @@ class PartialAttention:
         if several:
             spans = [(r.start, r.rows) for r in several]
             causal = [r.causal for r in several]
-            self._chunks = NativeChunks(self._kernels, spans, [r.slot_ranges for r in several], pool, causal)
+            self._chunks = NativeChunks(self._kernels.prefill, spans, [r.slot_ranges for r in several], pool, causal)
 
     def run(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return out (T, q_heads, d) and lse (T, q_heads), both fp32, from q (T, q_heads, d).

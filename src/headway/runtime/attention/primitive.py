@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.runtime.attention.native import kernels
-from headway.runtime.attention.native_prefill import attend_native, shard_fits
+from headway.runtime.attention.native_prefill import attend_native, shard_kernel
 
 _SCORES = 1 << 26
 """The most fp32 scores that `_attend_math` holds at a time (256 MiB)."""
@@ -38,8 +37,8 @@ def attend(
     q's own unless given; fp32 for a partial answer that is still to be merged.
 
     An empty shard gives zeros and -inf, which `merge` ignores. Strides are free except that d is contiguous. On CPU
-    this is ATen's flash kernel, or for bf16 the compiled one where there is one (and `compiled`), whose fp32 answer was
-    never rounded to bf16. Scores and sums are fp32 in both.
+    this is the compiled kernel where there is one (and `compiled`), whose fp32 answer was never rounded, or else ATen's
+    flash kernel. Scores and sums are fp32 in both.
     """
     q_heads, rows, dim = q.shape
     kv_heads, keys, _ = k.shape
@@ -49,10 +48,10 @@ def attend(
     if keys == 0 or rows == 0:
         lse = torch.full((q_heads, rows), -math.inf, dtype=torch.float32, device=q.device)
         return torch.zeros_like(q, dtype=dtype), lse
-    if compiled and dtype in (torch.bfloat16, torch.float32) and shard_fits(q, k, v):
-        native = kernels()
-        if native is not None:
-            return attend_native(native, q, k, v, causal, dim**-0.5 if scale is None else scale, dtype)
+    if compiled and dtype in (q.dtype, torch.float32):
+        kernel = shard_kernel(q, k, v)
+        if kernel is not None:
+            return attend_native(kernel, q, k, v, causal, dim**-0.5 if scale is None else scale, dtype)
     # The flash kernel that returns the log-sum-exp is registered for CPU tensors only.
     attention = _attend_flash if q.device.type == "cpu" else _attend_math
     if causal or q_heads == kv_heads:

@@ -10,7 +10,7 @@ import torch
 from headway.perf.hardware.device import choose
 from headway.perf.hardware.memory import available_bytes
 from headway.runtime.attention.base import kernels_of, make_backend
-from headway.runtime.attention.native import build_library
+from headway.runtime.attention.native import build_fp32_library, build_library
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
@@ -35,7 +35,9 @@ def build_one(config: EngineConfig) -> LoadedModel:
     alone = config.instance is None
     if name == "cpu":
         with StepBar("compiling kernels for this processor, once: steps", shown=alone) as compiling:
-            build_library(compiling)
+            # The checkpoint's type is read with the weights, so both are built.
+            for build in (build_library, build_fp32_library):
+                build(compiling)
     backend = make_backend(name)
     device = "cpu" if devices is None else f"cuda:{devices.first}"
     if devices is not None:

@@ -1,9 +1,10 @@
-"""Compiled kernels for bf16, from the wheel or built once for the processor at hand, and never required.
+"""Compiled kernels, from the wheel or built once for the processor at hand, and never required.
 
 A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
 read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
-nearly that of many. Without a C++ compiler, or a processor with AVX-512 BF16, `kernels()` is None and everything runs
-on ATen and oneDNN.
+nearly that of many. Those for bf16 want AVX-512 BF16. For fp32 there is attention, in vectors of AVX2 or AVX-512;
+linear layers are oneDNN's, which reaches the processor's limit. Without a C++ compiler, or such a processor,
+`kernels()` and `fp32_attention()` are None and everything runs on ATen and oneDNN.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "headway_linear": (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I),
     "headway_rotate": (_P, _P, _P, _I, _I, _I, _I, _I),
     "headway_decode": (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P),
-    "headway_prefill": (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F),
 }
+_CHUNKS = (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F)
+_SIGNATURES["headway_prefill"] = _CHUNKS
 
 TILE = 512
 """Most tokens in one tile of `headway_decode`."""
 
 DIMS = (32, 64, 96, 128)
-"""Head dimensions of the attention kernels."""
+"""Head dimensions of the bf16 attention kernels."""
+
+FP32_DIMS = range(8, 257, 8)
+"""Head dimensions of the fp32 attention kernel."""
 
 
 class CompiledKernels:
@@ -58,8 +63,28 @@ def kernels() -> CompiledKernels | None:
     return CompiledKernels(library) if library.headway_supported() else None
 
 
+@functools.cache
+def fp32_attention() -> Any:
+    """Return `headway_attend_fp32`, which takes decodes and chunks alike; None where it cannot be built or run."""
+    library = build_fp32_library()
+    if library is None:
+        return None
+    function = library.headway_attend_fp32
+    function.argtypes, function.restype = _CHUNKS, None
+    return function
+
+
+def build_fp32_library(done: Done | None = None) -> ctypes.CDLL | None:
+    """Return the library of `fp32_attention`; see `build_library`."""
+    sets = {"AVX2": "avx2", "AVX512": "avx512"}
+    name = sets.get(torch.backends.cpu.get_cpu_capability())
+    return None if name is None else compiled(LIBRARIES[f"fp32-{name}"], done)
+
+
 def build_library(done: Done | None = None) -> ctypes.CDLL | None:
-    """Return the library, compiled where neither the wheel nor the cache has it; None where it cannot be built or run.
+    """Return the library of `kernels`, compiled where neither the wheel nor the cache has it.
+
+    None where it cannot be built or run.
 
     done: called with the steps done, and all, while it is compiled.
     """

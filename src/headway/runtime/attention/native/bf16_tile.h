@@ -11,7 +11,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "vectors.h"
+#include "bf16_vectors.h"
 
 namespace {
 

@@ -1,10 +1,10 @@
-// Decode attention of a bf16 decoder: one row a request. Conventions as in linear.cpp.
+// Decode attention of a bf16 decoder: one row a request. Conventions as in bf16_linear.cpp.
 
 #ifdef __AVX512BF16__
 #include <cmath>
 #include <cstring>
 
-#include "vectors.h"
+#include "bf16_vectors.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Attention of chunks of many rows over the keys and values of a pool. Conventions as in linear.cpp.
+// Attention of chunks of many rows over the keys and values of a pool. Conventions as in bf16_linear.cpp.
 //
 // The heads that share a KV head are rows too: row r of a chunk's KV head is token r / group, head r % group. A job is up
 // to 384 such rows over one span of keys; long spans are cut where there would be fewer jobs than keep all threads busy,
@@ -7,7 +7,7 @@
 #ifdef __AVX512BF16__
 #include <omp.h>
 
-#include "blocks.h"
+#include "bf16_blocks.h"
 
 namespace {
 
@@ -136,7 +136,7 @@ extern "C" void headway_prefill(const bf16* q, i64 q_row, i64 q_head, const bf16
               lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
     std::vector<Job> jobs;
     std::vector<Cut> cuts;
-    divide(call, count, kv_heads, omp_get_max_threads(), jobs, cuts);
+    divide(call, {16, kBlock, kKeys}, count, kv_heads, omp_get_max_threads(), jobs, cuts);
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic, 1)

@@ -1,27 +1,27 @@
-// What a prefill call is asked, and how it is divided into jobs.
+// What an attention call over chunks is asked, and how it is divided into jobs: the same for every element type.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "flash.h"
+using i64 = int64_t;
 
 namespace {
 
-constexpr i64 kBlock = 16 * kWide * 8;     // rows in a job, at most
-constexpr i64 kMostDim = 128;
 constexpr i64 kSpan = 1024;                // keys in a job, at least
 constexpr i64 kJobsPerThread = 4;
 
 // One chunk, as the caller writes it. With `causal`, row i sees keys 0 .. keys - rows + i, and all keys otherwise.
 struct Chunk { i64 row, rows, keys, causal, run, runs; };
 
-struct Call {
-    const bf16* q;
+template <class T>
+struct CallOf {
+    const T* q;
     i64 q_row, q_head;
-    const bf16 *keys, *values;
+    const T *keys, *values;
     i64 kv_row, kv_head;
     void* out;
     i64 out_row, out_head;
@@ -46,28 +46,43 @@ struct Job {
 struct Cut { i64 chunk, head, first, rows, part, pieces; };
 
 struct Place { i64 token, head; };
-inline Place place(const Call& call, i64 chunk, i64 head, i64 r) {
+template <class T>
+Place place(const CallOf<T>& call, i64 chunk, i64 head, i64 r) {
     return {call.chunks[chunk].row + r / call.group, head * call.group + r % call.group};
 }
 
-inline void put(const Call& call, Place at, i64 d, __m512 x) {
-    const i64 to = at.token * call.out_row + at.head * call.out_head + d;
-    if (call.wide) _mm512_storeu_ps((float*)call.out + to, x);
-    else narrow((bf16*)call.out + to, x);
-}
-inline void put_lse(const Call& call, Place at, float x) {
+template <class T>
+void put_lse(const CallOf<T>& call, Place at, float x) {
     if (call.lse) call.lse[at.token * call.lse_row + at.head * call.lse_head] = x;
 }
 
+// A chunk's slots, token by token, in order.
+struct Slots {
+    const i64* run;
+    i64 before = 0;
+    // The slot of token t, which is not before that of the last call, and how many follow it side by side, itself included.
+    i64 find(i64 t, i64& side) {
+        for (; t >= before + run[1]; run += 2) before += run[1];
+        side = before + run[1] - t;
+        return run[0] + t - before;
+    }
+};
+
+// How a kernel works: rows in a vector, rows in a job at most, keys in a block.
+struct Grain { i64 lanes, rows, keys; };
+
 // All work of a call: jobs, the dearest first, and the blocks that are in pieces. Depends on shapes and threads only.
-void divide(Call& call, i64 count, i64 kv_heads, i64 threads, std::vector<Job>& jobs, std::vector<Cut>& cuts) {
+template <class T>
+void divide(CallOf<T>& call, Grain grain, i64 count, i64 kv_heads, i64 threads, std::vector<Job>& jobs,
+            std::vector<Cut>& cuts) {
     std::vector<Job> whole;
     for (i64 i = 0; i < count; i++) {
         const Chunk& chunk = call.chunks[i];
-        const i64 rows = chunk.rows * call.group, vectors = (rows + 15) / 16, blocks = (rows + kBlock - 1) / kBlock;
+        const i64 rows = chunk.rows * call.group, lanes = grain.lanes, vectors = (rows + lanes - 1) / lanes;
+        const i64 blocks = (rows + grain.rows - 1) / grain.rows;
         for (i64 h = 0; h < kv_heads; h++)
             for (i64 b = 0; b < blocks; b++) {
-                const i64 from = vectors * b / blocks * 16, to = std::min(rows, vectors * (b + 1) / blocks * 16);
+                const i64 from = vectors * b / blocks * lanes, to = std::min(rows, vectors * (b + 1) / blocks * lanes);
                 const i64 end = chunk.causal ? chunk.keys - chunk.rows + (to - 1) / call.group + 1 : chunk.keys;
                 whole.push_back({i, h, from, to - from, 0, end, -1});
             }
@@ -75,11 +90,11 @@ void divide(Call& call, i64 count, i64 kv_heads, i64 threads, std::vector<Job>& 
     const i64 wanted = threads == 1 ? 1 : (kJobsPerThread * threads + i64(whole.size()) - 1) / i64(whole.size());
     i64 parts = 0;
     for (Job job : whole) {
-        const i64 blocks = (job.end + kKeys - 1) / kKeys, pieces = std::max<i64>(1, std::min(wanted, job.end / kSpan));
-        const i64 end = job.end;
+        const i64 blocks = (job.end + grain.keys - 1) / grain.keys;
+        const i64 pieces = std::max<i64>(1, std::min(wanted, job.end / kSpan)), end = job.end;
         if (pieces > 1) cuts.push_back({job.chunk, job.head, job.first, job.rows, parts, pieces});
         for (i64 s = 0; s < pieces; s++) {
-            job.begin = blocks * s / pieces * kKeys, job.end = std::min(end, blocks * (s + 1) / pieces * kKeys);
+            job.begin = blocks * s / pieces * grain.keys, job.end = std::min(end, blocks * (s + 1) / pieces * grain.keys);
             if (pieces > 1) job.part = parts, parts += job.rows;
             jobs.push_back(job);
         }

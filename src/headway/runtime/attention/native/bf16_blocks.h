@@ -1,7 +1,7 @@
 // One thread's memory, and blocks of keys and values on their way into it.
 #pragma once
 
-#include "chunks.h"
+#include "bf16_call.h"
 
 namespace {
 
@@ -13,18 +13,6 @@ struct Room {
     alignas(64) uint32_t v[kKeys / 2 * kMostDim];
     alignas(64) uint32_t p[kKeys / 2 * 16 * kWide];
     Tile tiles[kBlock / 16 / kWide];
-};
-
-// A chunk's slots, token by token, in order.
-struct Slots {
-    const i64* run;
-    i64 before = 0;
-    // The slot of token t, which is not before that of the last call, and how many follow it side by side, itself included.
-    i64 find(i64 t, i64& side) {
-        for (; t >= before + run[1]; run += 2) before += run[1];
-        side = before + run[1] - t;
-        return run[0] + t - before;
-    }
 };
 
 inline __m512i words(const bf16* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }

@@ -16,7 +16,7 @@ extern "C" int headway_supported() { return 0; }
 #include <cstring>
 #include <vector>
 
-#include "vectors.h"
+#include "bf16_vectors.h"
 
 namespace {
 

@@ -1,0 +1,287 @@
+// Attention of chunks of any number of rows, decodes among them, over the fp32 keys and values of a pool.
+//
+// One source for every processor: vectors are the compiler's (`vector_size`), and only their width and the number of
+// accumulators depend on the instruction set. Lanes are query rows, as in the bf16 kernel: S^T = K Q^T takes keys as they
+// lie (broadcast) and queries that were transposed once, its maxima and sums need no reduction across lanes, and
+// O^T = V^T P^T takes values as they lie. A decode is a chunk of one row: its query heads fill a vector in part, and keys
+// and values are still read once, at about the speed of memory.
+
+#include <omp.h>
+
+#include <cstring>
+
+#include "jobs.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kStep = 8;      // 8 x 3 of 32 registers accumulate
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kStep = 4;       // 4 x 3 of 16
+#else
+constexpr int kLanes = 4, kStep = 4;
+#endif
+constexpr int kWide = 3;                   // vectors of rows in a tile, at most
+constexpr int kKeys = 64;                  // keys in a block
+constexpr i64 kBlock = kLanes * kWide * 8; // rows in a job, at most
+constexpr i64 kMostDim = 256;
+constexpr float kNever = -1e30f, kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
+typedef float vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t ivec __attribute__((vector_size(4 * kLanes)));
+using Call = CallOf<float>;
+
+inline vec load(const float* p) { return *(const vec*)p; }
+inline void store(float* p, vec x) { *(vec*)p = x; }
+inline vec all(float x) { return x - vec{}; }
+
+// 2^x for x <= 0, relative error below 3e-7; zero below -126.5, and for -inf; NaN stays. The polynomial is the minimax one
+// on [-1/2, 1/2].
+inline vec exp2(vec x) {
+    x = x < all(-127.0f) ? all(-127.0f) : x;
+    // The sum's last bits are the nearest integer.
+    const vec magic = all(12582912.0f), shifted = x + magic, r = x - (shifted - magic);
+    vec y = all(1.32764715e-3f);
+    y = y * r + 9.67554133e-3f;
+    y = y * r + 5.55071327e-2f;
+    y = y * r + 2.40221197e-1f;
+    y = y * r + 6.93146967e-1f;
+    y = y * r + 1.00000007f;
+    return y * (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
+}
+
+// Rows of one KV head. A lane beyond the last row repeats it.
+struct Tile {
+    int vectors;
+    float* q;                                   // [dim][vectors][lanes], times scale * log2(e)
+    float* o;                                   // [dim][vectors][lanes], weighted values in units of 2^high
+    alignas(64) float high[kLanes * kWide];     // the maximum so far
+    alignas(64) float sum[kLanes * kWide];      // of the weights
+    alignas(64) int32_t limit[kLanes * kWide];  // the lane sees the keys below it
+    i64 least, most;                            // of the limits
+};
+
+// The memory of one thread, for the largest heads; smaller ones touch less of it.
+struct Room {
+    alignas(64) float q[kBlock * kMostDim];
+    alignas(64) float o[kBlock * kMostDim];
+    alignas(64) float k[kKeys * kMostDim];
+    alignas(64) float v[kKeys * kMostDim];
+    alignas(64) float p[kKeys * kLanes * kWide];
+    Tile tiles[kBlock / kLanes / kWide];
+};
+
+// Keys and values of a block: key t at k + t * row. Readable up to the next multiple of kStep keys.
+struct Block {
+    const float *k, *v;
+    i64 row, first;
+    int keys;
+};
+
+template <int N>
+inline void score(i64 dim, const float* q, const float* k, i64 row, vec* s) {
+    const float* half[2] = {k, k + kStep / 2 * row};
+#pragma GCC unroll 24
+    for (int i = 0; i < kStep * N; i++) s[i] = vec{};
+    for (i64 d = 0; d < dim; d++, q += N * kLanes) {
+        vec in[N];
+#pragma GCC unroll 3
+        for (int n = 0; n < N; n++) in[n] = load(q + n * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < kStep; i++) {
+            const vec a = all(half[i / (kStep / 2)][i % (kStep / 2) * row + d]);
+#pragma GCC unroll 3
+            for (int n = 0; n < N; n++) s[i * N + n] += a * in[n];
+        }
+    }
+}
+
+// O += P V over the first `end` keys of the block.
+template <int N>
+inline void weigh(i64 dim, float* o, const float* p, const Block& b, int end) {
+    for (i64 t = 0; t < dim; t += kStep, o += kStep * N * kLanes) {
+        vec acc[kStep * N];
+#pragma GCC unroll 24
+        for (int i = 0; i < kStep * N; i++) acc[i] = load(o + i * kLanes);
+        const float* v = b.v + t;
+        for (int j = 0; j < end; j++, v += b.row) {
+            vec w[N];
+#pragma GCC unroll 3
+            for (int n = 0; n < N; n++) w[n] = load(p + (j * N + n) * kLanes);
+#pragma GCC unroll 8
+            for (int d = 0; d < kStep; d++) {
+                const vec a = all(v[d]);
+#pragma GCC unroll 3
+                for (int n = 0; n < N; n++) acc[d * N + n] += a * w[n];
+            }
+        }
+#pragma GCC unroll 24
+        for (int i = 0; i < kStep * N; i++) store(o + i * kLanes, acc[i]);
+    }
+}
+
+template <int N>
+void attend(i64 dim, Tile& t, const Block& b, float* p) {
+    const int end = int(std::min<i64>(b.keys, t.most - b.first)), open = int(std::min<i64>(b.keys, t.least - b.first));
+    vec top[N];
+    for (int n = 0; n < N; n++) top[n] = load(t.high + n * kLanes);
+    for (int j = 0; j < end; j += kStep) {
+        vec s[kStep * N];
+        // Values are read after the scores: on their way meanwhile.
+        for (i64 c = 0; c < kStep * dim; c += 16) __builtin_prefetch(b.v + j * b.row + c);
+        score<N>(dim, t.q, b.k + j * b.row, b.row, s);
+        if (j + kStep > open) {
+            for (int i = 0; i < kStep; i++)
+                for (int n = 0; n < N; n++) {
+                    const ivec key = int32_t(b.first) + j + i - ivec{};
+                    s[i * N + n] = *(const ivec*)(t.limit + n * kLanes) > key ? s[i * N + n] : all(-INFINITY);
+                }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < kStep; i++)
+#pragma GCC unroll 3
+            for (int n = 0; n < N; n++) {
+                top[n] = top[n] < s[i * N + n] ? s[i * N + n] : top[n];
+                store(p + ((j + i) * N + n) * kLanes, s[i * N + n]);
+            }
+    }
+    if (memcmp(top, t.high, sizeof(top)) != 0) {
+        vec less[N];
+        for (int n = 0; n < N; n++) {
+            less[n] = exp2(load(t.high + n * kLanes) - top[n]);
+            store(t.high + n * kLanes, top[n]);
+            store(t.sum + n * kLanes, load(t.sum + n * kLanes) * less[n]);
+        }
+        for (i64 d = 0; d < dim; d++)
+            for (int n = 0; n < N; n++) {
+                float* o = t.o + (d * N + n) * kLanes;
+                store(o, load(o) * less[n]);
+            }
+    }
+    for (int n = 0; n < N; n++) {
+        vec sum = load(t.sum + n * kLanes);
+        for (int j = 0; j < end; j++) {
+            float* at = p + (j * N + n) * kLanes;
+            const vec x = exp2(load(at) - top[n]);
+            sum += x;
+            store(at, x);
+        }
+        store(t.sum + n * kLanes, sum);
+    }
+    weigh<N>(dim, t.o, p, b, end);
+}
+
+void open_tile(const Call& call, const Job& job, i64 first, Tile& t) {
+    const Chunk& chunk = call.chunks[job.chunk];
+    const float scale = call.scale * kLog2e;
+    for (int i = 0; i < t.vectors * kLanes; i++) {
+        const i64 r = std::min(first + i, job.first + job.rows - 1);
+        const Place at = place(call, job.chunk, job.head, r);
+        const float* from = call.q + at.token * call.q_row + at.head * call.q_head;
+        for (i64 d = 0; d < call.dim; d++) t.q[d * t.vectors * kLanes + i] = from[d] * scale;
+        t.most = std::min(job.end, chunk.causal ? chunk.keys - chunk.rows + r / call.group + 1 : chunk.keys);
+        if (i == 0) t.least = t.most;
+        t.limit[i] = int32_t(t.most);
+        t.high[i] = kNever;
+        t.sum[i] = 0.0f;
+    }
+    memset(t.o, 0, t.vectors * kLanes * call.dim * sizeof(float));
+}
+
+// Write the tile's rows, or their part. A row that saw no key is zeros with -inf.
+void close_tile(const Call& call, const Job& job, i64 first, const Tile& t) {
+    const i64 live = std::min<i64>(t.vectors * kLanes, job.first + job.rows - first);
+    for (i64 i = 0; i < live; i++) {
+        const float inverse = t.sum[i] == 0 ? 0.0f : 1.0f / t.sum[i];
+        const float lse = t.sum[i] == 0 ? -INFINITY : t.high[i] * kLn2 + std::log(t.sum[i]);
+        const Place at = place(call, job.chunk, job.head, first + i);
+        float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
+        if (job.part >= 0) to = call.parts.get() + (job.part + first + i - job.first) * call.part_size(), to[call.dim] = lse;
+        else put_lse(call, at, lse);
+        for (i64 d = 0; d < call.dim; d++) to[d] = t.o[d * t.vectors * kLanes + i] * inverse;
+    }
+}
+
+// Keys begin .. begin + held of a KV head: where they lie if that is side by side, else copied to the room.
+Block load_block(const Call& call, i64 head, Slots& slots, i64 begin, int held, Room& room) {
+    const float *keys = call.keys + head * call.kv_head, *values = call.values + head * call.kv_head;
+    i64 side, slot = slots.find(begin, side);
+    if (side >= (held + kStep - 1) / kStep * kStep)
+        return {keys + slot * call.kv_row, values + slot * call.kv_row, call.kv_row, begin, held};
+    for (int t = 0; t < held; t++) {
+        slot = slots.find(begin + t, side);
+        memcpy(room.k + t * call.dim, keys + slot * call.kv_row, call.dim * sizeof(float));
+        memcpy(room.v + t * call.dim, values + slot * call.kv_row, call.dim * sizeof(float));
+    }
+    return {room.k, room.v, call.dim, begin, held};
+}
+
+void run(const Call& call, const Job& job) {
+    static thread_local std::unique_ptr<Room> kept(new Room);
+    Room& room = *kept;
+    const i64 dim = call.dim, vectors = (job.rows + kLanes - 1) / kLanes, count = (vectors + kWide - 1) / kWide;
+    for (i64 i = 0; i < count; i++) {
+        const i64 from = vectors * i / count;
+        Tile& t = room.tiles[i];
+        t.vectors = int(vectors * (i + 1) / count - from);
+        t.q = room.q + from * kLanes * dim;
+        t.o = room.o + from * kLanes * dim;
+        open_tile(call, job, job.first + kLanes * from, t);
+    }
+    Slots slots{call.runs + 2 * call.chunks[job.chunk].run};
+    for (i64 begin = job.begin; begin < job.end; begin += kKeys) {
+        const int held = int(std::min<i64>(kKeys, job.end - begin));
+        const Block block = load_block(call, job.head, slots, begin, held, room);
+        for (i64 i = 0; i < count; i++) {
+            Tile& t = room.tiles[i];
+            if (t.most <= begin) continue;
+            if (t.vectors == 1) attend<1>(dim, t, block, room.p);
+            else if (t.vectors == 2) attend<2>(dim, t, block, room.p);
+            else attend<3>(dim, t, block, room.p);
+        }
+    }
+    for (i64 i = 0; i < count; i++) close_tile(call, job, job.first + kLanes * (vectors * i / count), room.tiles[i]);
+}
+
+// The answer of row i of a cut block from its pieces.
+void join(const Call& call, const Cut& cut, i64 i) {
+    const i64 size = call.part_size();
+    const float* part = call.parts.get() + (cut.part + i) * size;
+    const Place at = place(call, cut.chunk, cut.head, cut.first + i);
+    float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
+    float high = -INFINITY, total = 0.0f;
+    for (i64 s = 0; s < cut.pieces; s++) high = std::max(high, part[s * cut.rows * size + call.dim]);
+    const float anchor = high == -INFINITY ? 0.0f : high;
+    for (i64 s = 0; s < cut.pieces; s++) total += std::exp(part[s * cut.rows * size + call.dim] - anchor);
+    memset(to, 0, call.dim * sizeof(float));
+    for (i64 s = 0; s < cut.pieces; s++) {
+        const float* piece = part + s * cut.rows * size;
+        const float weight = total == 0 ? 0.0f : std::exp(piece[call.dim] - anchor) / total;
+        for (i64 d = 0; d < call.dim; d++) to[d] += weight * piece[d];
+    }
+    put_lse(call, at, anchor + std::log(total));
+}
+
+}  // namespace
+
+// Softmax attention of `count` chunks: arguments as of headway_prefill, with fp32 elements. dim is a multiple of 8 up to
+// 256; out is always fp32.
+extern "C" void headway_attend_fp32(const float* q, i64 q_row, i64 q_head, const float* keys, const float* values,
+                                    i64 kv_row, i64 kv_head, void* out, i64 out_row, i64 out_head, int, float* lse,
+                                    i64 lse_row, i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads,
+                                    i64 kv_heads, i64 dim, float scale) {
+    Call call{q,   q_row,   q_head,   keys, values, kv_row, kv_head, out, out_row, out_head, 1,
+              lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
+    std::vector<Job> jobs;
+    std::vector<Cut> cuts;
+    divide(call, {kLanes, kBlock, kKeys}, count, kv_heads, omp_get_max_threads(), jobs, cuts);
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < jobs.size(); i++) run(call, jobs[i]);
+        for (const Cut& cut : cuts) {
+#pragma omp for schedule(static) nowait
+            for (i64 i = 0; i < cut.rows; i++) join(call, cut, i);
+        }
+    }
+}

@@ -1,0 +1,170 @@
+"""The compiled fp32 attention against double precision: any heads, pasts, chunks and slots, in vectors of every width.
+
+Bounds: answers within 1e-6 of the largest value times (1 + the largest score), log-sum-exps within 3e-6 of their size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headway.core.native_build import LIBRARIES, build, find_compiler
+from headway.runtime.attention.base import BatchSegment, kernels_of
+from headway.runtime.attention.cpu import CpuBackend
+from headway.runtime.attention.kv_pool import KvPool
+from headway.runtime.attention.native import fp32_attention
+from headway.runtime.attention.native_prefill import attend_native
+from headway.runtime.attention.primitive import attend
+
+pytestmark = pytest.mark.skipif(fp32_attention() is None, reason="no C++ compiler or no AVX2 here: nothing to test")
+PREBUILT = find_compiler() if platform.machine() == "x86_64" else None
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def inputs(seed: int, rows: int, keys: int, heads: tuple[int, int], dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q (rows, q_heads, dim), k and v (keys, kv_heads, dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, heads[0], dim), (keys, heads[1], dim), (keys, heads[1], dim))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """In double precision, (rows, q_heads, dim) and (rows, q_heads); causal is aligned at the last row and key."""
+    group = q.shape[1] // k.shape[1]
+    query, keys, values = (x.double().transpose(0, 1) for x in (q, k, v))
+    keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
+    scores = query @ keys.transpose(1, 2) / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + len(k) - len(q))
+        scores = scores.masked_fill(hidden, -math.inf)
+    return (torch.softmax(scores, -1) @ values).transpose(0, 1), torch.logsumexp(scores, -1).transpose(0, 1)
+
+
+def check(got: Tensor, wanted: Tensor, q: Tensor, k: Tensor) -> None:
+    largest = float(q.norm(dim=-1).max() * k.norm(dim=-1).max()) / math.sqrt(q.shape[-1])
+    assert (got.double() - wanted).abs().max() <= 1e-6 * (1 + largest) * float(wanted.abs().max())
+
+
+def in_pool(k: Tensor, v: Tensor, block: int, past: int, seed: int) -> tuple[KvPool, tuple[tuple[int, int], ...]]:
+    """A pool with the first `past` tokens in shuffled blocks, NaN elsewhere, as its second layer; the tokens' slots."""
+    count = -(-len(k) // block)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    pool = KvPool(2, k.shape[1], count * block, k.shape[2], torch.float32)
+    pool.data.fill_(math.nan)
+    slots = torch.tensor([place * block + at for place in order for at in range(block)])[:past]
+    pool.data[1, 0, :, slots], pool.data[1, 1, :, slots] = k[:past].transpose(0, 1), v[:past].transpose(0, 1)
+    return pool, tuple((place * block, block) for place in order)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.one_of(st.just(1), st.integers(1, 40), st.integers(120, 512)),
+    past=st.one_of(st.just(0), st.integers(0, 70), st.integers(500, 1500)),
+    group=st.integers(1, 16),
+    kv_heads=st.sampled_from([1, 2]),
+    dim=st.sampled_from([16, 24, 64, 80, 96, 128, 256]),
+    block=st.sampled_from([1, 7, 16, 100, 2048]),
+    seed=st.integers(0, 99),
+)
+def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
+    rows: int, past: int, group: int, kv_heads: int, dim: int, block: int, seed: int
+) -> None:
+    q, k, v = inputs(seed, rows, past + rows, (group * kv_heads, kv_heads), dim)
+    pool, slots = in_pool(k, v, block, past, seed)
+    backend = CpuBackend()
+    plan = backend.plan([BatchSegment(0, rows, past, slots)], pool)
+    assert plan.prefill is not None
+    check(backend.run(1, q, k[past:], v[past:], plan), exact(q, k, v, True)[0], q, k)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 130),
+    keys=st.one_of(st.integers(1, 140), st.integers(400, 900)),
+    heads=st.sampled_from([(1, 1), (8, 2), (5, 1)]),
+    seed=st.integers(0, 99),
+)
+def test_a_shard_gives_the_weight_of_its_answer(rows: int, keys: int, heads: tuple[int, int], seed: int) -> None:
+    q, k, v = inputs(seed, rows, keys, heads, 64)
+    for causal in (False, True) if rows == keys else (False,):
+        out, lse = attend(*(x.transpose(0, 1) for x in (q, k, v)), causal)
+        wanted, weight = exact(q, k, v, causal)
+        check(out.transpose(0, 1), wanted, q, k)
+        assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("rows", "keys"), [(1, 5000), (3, 2048), (700, 2125), (2348, 2348)])
+def test_spans_that_are_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
+    q, k, v = inputs(rows, rows, keys, (4, 1), 64)
+    pool, slots = in_pool(k, v, 300, keys - rows, 0)
+    backend = CpuBackend()
+    out = backend.run(
+        1, q, k[keys - rows :], v[keys - rows :], backend.plan([BatchSegment(0, rows, keys - rows, slots)], pool)
+    )
+    check(out, exact(q, k, v, True)[0], q, k)
+
+
+@pytest.mark.parametrize("rows", [1, 21])
+@pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
+@pytest.mark.parametrize("order", ["rising", "falling", "spikes"])
+def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float, rows: int) -> None:
+    q, k, v = inputs(11, rows, 500, (4, 2), 64)
+    ramp = torch.linspace(0.0, strength, 500)
+    if order == "falling":
+        ramp = ramp.flip(0)
+    if order == "spikes":
+        ramp = ramp * (torch.arange(500) % 97 == 5)
+    k[:, :, 0] = ramp.unsqueeze(1)
+    q[:, :, 0] = q[:, :, 0].abs()
+    out, _ = attend(*(x.transpose(0, 1) for x in (q, k, v)), False)
+    check(out.transpose(0, 1), exact(q, k, v, False)[0], q, k)
+
+
+def test_equal_scores_give_the_mean_and_nan_is_not_hidden() -> None:
+    for rows in (1, 20):
+        q, k, v = inputs(17, rows, 777, (2, 1), 96)
+        parts = [x.transpose(0, 1) for x in (torch.zeros_like(q), k, v)]
+        out, lse = attend(*parts, False)
+        assert torch.allclose(out, v.mean(0).expand(2, rows, 96), atol=1e-6)
+        assert torch.allclose(lse, torch.full_like(lse, math.log(777)), atol=2e-6)
+        parts[0] = torch.full_like(parts[0], math.nan)
+        assert attend(*parts, False)[0].isnan().all()
+
+
+def test_what_computes_a_type_is_said() -> None:
+    assert "compiled attention (AVX" in kernels_of(CpuBackend(), torch.float32)
+    assert kernels_of(CpuBackend(False), torch.float32) == "ATen"
+
+
+@pytest.mark.skipif(PREBUILT is None, reason="needs a C++ compiler on x86-64")
+@pytest.mark.parametrize(("name", "flags"), [("AVX2", ("-march=x86-64-v3",)), ("SSE", ("-march=x86-64",))])
+def test_narrower_vectors_are_as_exact(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+    library = tmp_path / f"{name}.so"
+    assert PREBUILT is not None
+    build(PREBUILT, LIBRARIES["fp32-avx2"], library, flags)
+    kernel = ctypes.CDLL(str(library)).headway_attend_fp32
+    kernel.argtypes, kernel.restype = fp32_attention().argtypes, None
+    for rows, keys, heads, dim in ((1, 300, (8, 2), 64), (2, 65, (3, 3), 24), (77, 400, (6, 2), 128)):
+        q, k, v = inputs(rows, rows, keys, heads, dim)
+        parts = [x.transpose(0, 1) for x in (q, k, v)]
+        out, lse = attend_native(kernel, *parts, False, dim**-0.5, torch.float32)
+        wanted, weight = exact(q, k, v, False)
+        check(out.transpose(0, 1), wanted, q, k)
+        assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)
