@@ -3,52 +3,25 @@
 // One source for every processor: vectors are the compiler's (`vector_size`), and only their width and the number of
 // accumulators depend on the instruction set. Lanes are query rows, as in the bf16 kernel: S^T = K Q^T takes keys as they
 // lie (broadcast) and queries that were transposed once, its maxima and sums need no reduction across lanes, and
-// O^T = V^T P^T takes values as they lie. A decode is a chunk of one row: its query heads fill a vector in part, and keys
-// and values are still read once, at about the speed of memory.
+// O^T = V^T P^T takes values as they lie. A decode is a chunk of one row; its few rows are computed with dimensions in
+// the lanes.
 
 #include <omp.h>
 
 #include <cstring>
 
+#include "fp32_few_rows.h"
 #include "jobs.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kStep = 8;      // 8 x 3 of 32 registers accumulate
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kStep = 4;       // 4 x 3 of 16
-#else
-constexpr int kLanes = 4, kStep = 4;
-#endif
 constexpr int kWide = 3;                   // vectors of rows in a tile, at most
 constexpr int kKeys = 64;                  // keys in a block
 constexpr i64 kBlock = kLanes * kWide * 8; // rows in a job, at most
 constexpr i64 kMostDim = 256;
 constexpr float kNever = -1e30f, kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 
-typedef float vec __attribute__((vector_size(4 * kLanes)));
-typedef int32_t ivec __attribute__((vector_size(4 * kLanes)));
 using Call = CallOf<float>;
-
-inline vec load(const float* p) { return *(const vec*)p; }
-inline void store(float* p, vec x) { *(vec*)p = x; }
-inline vec all(float x) { return x - vec{}; }
-
-// 2^x for x <= 0, relative error below 3e-7; zero below -126.5, and for -inf; NaN stays. The polynomial is the minimax one
-// on [-1/2, 1/2].
-inline vec exp2(vec x) {
-    x = x < all(-127.0f) ? all(-127.0f) : x;
-    // The sum's last bits are the nearest integer.
-    const vec magic = all(12582912.0f), shifted = x + magic, r = x - (shifted - magic);
-    vec y = all(1.32764715e-3f);
-    y = y * r + 9.67554133e-3f;
-    y = y * r + 5.55071327e-2f;
-    y = y * r + 2.40221197e-1f;
-    y = y * r + 6.93146967e-1f;
-    y = y * r + 1.00000007f;
-    return y * (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
-}
 
 // Rows of one KV head. A lane beyond the last row repeats it.
 struct Tile {
@@ -69,13 +42,6 @@ struct Room {
     alignas(64) float v[kKeys * kMostDim];
     alignas(64) float p[kKeys * kLanes * kWide];
     Tile tiles[kBlock / kLanes / kWide];
-};
-
-// Keys and values of a block: key t at k + t * row. Readable up to the next multiple of kStep keys.
-struct Block {
-    const float *k, *v;
-    i64 row, first;
-    int keys;
 };
 
 template <int N>
@@ -188,18 +154,20 @@ void open_tile(const Call& call, const Job& job, i64 first, Tile& t) {
     memset(t.o, 0, t.vectors * kLanes * call.dim * sizeof(float));
 }
 
-// Write the tile's rows, or their part. A row that saw no key is zeros with -inf.
+// Write row r, or its part, from weighted values that lie `step` apart. A row that saw no key is zeros with -inf.
+void close_row(const Call& call, const Job& job, i64 r, float high, float sum, const float* o, i64 step) {
+    const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
+    const float lse = sum == 0 ? -INFINITY : high * kLn2 + std::log(sum);
+    const Place at = place(call, job.chunk, job.head, r);
+    float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
+    if (job.part >= 0) to = call.parts.get() + (job.part + r - job.first) * call.part_size(), to[call.dim] = lse;
+    else put_lse(call, at, lse);
+    for (i64 d = 0; d < call.dim; d++) to[d] = o[d * step] * inverse;
+}
+
 void close_tile(const Call& call, const Job& job, i64 first, const Tile& t) {
-    const i64 live = std::min<i64>(t.vectors * kLanes, job.first + job.rows - first);
-    for (i64 i = 0; i < live; i++) {
-        const float inverse = t.sum[i] == 0 ? 0.0f : 1.0f / t.sum[i];
-        const float lse = t.sum[i] == 0 ? -INFINITY : t.high[i] * kLn2 + std::log(t.sum[i]);
-        const Place at = place(call, job.chunk, job.head, first + i);
-        float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
-        if (job.part >= 0) to = call.parts.get() + (job.part + first + i - job.first) * call.part_size(), to[call.dim] = lse;
-        else put_lse(call, at, lse);
-        for (i64 d = 0; d < call.dim; d++) to[d] = t.o[d * t.vectors * kLanes + i] * inverse;
-    }
+    const i64 step = t.vectors * kLanes, live = std::min<i64>(step, job.first + job.rows - first);
+    for (i64 i = 0; i < live; i++) close_row(call, job, first + i, t.high[i], t.sum[i], t.o + i, step);
 }
 
 // Keys begin .. begin + held of a KV head: where they lie if that is side by side, else copied to the room.
@@ -216,9 +184,40 @@ Block load_block(const Call& call, i64 head, Slots& slots, i64 begin, int held, 
     return {room.k, room.v, call.dim, begin, held};
 }
 
+// Whether a job's rows are so few, and see the same keys.
+bool are_few(const Call& call, const Job& job) {
+    const Chunk& chunk = call.chunks[job.chunk];
+    return job.rows <= kLanes / 2 && (chunk.rows == 1 || !chunk.causal) && call.dim % kLanes == 0;
+}
+
+void run_few(const Call& call, const Job& job, Room& room) {
+    const i64 dim = call.dim, quads = (job.rows + 3) / 4;
+    alignas(64) float high[2 * kLanes], sum[2 * kLanes];
+    static_assert(kLanes / 2 <= 8, "at most two quads");
+    const float scale = call.scale * kLog2e;
+    const auto at = [&](i64 r) { return place(call, job.chunk, job.head, job.first + std::min(r, job.rows - 1)); };
+    for (i64 r = 0; r < 4 * quads; r++) {
+        const float* from = call.q + at(r).token * call.q_row + at(r).head * call.q_head;
+        for (i64 d = 0; d < dim; d++) room.q[r * dim + d] = from[d] * scale, room.o[r * dim + d] = 0.0f;
+    }
+    for (i64 i = 0; i < quads * kLanes; i++) high[i] = kNever, sum[i] = 0.0f;
+    Slots slots{call.runs + 2 * call.chunks[job.chunk].run};
+    for (i64 begin = job.begin; begin < job.end; begin += kKeys) {
+        const Block b = load_block(call, job.head, slots, begin, int(std::min<i64>(kKeys, job.end - begin)), room);
+        for (i64 i = 0; i < quads; i++)
+            few_attend(dim, room.q + 4 * i * dim, room.o + 4 * i * dim, high + i * kLanes, sum + i * kLanes, b, room.p);
+    }
+    for (i64 r = 0; r < job.rows; r++) {
+        float total = 0.0f;
+        for (int i = 0; i < kLanes; i += 4) total += sum[r / 4 * kLanes + i + r % 4];
+        close_row(call, job, job.first + r, high[r / 4 * kLanes + r % 4], total, room.o + r * dim, 1);
+    }
+}
+
 void run(const Call& call, const Job& job) {
     static thread_local std::unique_ptr<Room> kept(new Room);
     Room& room = *kept;
+    if (are_few(call, job)) return run_few(call, job, room);
     const i64 dim = call.dim, vectors = (job.rows + kLanes - 1) / kLanes, count = (vectors + kWide - 1) / kWide;
     for (i64 i = 0; i < count; i++) {
         const i64 from = vectors * i / count;
