@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -66,7 +67,11 @@ def leave_after_sending(url: str, prompt: list[int], max_tokens: int) -> None:
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)
-        metric_reaches(url, "headway_num_requests_running", lambda value: value >= 1)
+        # On a loaded machine a scrape may take longer than the request runs: then its answer has begun.
+        until(
+            lambda: metric(url, "headway_num_requests_running") >= 1 or select.select([connection], [], [], 0)[0],
+            what="the request does not run",
+        )
 
 
 def metric(url: str, name: str) -> float:

@@ -13,12 +13,13 @@ import yaml
 from headway.cli.main import main
 from headway.core.settings import resolve
 from headway.planning.answer import cluster_data, read_measures
-from headway.planning.candidates import DeploymentCandidate
+from headway.planning.candidates import DeploymentCandidate, candidates_of
 from headway.planning.question import parse_question
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.serving.cluster_settings import instance_configs
 from headway.serving.serve_settings import ServeSettings
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "plan"
 QUESTION: dict[str, Any] = {
     "model": "llama-3-8b",
     "accelerators": [{"name": "a100-80gb", "most": 2}],
@@ -126,3 +127,16 @@ def test_bad_question_is_one_line_that_says_what_to_do(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_questions_are_answered(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(path), "--jobs", "1", "--json", "--set", "search.t_target_s=[0.1]"]
+    assert main([*words, "--set", "workload.requests=20", "--set", "search.kvp=[1]"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["demands"]
+
+
+def test_shard_tokens_of_a_question_are_those_of_layouts_with_kv_groups() -> None:
+    question = parse_question(QUESTION | {"search": {"tp": [1], "kvp": [1, 2], "shard_tokens": 4096}})
+    layouts = [c.scenario(question).layout for c in candidates_of(question) if not c.decoders]
+    assert {(each.kvp, each.shard_tokens) for each in layouts} == {(1, None), (2, 4096)}

@@ -69,9 +69,26 @@ def test_sweeps_include_both_ends_and_keep_whole_numbers_whole() -> None:
     assert parse_sweep("workload.qps=0.25:1.75:0.5") == ("workload.qps", [0.25, 0.75, 1.25, 1.75])
     assert parse_sweep("layout.tp=1:4:1") == ("layout.tp", [1, 2, 3, 4])
     assert parse_sweep("policy.policy=fcfs,lars") == ("policy.policy", ["fcfs", "lars"])
-    for text in ("qps", "qps=", "qps=1:0:1", "qps=0:1:0"):
+    for text in ("qps", "qps=", "qps=1:0:1", "qps=0:1:0", "mix=[{prompt: 1}", "mix={a: b: c}"):
         with pytest.raises(ConfigError):
             parse_sweep(text)
+
+
+def test_a_value_in_brackets_is_one_value() -> None:
+    assert parse_sweep("search.tp=[4, 8]") == ("search.tp", [[4, 8]])
+    assert parse_sweep("search.tp=[4, 8], [2]") == ("search.tp", [[4, 8], [2]])
+    assert parse_sweep("workload.mix=[{prompt: 'fixed:1M', output: 'fixed:9'}]") == (
+        "workload.mix",
+        [[{"prompt": "fixed:1M", "output": "fixed:9"}]],
+    )
+
+
+def test_an_element_that_a_list_lacks_is_named() -> None:
+    data = {"mix": [{"prompt": "fixed:1"}]}
+    assert with_field(data, "mix.0.prompt", "fixed:2") == {"mix": [{"prompt": "fixed:2"}]}
+    for path in ("mix.1.prompt", "mix.first.prompt", "mix.1"):
+        with pytest.raises(ConfigError, match="is not an element of a list of 1: write 0 to 0"):
+            with_field(data, path, "fixed:2")
 
 
 def test_the_command_writes_the_same_bytes_twice_and_with_other_processes(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ class DeploymentCandidate:
         if not self.decoders:
             data["cluster"]["replicas"] = self.replicas
             data["layout"] = {"tp": self.tp, "stages": self.stages, "kvp": self.kvp}
+            if self.kvp > 1 and question.search.shard_tokens is not None:
+                data["layout"]["shard_tokens"] = question.search.shard_tokens
             return data
         pool = {"tp": self.tp, "stages": self.stages}
         data["cluster"] |= {

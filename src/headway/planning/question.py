@@ -50,6 +50,10 @@ class SearchSection(FileSection):
     tp: tuple[Count, ...] = Field(default=(1, 2, 4, 8), description="tensor-parallel ranks of an instance")
     stages: tuple[Count, ...] = Field(default=(1, 2, 4), description="pipeline stages of an instance")
     kvp: tuple[Count, ...] = Field(default=(1,), description="KV groups of an instance (native engine only)")
+    shard_tokens: Count | None = Field(
+        default=None,
+        description="tokens of one request that a KV group holds before the next joins; null: as t_target_s allows",
+    )
     split: bool = Field(
         default=True, description="try separate prefill and decode instances too (first free prefill instance)"
     )

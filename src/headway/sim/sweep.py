@@ -54,7 +54,10 @@ def scenario_point(data: Mapping[str, Any], where: str) -> ParsedScenario:
 
 
 def parse_sweep(text: str) -> Values:
-    """`workload.qps=0.25:1.75:0.25` (both ends included) or `policy.policy=fcfs,lars` → (field, values)."""
+    """`workload.qps=0.25:1.75:0.25` (both ends included) or `policy.policy=fcfs,lars` → (field, values).
+
+    Values that begin with a bracket are YAML, as in `search.tp=[4, 8]`: one value, of which a comma is no end.
+    """
     import yaml
 
     field, equals, rest = text.partition("=")
@@ -64,7 +67,12 @@ def parse_sweep(text: str) -> Values:
     try:
         start, stop, step = (float(part) for part in parts)
     except ValueError:
-        return field.strip(), [yaml.safe_load(part) for part in rest.split(",")]
+        try:
+            if rest.lstrip().startswith(("[", "{")):
+                return field.strip(), yaml.safe_load(f"[{rest}]")
+            return field.strip(), [yaml.safe_load(part) for part in rest.split(",")]
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}: {rest!r} is not a value in YAML ({' '.join(str(error).split())})") from None
     if step <= 0 or stop < start:
         raise ConfigError(f"--sweep {text!r}: the step must be above 0 and the stop not below the start")
     # the tolerance keeps the last value despite rounding errors; rounding to 12 digits removes them from values
@@ -84,14 +92,23 @@ def with_field(data: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]
     *sections, name = path.split(".")
     for section in sections:
         # a number addresses an element of a list, such as a pool
-        at = at[int(section)] if isinstance(at, list) else at.setdefault(section, {})
+        at = at[_index(at, section, path)] if isinstance(at, list) else at.setdefault(section, {})
         if not isinstance(at, dict | list):
-            raise ConfigError(f"--sweep {path}: {section!r} is not a section")
+            raise ConfigError(f"{path}: {section!r} is not a section")
     if isinstance(at, list):
-        at[int(name)] = value
+        at[_index(at, name, path)] = value
     else:
         at[name] = value
     return changed
+
+
+def _index(elements: list[Any], name: str, path: str) -> int:
+    """Return the index that a part of a path says. Raises ConfigError where the list has no such element."""
+    if not name.isdecimal() or int(name) >= len(elements):
+        raise ConfigError(
+            f"{path}: {name!r} is not an element of a list of {len(elements)}: write 0 to {len(elements) - 1}"
+        )
+    return int(name)
 
 
 def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -11,7 +11,13 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.sim.workload.arrivals import ArrivalProcess
-from headway.sim.workload.lengths import LengthDistribution, LogNormalLengths, QuantileLengths, UniformLengths
+from headway.sim.workload.lengths import (
+    FixedLengths,
+    LengthDistribution,
+    LogNormalLengths,
+    QuantileLengths,
+    UniformLengths,
+)
 from headway.sim.workload.trace_request import TraceRequest
 
 _SHARES = (0.0, 0.01, 0.05, 0.10, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 1.0)
@@ -26,6 +32,9 @@ SHAREGPT_IN = _quantiles(1, 12, 29, 74, 580, 1730, 3734, 5696, 6563, 7433, 8141)
 SHAREGPT_OUT = _quantiles(2, 6, 44, 84, 228, 415, 628, 834, 920, 998, 1024)
 AZURE_CONV_IN = _quantiles(2, 29, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050)
 AZURE_CONV_OUT = _quantiles(7, 16, 41, 54, 85, 129, 395, 424, 451, 601, 1000)
+# Below P40 the figure shows outputs of "a few tokens": 1 here.
+AZURE_CODE_2024_IN = _quantiles(1, 9, 124, 315, 922, 1916, 3326, 6120, 7663, 7681, 7690)
+AZURE_CODE_2024_OUT = _quantiles(1, 1, 1, 1, 1, 6, 17, 39, 72, 261, 5000)
 MOONCAKE_IN = _quantiles(891, 894, 901, 974, 2414, 7284, 15694, 27991, 40369, 89868, 124847)
 MOONCAKE_OUT = _quantiles(1, 3, 10, 24, 155, 356, 476, 606, 712, 1168, 2000)
 SWE_IN = LogNormalLengths(14.108, 1.9897, 100_000, 1_000_000)
@@ -85,6 +94,14 @@ PRESETS: dict[str, WorkloadPreset] = {
         "Azure's conversation service, 2023",
         "quantiles of 19,366 requests of one hour",
         (MixPart(1.0, "short", AZURE_CONV_IN, AZURE_CONV_OUT),),
+    ),
+    "azure-code-2024-documents": WorkloadPreset(
+        "Azure's coding service, 2024, and 1% documents of 200K tokens",
+        "quantiles read off the published figures of 16.8 million requests of May 2024; documents: given",
+        (
+            MixPart(0.99, "short", AZURE_CODE_2024_IN, AZURE_CODE_2024_OUT),
+            MixPart(0.01, "long", FixedLengths(200_000), FixedLengths(500)),
+        ),
     ),
     "mooncake-like": WorkloadPreset(
         "Kimi's conversations: prompts up to 125K",
