@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
-from headway.cli.cluster_scenario import ClusterScenarios
+from headway import load_scenario, simulate
+from headway.api.cluster_scenario import ClusterScenarios
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency.table_latency import TableLatency, TableSource
@@ -52,6 +54,8 @@ def test_the_example_simulates_as_it_stands_and_swept(tmp_path: Path) -> None:
     points = json.loads(out.read_text())["points"]
     assert [point["at"]["placement"] for point in points] == ["fifo", "jsq"]
     assert all(point["mean"]["total"]["ok"] == 20 for point in points)
+    # Shares of what an instance measured of this machine at its start.
+    assert all(0 < point["mean"]["use"][share] < 2 for point in points for share in ("mfu", "mbu"))
 
 
 def test_an_engine_is_loaded_once_for_equal_pools_and_points(tmp_path: Path, loads: list[Any]) -> None:
@@ -76,16 +80,27 @@ def test_an_engine_is_loaded_once_for_equal_pools_and_points(tmp_path: Path, loa
 
 def test_a_lone_request_takes_the_time_of_the_loaded_instance(tmp_path: Path, loads: list[Any]) -> None:
     traffic = {**FEW, "requests": 1}
-    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml").parse({"pools": [{}], "workload": traffic}, "c.yaml")
+    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml", {}).parse({"pools": [{}], "workload": traffic}, "c.yaml")
     assert cluster is not None
     (record,) = run_scenario(scenario, 0, measured=cluster).sim.records
     assert record.token_s[0] - record.arrival_s == pytest.approx(TABLE.rows_s(500), rel=0.2)
     assert len(loads) == 1
 
 
+def test_python_simulates_a_cluster_file_and_its_contents(tmp_path: Path, loads: list[Any]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"pools": [{"count": 2}], "workload": FEW}))
+    of_file, of_contents = simulate(path, seed=3), simulate(yaml.safe_load(path.read_text()), seed=3)
+    assert of_file.records == of_contents.records
+    assert len(simulate(path, fields={"workload.requests": 4}).rows()) == 4
+    assert loads
+    with pytest.raises(ConfigError, match=r"give it to simulate\(\)"):
+        load_scenario(path)
+
+
 def test_the_simulated_policy_decides_by_what_the_live_one_gets(tmp_path: Path, loads: list[Any]) -> None:
     data = {"pools": [{"count": 2}], "placement": "fifo", "options": {"long_tokens": 400, "long_sp": 2}}
-    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml").parse({**data, "workload": FEW}, "c.yaml")
+    scenario, cluster = ClusterScenarios(tmp_path / "c.yaml", {}).parse({**data, "workload": FEW}, "c.yaml")
     assert cluster is not None
     # Another process simulates the same from a copy.
     copy = pickle.loads(pickle.dumps(cluster))
@@ -108,7 +123,7 @@ def test_the_simulated_policy_decides_by_what_the_live_one_gets(tmp_path: Path, 
 )
 def test_a_faulty_file_gets_one_sentence(tmp_path: Path, loads: list[Any], data: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        ClusterScenarios(tmp_path / "c.yaml").parse(data, "c.yaml")
+        ClusterScenarios(tmp_path / "c.yaml", {}).parse(data, "c.yaml")
     assert str(raised.value).startswith(words)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,8 +14,8 @@ from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import e2e_s, is_good, queueing_s, tbt_s, tpot_s, ttft_s
 from headway.sim.result import SimResult
 from headway.sim.result_json import run_json
-from headway.sim.scenario import Scenario, parse_scenario
-from headway.sim.sweep import with_field
+from headway.sim.scenario import Scenario
+from headway.sim.sweep import ParsedScenario, scenario_point, with_field
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,18 @@ def simulate(
 ) -> SimulationResult:
     """Simulate one seed of a scenario: the path of a YAML file, its contents as a mapping, or a `Scenario`.
 
+    A cluster file, or its contents, is simulated as it stands: an engine of each pool is loaded and measured, which
+    needs `headway[serve]`.
     `seed` defaults to the first of the scenario's `run.seeds`. `fields` sets fields by dotted name, such as
     `{"workload.qps": 2}`, as `--set` does on the command line. `keep_iterations` keeps every batch of a scenario
     without `cluster.placement`. Raises ConfigError on a faulty scenario, InfeasibleError when it does not fit.
     """
     from headway.sim.build import RunDetail, run_scenario
 
-    parsed = load_scenario(scenario, fields)
+    parsed, measured = _load(scenario, fields)
     # One seed only: several are a sweep's (`headway simulate --seeds`).
     chosen = parsed.run.seeds[0] if seed is None else seed
-    run = run_scenario(parsed, chosen, detail=RunDetail(iterations=keep_iterations))
+    run = run_scenario(parsed, chosen, detail=RunDetail(iterations=keep_iterations), measured=measured)
     return SimulationResult(parsed, chosen, run.sim)
 
 
@@ -79,20 +82,33 @@ def load_scenario(
     scenario: str | Path | Mapping[str, Any] | Scenario, fields: Mapping[str, Any] | None = None
 ) -> Scenario:
     """Validate a scenario; see `simulate`. A file's relative trace path is looked up beside the file first."""
+    parsed = _load(scenario, fields)
+    if parsed.cluster is not None:
+        raise ConfigError("a cluster file is no scenario without the engines measured for it: give it to simulate()")
+    return parsed.scenario
+
+
+def _load(scenario: str | Path | Mapping[str, Any] | Scenario, fields: Mapping[str, Any] | None) -> ParsedScenario:
+    path = Path("scenario")
     if isinstance(scenario, Scenario):
         if not fields:
-            return scenario
+            return ParsedScenario(scenario)
         # Only what was given: sections check fields against each other, so defaults must not look like choices.
         data: Any = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        where = "scenario"
     elif isinstance(scenario, Mapping):
-        data, where = dict(scenario), "scenario"
+        data = dict(scenario)
     else:
-        data, where = _read(Path(scenario)), str(scenario)
+        path = Path(scenario)
+        data = _read(path)
     for name, value in (fields or {}).items():
         # `with_field` copies: the caller's mapping is not changed.
         data = with_field(data, name, value)
-    return parse_scenario(data, where)
+    # A list of pools is a cluster file's: a scenario has its pools under `cluster`.
+    if not isinstance(data, dict) or "pools" not in data:
+        return scenario_point(data, str(path))
+    from headway.api.cluster_scenario import ClusterScenarios
+
+    return ClusterScenarios(path, os.environ).parse(data, str(path))
 
 
 def _read(path: Path) -> Any:

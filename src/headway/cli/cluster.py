@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError
 from headway.core.settings import flag_of, resolve
@@ -14,6 +13,7 @@ from headway.runtime.build import hosts
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
+from headway.serving.model_folder import model_folder
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import EndpointSettings
 

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.cli.model_folder import model_folder
 from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import HeadwayError
 from headway.core.output_file import check_outputs
 from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
+from headway.serving.model_folder import model_folder
 from headway.serving.serve_settings import EngineSettings
 
 HEADLINE_PROMPTS = (2048, 16384)

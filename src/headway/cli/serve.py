@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from headway.cli.model_folder import is_hub_id, model_folder
 from headway.cli.options import add_options, environment, given_flags
 from headway.cli.start_settings import StartSettings
 from headway.cli.vllm_flags import add_vllm_flags
@@ -12,6 +11,7 @@ from headway.core.errors import ConfigError
 from headway.core.settings import print_config, resolve
 from headway.runtime.build import hosts
 from headway.runtime.engine.numerics import settle
+from headway.serving.model_folder import is_hub_id, model_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -165,9 +165,10 @@ def _parser(path: Path, data: dict[str, Any]) -> ParsePoint:
 
     if "pools" not in data:
         return scenario_point
-    from headway.cli.cluster_scenario import ClusterScenarios
+    from headway.api.cluster_scenario import ClusterScenarios
+    from headway.cli.options import environment
 
-    return ClusterScenarios(path).parse
+    return ClusterScenarios(path, environment()).parse
 
 
 def _band_line(point: SweepPoint, swept: bool) -> str:

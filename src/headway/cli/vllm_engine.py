@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from headway.cli.command_parser import CommandParser
-from headway.cli.model_folder import cached_checkpoint, is_hub_id, is_offline, not_cached
 from headway.cli.options import environment
 from headway.cli.start_settings import EngineName, StartSettings
 from headway.cli.vllm_flags import ALIASES, values_of, vllm_flags
@@ -31,6 +30,7 @@ from headway.core.settings import flag_of, resolve, variable_of
 from headway.core.strict_yaml import read_yaml
 from headway.perf.hardware.device import has_driver
 from headway.serving.binding import check_binding
+from headway.serving.model_folder import cached_checkpoint, is_hub_id, is_offline, not_cached
 from headway.vllm.version_check import KNOWN
 
 SCHEDULER, MIDDLEWARE = "headway.vllm.Scheduler", "headway.vllm.SloMiddleware"

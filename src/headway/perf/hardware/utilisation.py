@@ -6,8 +6,9 @@ pass, and of KV that attention reads, over peak bytes/s. Tokens computed again c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from headway.core.batch import Batch
 from headway.perf.hardware.accelerators import of_device
@@ -34,6 +35,19 @@ class UtilisationBase:
         """Return the bytes that so many forward passes read, and so many tokens' KV."""
         shape = self.shape
         return passes * shape.parameters * shape.dtype_bytes + kv_tokens * shape.kv_bytes_per_token
+
+
+def mean_base(bases: Sequence[UtilisationBase | None]) -> UtilisationBase | None:
+    """Return the peaks of an instance in the mean over all of one model; None where those of one are not known."""
+    known = [base for base in bases if base is not None]
+    if not known or len(known) < len(bases):
+        return None
+    return UtilisationBase(
+        shape=known[0].shape,
+        peak_flops=fmean(base.peak_flops for base in known),
+        peak_bandwidth=fmean(base.peak_bandwidth for base in known),
+        origin=known[0].origin,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from headway.perf.hardware.utilisation import mean_base
 from headway.perf.latency.recorded import describe, restore
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
@@ -70,5 +71,6 @@ def cluster_plan(
         links=links(file),
         backends=file.backends,
         rows=rules.rows,
+        utilisation_base=mean_base([info.utilisation for info, _ in measured]),
     )
     return ClusterPlan(rules, cluster)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency
 from headway.perf.latency.shard_exchange import ShardExchangeCost
@@ -47,6 +48,8 @@ class MeasuredCluster:
     """Pieces of KV that an instance receives at a time."""
     rows: int
     """See `ClusterSpec.rows`."""
+    utilisation_base: UtilisationBase | None = None
+    """Peaks of an instance in the mean over all; None: not known."""
 
     @property
     def longest(self) -> int:
@@ -76,6 +79,7 @@ class MeasuredCluster:
             rows=self.rows,
             kv_reservations=True,
             pads_heads=False,
+            utilisation_base=self.utilisation_base,
         )
 
     def _engine(self, group: Sequence[ClusterInstance]) -> InstanceSpec:

@@ -1,4 +1,4 @@
-"""`headway simulate cluster.yaml`: a file of `headway cluster`, simulated with the times of this machine."""
+"""A file of `headway cluster` as a scenario, simulated with the times of this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from headway.cli.model_folder import model_folder
-from headway.cli.options import environment
 from headway.core.errors import ConfigError
 from headway.core.file_sections import validated
 from headway.core.settings import resolve
@@ -22,6 +20,7 @@ from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, firs
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
+from headway.serving.model_folder import model_folder
 from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.measured import MeasuredCluster
 from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, Scenario
@@ -37,10 +36,12 @@ LOAD = 0.5
 class ClusterScenarios:
     """Makes scenarios of a cluster file's data. One engine of each distinct configuration is loaded, once."""
 
-    def __init__(self, path: Path) -> None:
-        """path: of the file, beside which its model is looked up."""
+    def __init__(self, path: Path, environment: Mapping[str, str]) -> None:
+        """path: of the file, beside which its model is looked up; environment: variables, of which HEADWAY_… are
+        settings."""
         settle()
         self._path = path
+        self._environment = environment
         self._measured: dict[bytes, InstanceMeasurement] = {}
         self._warned: set[str] = set()
 
@@ -52,7 +53,7 @@ class ClusterScenarios:
                 f"{where}: pools of backend vllm have their own engines, which are not measured here: simulate one "
                 "with `engine: vllm` in a scenario (examples/vllm-convoy.yaml)"
             )
-        settings = resolve(ServeSettings, environment=environment(), file=file.serve, origin=f"{where}: serve")
+        settings = resolve(ServeSettings, environment=self._environment, file=file.serve, origin=f"{where}: serve")
         model = model_folder(model_of(file, self._path.parent))
         configs = instance_configs(file, where, model, settings)
         for host in sorted(file.hosts):
