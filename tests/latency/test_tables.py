@@ -63,9 +63,12 @@ def test_a_slice_and_single_look_ups_agree_across_the_edge_of_the_table() -> Non
     assert pieces == sorted(pieces)
 
 
-def test_attention_grows_with_the_square_beyond_the_last_chunk_and_linearly_with_the_past() -> None:
+def test_beyond_the_last_chunk_attention_is_that_of_its_pieces_and_linear_in_the_past() -> None:
     model = table([(0, 0.0), (1, 0.0)], [(1, 1e-6, 1e-9), (512, 1e-3, 1e-7)], (0, 0, 0))
-    assert one_chunk_s(model, 0, 1024) == pytest.approx(4e-3)
+    for pieces in (2, 7):
+        assert one_chunk_s(model, 0, 512 * pieces) == pytest.approx(
+            sum(one_chunk_s(model, 512 * i, 512) for i in range(pieces))
+        )
     assert one_chunk_s(model, 0, 4 * MAX_CHUNK) == pytest.approx(16 * one_chunk_s(model, 0, MAX_CHUNK))
     assert one_chunk_s(model, 2_000_000, 512) - one_chunk_s(model, 1_000_000, 512) == pytest.approx(0.1)
 

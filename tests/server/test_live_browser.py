@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from scripts.headless_browser import Browser, browser, missing_browser
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.live_feeds import logged_events
-from tests.helpers.polling import until
+from tests.helpers.log_page import log_page
 
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
-from headway.serving.live.engine_recording import EngineRecording
-from headway.serving.live.log_player import LogPlayer
-from headway.serving.live.watch import create_app
-from headway.sim.replay import replay
 
 pytestmark = [
     pytest.mark.long,
@@ -45,17 +38,10 @@ def tab() -> Iterator[Browser]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def log_page() -> Iterator[str]:
-    """The address of a log's page."""
-    app = create_app(LogPlayer(EngineRecording(replay(logged_events(), detail=True)), "convoy.jsonl"))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started, 10.0)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+@pytest.fixture(scope="module", name="log_page")
+def _log_page() -> Iterator[str]:
+    with log_page() as address:
+        yield address
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.serving.load.endpoint import first_model, server_root
+    from headway.serving.load.endpoint import ask, first_model, server_root
     from headway.sim.report.progress import StepBar
 
     root = server_root(arguments.url)
@@ -55,16 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         body["messages"] = [{"role": arguments.kind, "content": text}]
     contexts = f"{root}/v1/contexts"
-    context = _request("POST", contexts, arguments.api_key, body)
+    context = ask("POST", contexts, arguments.api_key, body)
     where = f"{contexts}/{context['id']}"
     try:
         with StepBar("preparing, tokens") as bar:
             while not _is_done(context):
                 bar(context["computed_tokens"], context["tokens"])
                 time.sleep(_POLL_S)
-                context = _request("GET", where, arguments.api_key)
+                context = ask("GET", where, arguments.api_key)
     except KeyboardInterrupt:
-        _request("DELETE", where, arguments.api_key)
+        ask("DELETE", where, arguments.api_key)
         raise
     if context["status"] == "released":
         raise ConfigError(f"{arguments.file} was let go: {context['error'] or 'the server ends'}")
@@ -92,24 +89,3 @@ def _text(file: str) -> str:
     if not text.strip():
         raise ConfigError(f"{file} is empty: there is nothing to prepare")
     return text
-
-
-def _request(method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a server's answer. Raises ConfigError with the server's own words where it refuses."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as refusal:
-        raise ConfigError(_reason(refusal)) from None
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
-
-
-def _reason(refusal: urllib.error.HTTPError) -> str:
-    try:
-        return f"the server refuses it: {json.load(refusal)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"the server answers {refusal.code} {refusal.reason}: it has no /v1/contexts"

@@ -1,4 +1,4 @@
-"""`headway why REQUEST_ID --log EVENTLOG`: what a request waited for, and what another policy would have done."""
+"""`headway why REQUEST_ID --log EVENTLOG`, or --url SERVER: what a request waited for, and what another policy would have done."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", help="its id, or a part of it that no other id has")
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--log",
         type=Path,
-        required=True,
         metavar="FILE",
         help="event log of `headway serve`, `cluster` or `simulate` (--event-log), or of the vLLM plug-in",
     )
+    source.add_argument("--url", help="a running server or cluster; --under needs one with --event-log")
+    parser.add_argument("--api-key", metavar="KEY", help="with --url: the server's API key")
     parser.add_argument(
         "--under",
         action="append",
@@ -67,6 +69,8 @@ def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, lis
     from headway.sim.explanation import explain
     from headway.sim.replay import read_log, replay
 
+    if arguments.url is not None:
+        return _asked(arguments)
     if is_cluster_log(arguments.log):
         from headway.serving.live.cluster_recording import ClusterRecording
 
@@ -79,3 +83,18 @@ def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, lis
         print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
     told = explain(run, arguments.request)
     return told, outcomes(run, told.record.id, arguments.under) if arguments.under else []
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:
+    """Return the explanation of a running server."""
+    from urllib.parse import quote, urlencode
+
+    from headway.serving.load.endpoint import ask, server_root
+    from headway.sim.report.why_text import why_of
+
+    under = urlencode([("under", setting) for setting in arguments.under])
+    url = f"{server_root(arguments.url)}/v1/requests/{quote(arguments.request, safe='')}/why?{under}"
+    try:
+        return why_of(ask("GET", url, arguments.api_key))
+    except (KeyError, TypeError):
+        raise ConfigError(f"{url} answers no explanation: it is no Headway server of this version") from None

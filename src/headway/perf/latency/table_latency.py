@@ -81,7 +81,8 @@ class TableLatency(LatencyModel):
         )
         self._rows, self._least_rows = self._tokens.data, _floor(self._tokens).data
         self._last = max_rows
-        a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0, power=2)
+        a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0)
+        _continue_in_pieces(a, source.chunks[-1])
         b = _dense([(float(c), b) for c, _, b in source.chunks], MAX_CHUNK, "chunk knots", start=0)
         # Three lines in past: `_fresh` without history, `_over` up to the knee, `_beyond` after it.
         self._fresh = self._over = self._beyond = _ChunkAttention(a, b)
@@ -232,11 +233,18 @@ class _BilinearGrid:
         return seconds
 
 
-def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: int, power: int = 1) -> Seconds:
-    """Interpolate knots linearly at start..size. Raises ConfigError when knots do not ascend or are not finite.
+def _continue_in_pieces(own: Seconds, last: tuple[int, float, float]) -> None:
+    """Set the attention of chunks within themselves beyond the last knot: that of pieces of the last knot's size, each
+    over those before it. (Its square alone would also multiply what any chunk costs, and small ones cost little else.)
+    """
+    size, seconds, per_past = last
+    tokens = np.arange(size + 1, len(own), dtype=np.float64)
+    own[size + 1 :] = np.maximum(0.0, tokens / size * (seconds + per_past * (tokens - size) / 2.0))
 
-    Beyond the last knot the last slope continues or, for power 2, values grow with the square (causal attention of a
-    chunk within itself)."""
+
+def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: int) -> Seconds:
+    """Interpolate knots linearly at start..size; beyond the last one the last slope continues. Raises ConfigError when
+    knots do not ascend or are not finite."""
     if len(knots) < 2:
         raise ConfigError(f"a latency table needs at least two {what}, found {len(knots)}: profile again")
     x = np.array([k[0] for k in knots])
@@ -246,8 +254,5 @@ def _dense(knots: Sequence[tuple[float, float]], size: int, what: str, start: in
     grid = np.arange(start, size + 1, dtype=np.float64)
     dense = np.interp(grid, x, y)
     beyond = grid > x[-1]
-    if power == 1:
-        dense[beyond] = y[-1] + (grid[beyond] - x[-1]) * max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-    else:
-        dense[beyond] = y[-1] * (grid[beyond] / x[-1]) ** power
+    dense[beyond] = y[-1] + (grid[beyond] - x[-1]) * max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
     return np.asarray(np.maximum(dense, 0.0), dtype=np.float64)

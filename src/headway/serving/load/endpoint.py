@@ -1,4 +1,4 @@
-"""Query of an endpoint's models, once before a run."""
+"""Queries of a running server: its models, and JSON of its other paths."""
 
 from __future__ import annotations
 
@@ -15,6 +15,27 @@ def server_root(base_url: str) -> str:
     if not base_url.startswith(("http://", "https://")):
         raise ConfigError(f"{base_url!r} is not an address of a server: write it like http://127.0.0.1:8000")
     return base_url.rstrip("/").removesuffix("/v1")
+
+
+def ask(method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a server's answer to a request. Raises ConfigError with the server's own words where it refuses."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as refusal:
+        raise ConfigError(_reason(refusal, url)) from None
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
+
+
+def _reason(refusal: urllib.error.HTTPError, url: str) -> str:
+    try:
+        return f"the server refuses it: {json.load(refusal)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
 
 
 def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:

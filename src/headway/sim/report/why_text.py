@@ -9,6 +9,8 @@ import msgspec
 
 from headway.sim.counterfactual import CounterfactualOutcome
 from headway.sim.explanation import LifeInterval, RequestExplanation, merged, shares
+from headway.sim.metrics import RequestRecord
+from headway.sim.replayed_run import ReplayedChunk
 
 SCHEMA = "headway.why/1"
 _MOST_NAMES = 4
@@ -30,6 +32,8 @@ def why_json(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
         "arrival_s": record.arrival_s,
         "ttft_s": told.ttft_s,
         "error": record.error,
+        "rejected": record.rejected,
+        "aim_s": told.aim_s,
         "preemptions": told.preemptions,
         "causes_of_ttft": shares(told.to_first_token),
         "intervals": [_plain(one, record.arrival_s) for one in told.to_first_token],
@@ -38,6 +42,32 @@ def why_json(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
         "worst_gap": [_plain(one, record.arrival_s) for one in told.worst_gap],
         "counterfactuals": [msgspec.to_builtins(one) for one in counterfactuals],
     }
+
+
+def why_of(data: dict[str, Any]) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:
+    """Return what `why_json` was made of, as far as text and picture need it. Raises KeyError or TypeError for other
+    data."""
+    zero_s, ttft_s = data["arrival_s"], data["ttft_s"]
+    record = RequestRecord(
+        id=data["request"],
+        klass="",
+        arrival_s=zero_s,
+        prompt_tokens=data["prompt_tokens"],
+        output_tokens=data["output_tokens"],
+        token_s=() if ttft_s is None else (zero_s + ttft_s,),
+        error=data["error"],
+        rejected=data["rejected"],
+    )
+    told = RequestExplanation(
+        record=record,
+        cached_tokens=data["cached_tokens"],
+        policy=data["policy"],
+        to_first_token=tuple(_interval(one, zero_s) for one in data["intervals"]),
+        worst_gap=tuple(_interval(one, zero_s) for one in data["worst_gap"]),
+        preemptions=data["preemptions"],
+        aim_s=data["aim_s"],
+    )
+    return told, [CounterfactualOutcome(**one) for one in data["counterfactuals"]]
 
 
 def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualOutcome] = ()) -> str:
@@ -142,6 +172,21 @@ def _plain(one: LifeInterval, zero_s: float) -> dict[str, Any]:
         "decodes": one.decodes,
         "rule": one.rule,
     }
+
+
+def _interval(plain: dict[str, Any], zero_s: float) -> LifeInterval:
+    """The reverse of `_plain`."""
+    start_s, chunk = zero_s + plain["after_s"], plain["chunk"]
+    return LifeInterval(
+        cause=plain["cause"],
+        start_s=start_s,
+        end_s=start_s + plain["seconds"],
+        steps=tuple(plain["iterations"]),
+        chunk=None if chunk is None else ReplayedChunk(**chunk),
+        beside=tuple((one["request"], one["tokens"]) for one in plain["beside"]),
+        decodes=plain["decodes"],
+        rule=plain["rule"],
+    )
 
 
 def _seconds(intervals: Sequence[LifeInterval]) -> float:
