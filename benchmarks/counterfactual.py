@@ -44,6 +44,8 @@ UNDER = {
     "fcfs,chunking=whole": ["--scheduling-policy", "fcfs", "--chunking", "whole"],
 }
 """What `headway why --under` takes, and the same for `headway serve`."""
+CHATS = 8
+"""Beside each document; the last one comes before the document would be computed, alone."""
 CLASSES = ("document", "chat")
 WITHIN = 0.15
 """Largest relative error of a class's median that is accepted."""
@@ -67,16 +69,16 @@ class Row:
         return abs(self.simulated_s / self.served_s - 1)
 
 
-def convoy(plan: ConvoyPlan, prompts: PromptSource, number: int, chats: int) -> Iterator[LoadRequest]:
-    """Yield a document at zero and `chats` chats after it."""
+def convoy(prompts: PromptSource, number: int, every_s: float) -> Iterator[LoadRequest]:
+    """Yield a document at zero, and chats every so many seconds after it."""
     yield replace(prompts.long(), id=f"document-{number}", klass=CLASSES[0])
-    for i in range(chats):
-        due_s = plan.short_interval_s * (i + 1)
+    for i in range(CHATS):
+        due_s = every_s * (i + 1)
         yield replace(prompts.short(), id=f"chat-{number}-{i}", klass=CLASSES[1], due_s=due_s)
 
 
 async def serve(urls: Sequence[str], plan: ConvoyPlan) -> None:
-    """Send the convoys to each server by turns. Chats end before the document would, alone."""
+    """Send the convoys to each server by turns."""
     prompts = random_prompts(plan, vocab_size_of(str(model_path())) or 256)
     clients = [LoadClient(TargetEndpoint(base_url=url, model=str(first_model(url, None)["id"]))) for url in urls]
     alone_s = []
@@ -84,10 +86,13 @@ async def serve(urls: Sequence[str], plan: ConvoyPlan) -> None:
         async with client:
             warm = [replace(prompts.short(), id="warm-short"), replace(prompts.long(), id="warm-long")]
             alone_s.append([answered(await client.send(job)) for job in warm][-1])
-    chats = int(0.8 * min(alone_s) / plan.short_interval_s)
-    print(f"a document alone takes {min(alone_s):.2f} s: {chats} chats beside each", flush=True)
+    every_s = 0.8 * min(alone_s) / CHATS
+    print(
+        f"a document alone: {min(alone_s):.2f} s; beside each {CHATS} chats, {every_s:.2f} s apart",
+        flush=True,
+    )
     for number in range(plan.repeat):
-        jobs = list(convoy(plan, prompts, number, chats))
+        jobs = list(convoy(prompts, number, every_s))
         for client in clients:
             async with client:
                 for record in (await run_open_loop(client, jobs)).records:
@@ -133,8 +138,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="keep the event logs in this folder")
     parser.add_argument("--json", type=Path, help="write the figures there")
     a = parser.parse_args()
-    plan = ConvoyPlan(long_tokens=a.document_tokens, short_tokens=150, short_output=12, short_interval_s=0.25,
-                      repeat=a.documents)  # fmt: skip
+    plan = ConvoyPlan(long_tokens=a.document_tokens, short_tokens=150, short_output=12, repeat=a.documents)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(a.logs or folder) / f"{number}.jsonl" for number in range(1 + len(UNDER))]
         common = ["--max-model-len", str(plan.long_tokens + 256)]

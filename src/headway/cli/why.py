@@ -1,4 +1,4 @@
-"""`headway why REQUEST_ID --log EVENTLOG`, or --url SERVER: what a request waited for, and what another policy would have done."""
+"""`headway why REQUEST_ID --log EVENTLOG|--url SERVER`: what a request waited for, and what another policy would do."""
 
 from __future__ import annotations
 
