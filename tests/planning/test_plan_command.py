@@ -16,6 +16,7 @@ from headway.planning.answer import cluster_data, read_measures
 from headway.planning.candidates import DeploymentCandidate, candidates_of
 from headway.planning.question import parse_question
 from headway.runtime.cluster.cluster_file import cluster_file
+from headway.runtime.embedded import model_path
 from headway.serving.cluster_settings import instance_configs
 from headway.serving.serve_settings import ServeSettings
 
@@ -132,7 +133,9 @@ def test_bad_question_is_one_line_that_says_what_to_do(
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_example_questions_are_answered(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(path), "--jobs", "1", "--json", "--set", "search.t_target_s=[0.1]"]
-    assert main([*words, "--set", "workload.requests=20", "--set", "search.kvp=[1]"]) == 0
+    # enough that a document is among them
+    requests = 200 if "documents" in path.stem else 2
+    assert main([*words, "--set", f"workload.requests={requests}", "--set", "search.kvp=[1]"]) == 0
     assert json.loads(capsys.readouterr().out)["best"]["demands"]
 
 
@@ -140,3 +143,14 @@ def test_shard_tokens_of_a_question_are_those_of_layouts_with_kv_groups() -> Non
     question = parse_question(QUESTION | {"search": {"tp": [1], "kvp": [1, 2], "shard_tokens": 4096}})
     layouts = [c.scenario(question).layout for c in candidates_of(question) if not c.decoders]
     assert {(each.kvp, each.shard_tokens) for each in layouts} == {(1, None), (2, 4096)}
+
+
+def test_a_model_is_named_by_the_path_of_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(model_path())
+    assert main(["plan", write(tmp_path, model=folder), "--jobs", "1"]) == 0
+    by_folder = capsys.readouterr().out
+    assert main(["plan", write(tmp_path, model=f"{folder}/config.json"), "--jobs", "1"]) == 0
+    assert capsys.readouterr().out == by_folder
+    (tmp_path / "broken.json").write_text("[")
+    assert main(["plan", write(tmp_path, model=str(tmp_path / "broken.json")), "--jobs", "1"]) == 2
+    assert "broken.json cannot be read as JSON" in capsys.readouterr().err

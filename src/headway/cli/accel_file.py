@@ -6,7 +6,6 @@ allowed there.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from headway.perf.accelerator.machine_model import MachineModel
 from headway.perf.accelerator.operators import OperatorSetting
 from headway.perf.accelerator.precision import OperandTypes
 from headway.perf.accelerator.presets import machine
-from headway.perf.hardware.models import from_hf_config, model
+from headway.perf.hardware.models import from_config_file, model
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.scenario import ModelSection, PolicySection
@@ -206,13 +205,7 @@ def _shape(given: str | ModelSection, folder: Path) -> ModelShape:
     for path in (folder / given, Path(given)):
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            try:
-                data = json.loads(file.read_text())
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"model: {file} cannot be read as JSON: {error}") from None
-            if not isinstance(data, dict):
-                raise ConfigError(f"model: {file} must hold a JSON object")
-            return from_hf_config(data)
+            return from_config_file(file)
     try:
         return model(given)
     except ConfigError as error:

@@ -79,7 +79,9 @@ class PlanQuestion(FileSection):
 
     name: str = Field(default="", description="what it is called in reports")
     about: str = Field(default="", description="what it stands for")
-    model: str | ModelSection = Field(description="a named model (headway.perf.hardware.models), or its shape")
+    model: str | ModelSection = Field(
+        description="a named model (headway.perf.hardware.models), the path of a config.json, or a shape"
+    )
     accelerators: tuple[AcceleratorsSection, ...] = Field(min_length=1, description="kinds that may be used")
     workload: WorkloadSection
     demands: dict[str, dict[str, Positive]] = Field(

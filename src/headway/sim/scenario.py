@@ -284,7 +284,8 @@ class Scenario(FileSection):
     about: str = Field(default="", description="what it stands for, and where its latencies come from")
     cluster: ClusterSection = ClusterSection()
     model: str | ModelSection = Field(
-        default="llama-3-8b", description="a named model (headway.perf.hardware.models), or its shape"
+        default="llama-3-8b",
+        description="a named model (headway.perf.hardware.models), the path of a config.json, or a shape",
     )
     layout: LayoutSection = LayoutSection()
     latency: LatencySection = LatencySection()

@@ -7,7 +7,9 @@ Context extension (RoPE scaling) changes no shape.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
@@ -73,13 +75,29 @@ def model_name(name: str) -> str:
     key = name.lower().rsplit("/", 1)[-1]
     key = ALIASES.get(key, key)
     if key not in MODELS:
-        raise ConfigError(f"unknown model {name!r}; known: {', '.join(MODELS)} (or give a Hugging Face config)")
+        raise ConfigError(f"unknown model {name!r}; known: {', '.join(MODELS)}; or give the path of a config.json")
     return key
 
 
 def model(name: str) -> ModelShape:
-    """Return a shape by name or alias, with or without a Hugging Face owner before it."""
+    """Return a shape by name or alias, with or without a Hugging Face owner before it, or by the path of a checkpoint's
+    folder or `config.json`. Raises ConfigError."""
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return from_config_file(path)
     return MODELS[model_name(name)]
+
+
+def from_config_file(path: Path) -> ModelShape:
+    """Return the shape in a `config.json`, or in that of a folder. Raises ConfigError that names the file."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"model: {file} must hold a JSON object")
+    return from_hf_config(data)
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:

@@ -5,7 +5,6 @@ Used for serving, for replay of a recorded run (`runtime.build.cluster_replay`),
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -163,6 +162,6 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
 
 def shape_of(model: str) -> ModelShape:
     """Return the sizes of the checkpoint in folder `model`."""
-    from headway.perf.hardware.models import from_hf_config
+    from headway.perf.hardware.models import from_config_file
 
-    return from_hf_config(json.loads((Path(model) / "config.json").read_text()))
+    return from_config_file(Path(model))
