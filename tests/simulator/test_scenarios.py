@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import yaml
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.sim.build import config_of, run_scenario
+from headway.sim.requests import requests_of
 from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_field
 
@@ -136,3 +139,23 @@ def test_examples_are_valid_and_run(file: Path) -> None:
     scenario = parse_scenario(data, str(file))
     assert isinstance(scenario, Scenario)
     assert run_scenario(scenario, 0).sim.records
+
+
+def test_an_event_log_is_a_workload(tmp_path: Path) -> None:
+    """Of the requests as they came and were answered, for a simulation with other settings or a plan."""
+    file, log = tmp_path / "s.yaml", tmp_path / "run.jsonl"
+    mix = [{"class": "chat", "prompt": "uniform:50-500", "output": "fixed:20"}]
+    data = {"workload": {"qps": 4.0, "requests": 30, "mix": mix}}
+    file.write_text(yaml.safe_dump(data))
+    words = [sys.executable, "-m", "headway.cli.main", "simulate", str(file), "--jobs", "1", "--event-log", str(log)]
+    subprocess.run(words, check=True, capture_output=True)
+    drawn = requests_of(parse_scenario(data).workload, None, 0)
+    first_s = drawn[0].arrival_s
+    recorded = requests_of(parse_scenario({"workload": {"trace": str(log)}}).workload, None, 0)
+    assert [(one.prompt_tokens, one.output_tokens) for one in recorded] == [
+        (one.prompt_tokens, one.output_tokens) for one in drawn
+    ]
+    assert [one.arrival_s for one in recorded] == pytest.approx([one.arrival_s - first_s for one in drawn])
+    log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(ConfigError, match="no request of this event log was answered"):
+        requests_of(parse_scenario({"workload": {"trace": str(log)}}).workload, None, 0)

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("headway.cli.watch", "the live page of an event log, played in a browser on this machine"),
     "why": ("headway.cli.why", "why a request's first token or worst gap came so late, from an event log"),
     "profile": ("headway.cli.profile", "measure how long a model takes on this machine, for better chunks"),
+    "completion": ("headway.cli.completion", "a script by which a shell completes commands, flags and files"),
 }
 
 LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))

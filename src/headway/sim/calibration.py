@@ -13,12 +13,12 @@ from headway.perf.latency.base import LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
+from headway.sim.recorded_workload import requests_in
 from headway.sim.replayed_run import ReplayedRun
 from headway.sim.result import SimResult
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.spec import VllmSpec
-from headway.sim.workload import TraceRequest
 
 SCHEMA = "headway.calibration/1"
 
@@ -99,13 +99,6 @@ def simulate_again(
 
     `corrected`: see `calibrate`. The result's records are in the order of `records`, with times from the first
     arrival."""
-    # the simulation's zero is the first arrival
-    zero_s = records[0].arrival_s if records else 0.0
-    asked = run.requests
-    workload = [
-        TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, r.klass, asked[r.id].cached_tokens)
-        for r in records
-    ]
     spec = InstanceSpec(
         config=config,
         latency=run.table,
@@ -115,7 +108,7 @@ def simulate_again(
         block_tokens=run.block_tokens,
         vllm=_vllm_of(run, config) if run.engine == "vllm" else None,
     )
-    return simulate(spec, workload, RunSpec(send_slo=False))
+    return simulate(spec, requests_in(run, records), RunSpec(send_slo=False))
 
 
 def _vllm_of(run: ReplayedRun, config: SchedulerConfig) -> VllmSpec:

@@ -1,66 +1,42 @@
-"""The requests of an event log as a trace, so that what a server was sent can be simulated and planned for."""
+"""The requests of an event log as a workload: of a server's recorded traffic, for simulations and plans."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from headway.control.log_reader import SCHEMAS
-from headway.control.log_reader import read_log as read_decisions
-from headway.core.errors import ConfigError
+from headway.sim.metrics import RequestRecord
 from headway.sim.replay import read_log, replay
-from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.trace_request import RequestTrace
+from headway.sim.replayed_run import ReplayedRun
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.trace_request import RequestTrace, TraceError
+
+_START = b'{"event":"start"'
 
 
-def recorded_trace(path: Path) -> RequestTrace | None:
-    """Return the requests of an engine's, a plug-in's or a cluster's log, in order of arrival; None for a file that is
-    no event log.
-
-    Answers have as many tokens as they had in an engine's log, those cut off too; in a cluster's, which does not count
-    them, as many as they were allowed. Raises ConfigError for a log without requests, or one that cannot be replayed.
-    """
-    first = _first_line(path)
-    if first.get("schema") in SCHEMAS:
-        requests = _of_a_cluster(path)
-    elif first.get("event") == "start":
-        requests = _of_an_engine(path)
-    else:
-        return None
-    if not requests:
-        raise ConfigError(f"{path} has no requests yet: name the log of a run that was sent some")
-    requests.sort(key=lambda request: request.arrival_s)
-    return RequestTrace(path.name, "event log", tuple(transforms.rebase(requests)), has_arrivals=True)
-
-
-def _first_line(path: Path) -> dict[str, Any]:
-    """Return the first line, or {} if it is no JSON object or cannot be read (`read_trace` says why)."""
+def is_event_log(path: Path) -> bool:
+    """Return whether a file begins as an event log does. False for one that cannot be read."""
     try:
         with path.open("rb") as file:
-            return msgspec.json.decode(file.readline(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return {}
+            return file.read(len(_START)) == _START
+    except OSError:
+        return False
 
 
-def _of_an_engine(path: Path) -> list[TraceRequest]:
-    run = replay(read_log(path))
-    if run.differences:
-        raise ConfigError(f"{path}: this version decides otherwise than the recorded run: {run.differences[0]}")
+def requests_in(run: ReplayedRun, records: Sequence[RequestRecord]) -> list[TraceRequest]:
+    """Return recorded requests, which arrive in this order, with times from the first one's arrival."""
+    zero_s = records[0].arrival_s if records else 0.0
+    asked = run.requests
     return [
-        TraceRequest(one.arrival_s, one.prompt_tokens, max(1, len(one.token_s)), cached_tokens=one.cached_tokens)
-        for one in run.records
-        # what was refused has no answer whose length could be known
-        if not one.rejected
+        TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, r.klass, asked[r.id].cached_tokens)
+        for r in records
     ]
 
 
-def _of_a_cluster(path: Path) -> list[TraceRequest]:
-    calls = read_decisions(path.read_bytes().splitlines(keepends=True)).callbacks
-    arrived = [call["request"] for _, call in calls if call["do"] == "arrive"]
-    # another attempt at a request is no new one: they are named id#1, id#2, …; the first has the client's arrival
-    first: dict[str, dict[str, Any]] = {}
-    for request in arrived:
-        first.setdefault(request["id"].rpartition("#")[0] or request["id"], request)
-    return [TraceRequest(one["arrival_s"], one["prompt_tokens"], one["max_output_tokens"]) for one in first.values()]
+def recorded_trace(path: Path) -> RequestTrace:
+    """Return the requests of a log that were answered, with the lengths of their answers. Raises ConfigError."""
+    run = replay(read_log(path))
+    answered = sorted((record for record in run.records if record.ok), key=lambda record: record.arrival_s)
+    if not answered:
+        raise TraceError(f"{path}: no request of this event log was answered")
+    return RequestTrace(path.name, "event log", tuple(requests_in(run, answered)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.sim.recorded_workload import is_event_log, recorded_trace
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.arrivals import ArrivalProcess, arrivals
 from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
@@ -97,7 +100,8 @@ def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceReq
 def _read(section: WorkloadSection) -> list[RequestTrace]:
     """Read the traces. Texts of different ones share nothing."""
     assert section.trace is not None
-    traces = [read_trace(name) for name in ((section.trace,) if isinstance(section.trace, str) else section.trace)]
+    names = (section.trace,) if isinstance(section.trace, str) else section.trace
+    traces = [recorded_trace(Path(name)) if is_event_log(Path(name)) else read_trace(name) for name in names]
     return [traces[0], *(transforms.in_namespace(trace, n) for n, trace in enumerate(traces[1:], start=1))]
 
 

@@ -35,7 +35,8 @@ class WorkloadSection(FileSection):
     preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
     trace: str | tuple[str, ...] | None = Field(
         default=None,
-        description="a trace file, or several that ran together; own arrival times unless `arrivals` is given",
+        description="a trace file or a server's event log, or several that ran together; own arrival times unless "
+        "`arrivals` is given",
     )
     mix: tuple[MixSection, ...] | None = Field(default=None, description="kinds of requests with shares and lengths")
     arrivals: Literal["poisson", "gamma", "constant", "trace", "at-once"] | None = Field(
