@@ -77,6 +77,13 @@ def test_sweeps_include_both_ends_and_keep_whole_numbers_whole() -> None:
             parse_sweep(text)
 
 
+def test_an_error_names_the_option_that_was_typed():
+    with pytest.raises(ConfigError, match=r"^--sweep 'layout\.tp': write FIELD=START:STOP:STEP"):
+        parse_sweep("layout.tp")
+    with pytest.raises(ConfigError, match=r"^--set 'layout\.tp': write FIELD=VALUE$"):
+        parse_sweep("layout.tp", "--set")
+
+
 def test_a_value_in_brackets_is_one_value() -> None:
     assert parse_sweep("search.tp=[4, 8]") == ("search.tp", [[4, 8]])
     assert parse_sweep("search.tp=[4, 8], [2]") == ("search.tp", [[4, 8], [2]])

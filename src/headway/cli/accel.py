@@ -64,7 +64,7 @@ def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Pa
 
     data: dict[str, object] = read_yaml(str(arguments.file)) if arguments.file is not None else {}
     for text in arguments.set:
-        field, values = parse_sweep(text)
+        field, values = parse_sweep(text, "--set")
         if len(values) != 1:
             raise ConfigError(f"--set {text!r}: one value; use `headway accel sweep --axis` for several")
         section = field.split(".")[0]

@@ -72,7 +72,7 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
 
     data = read_yaml(str(arguments.question))
     for text in arguments.set:
-        field, values = parse_sweep(text)
+        field, values = parse_sweep(text, "--set")
         data = with_field(data, field, values[0] if len(values) == 1 else values)
     if arguments.front:
         data = with_field(data, "search.front", True)

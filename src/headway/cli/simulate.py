@@ -100,7 +100,7 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
         beside = arguments.scenario.parent / trace
         data["workload"]["trace"] = str(beside if beside.exists() else trace)
     for text in arguments.set:
-        field, values = parse_sweep(text)
+        field, values = parse_sweep(text, "--set")
         # --set shares the syntax of --sweep, which allows lists.
         if len(values) != 1:
             raise ConfigError(f"--set {text!r}: one value; use --sweep for several")

@@ -53,16 +53,18 @@ def scenario_point(data: Mapping[str, Any], where: str) -> ParsedScenario:
     return ParsedScenario(parse_scenario(data, where))
 
 
-def parse_sweep(text: str) -> Values:
+def parse_sweep(text: str, option: str = "--sweep") -> Values:
     """`workload.qps=0.25:1.75:0.25` (both ends included) or `policy.policy=fcfs,lars` → (field, values).
 
     Values that begin with a bracket are YAML, as in `search.tp=[4, 8]`: one value, of which a comma is no end.
+    option: what errors say was faulty.
     """
     import yaml
 
     field, equals, rest = text.partition("=")
     if not equals or not field.strip() or not rest.strip():
-        raise ConfigError(f"--sweep {text!r}: write FIELD=START:STOP:STEP or FIELD=VALUE,VALUE")
+        form = "FIELD=VALUE" if option == "--set" else "FIELD=START:STOP:STEP or FIELD=VALUE,VALUE"
+        raise ConfigError(f"{option} {text!r}: write {form}")
     parts = rest.split(":")
     try:
         start, stop, step = (float(part) for part in parts)
@@ -72,9 +74,11 @@ def parse_sweep(text: str) -> Values:
                 return field.strip(), yaml.safe_load(f"[{rest}]")
             return field.strip(), [yaml.safe_load(part) for part in rest.split(",")]
         except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r}: {rest!r} is not a value in YAML ({' '.join(str(error).split())})") from None
+            raise ConfigError(
+                f"{option} {text!r}: {rest!r} is not a value in YAML ({' '.join(str(error).split())})"
+            ) from None
     if step <= 0 or stop < start:
-        raise ConfigError(f"--sweep {text!r}: the step must be above 0 and the stop not below the start")
+        raise ConfigError(f"{option} {text!r}: the step must be above 0 and the stop not below the start")
     # the tolerance keeps the last value despite rounding errors; rounding to 12 digits removes them from values
     count = int((stop - start) / step + 1e-9) + 1
     values = [round(start + i * step, 12) for i in range(count)]
