@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
 import numpy as np
 import pytest
-from benchmarks.batched_prefill import batched_rows, fit_batched_prefill
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from headway.core.batch import Chunk, DecodeGroup, GroupBatch
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, one_chunk_s, solve_tokens
+from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
+from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.operators.profiles import DECODE, PREFILL, OperatorProfile
+from headway.perf.latency.parts import part_load
+from headway.perf.latency.table_latency import TableLatency
+from headway.sim.build import run_scenario
+from headway.sim.scenario import LatencySection, parse_scenario
 
 
 def profile(family: str = PREFILL) -> OperatorProfile:
@@ -29,3 +43,68 @@ def test_rows_of_single_prompts_are_no_batch() -> None:
     one = profile().where(profile().x["batch"] == 1)
     assert len(batched_rows(one)[0]) == 0
     assert fit_batched_prefill([one, profile(DECODE)]) is None
+
+
+@cache
+def llama(batched: bool = True) -> TableLatency:
+    return fitted(
+        "h100-80gb", "llama-3-8b", ParallelLayout(tp=8), assumptions=EngineAssumptions(batched_prefill=batched)
+    )
+
+
+def batch_of(model: LatencyModel, chunks: Sequence[tuple[int, int]]) -> BatchLoad:
+    """Return the load of (tokens, cached tokens) chunks in one batch."""
+    prefills = tuple(Chunk(f"r{at}", past, tokens, last=False) for at, (tokens, past) in enumerate(chunks))
+    return part_load(model, GroupBatch(0, DecodeGroup(), prefills))
+
+
+def test_a_batch_of_prompts_takes_less_than_their_sum_only_where_that_is_asked_for() -> None:
+    chunks = [(256, 0)] * 8
+    alone_s = one_chunk_s(llama(), 0, 256)
+    assert batch_of(llama(batched=False), chunks).chunk_s == pytest.approx(8 * alone_s)
+    assert alone_s < batch_of(llama(), chunks).chunk_s < 4 * alone_s
+    assert batch_of(llama(), chunks[:1]).chunk_s == alone_s
+
+
+def test_a_corrected_model_batches_as_its_base_does_times_its_scale() -> None:
+    corrected = CorrectedLatency(llama())
+    corrected._k_chunk = 2.0
+    chunks = [(64, 0), (512, 4096), (64, 128)]
+    assert batch_of(corrected, chunks).chunk_s == pytest.approx(2 * batch_of(llama(), chunks).chunk_s)
+
+
+@given(st.integers(0, 100_000), st.integers(1, 4096), st.floats(0.0, 0.2), st.lists(st.integers(1, 2048), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_the_largest_chunk_beside_other_prompts_is_found_exactly(
+    past: int, limit: int, budget_s: float, others: list[int]
+) -> None:
+    base = llama()
+    load = batch_of(base, [(tokens, 0) for tokens in others])
+    model = beside_prompts(base, load)
+    tokens, _ = solve_tokens(model, load, past, limit, budget_s)
+    sizes = np.arange(1, limit + 1)
+    whole_s = base.token_s(load.tokens + 1, load.tokens + limit) + model.chunk_s(past, 1, limit) + load.chunk_s
+    fits = sizes[whole_s <= budget_s + 1e-12]
+    assert tokens == (int(fits[-1]) if fits.size else 0)
+
+
+def test_prompts_that_a_simulation_batches_end_sooner_with_what_was_measured() -> None:
+    text: dict[str, Any] = {
+        "cluster": {"accelerator": "h100-80gb"},
+        "model": "llama-3-8b",
+        "layout": {"tp": 8},
+        "policy": {"chunking": "static:2048"},
+        "workload": {"mix": [{"prompt": "fixed:100", "output": "fixed:2"}], "requests": 60, "arrivals": "at-once"},
+    }
+    ends = [
+        run_scenario(
+            parse_scenario({**text, "latency": {"source": "fitted", "batched_prefill": batched}}), 0
+        ).sim.duration_s
+        for batched in (False, True)
+    ]
+    assert ends[1] < 0.8 * ends[0]
+
+
+def test_batching_is_refused_where_the_model_says_nothing_about_it() -> None:
+    with pytest.raises(ValueError, match="source: fitted"):
+        LatencySection(source="roofline", batched_prefill=True)

@@ -218,9 +218,10 @@ def latency_of(
     if section.source == "table":
         return TableLatency(store.load(Path(str(section.file)), None))
     if section.source == "fitted":
-        from headway.perf.latency.fitted import fitted
+        from headway.perf.latency.fitted import EngineAssumptions, fitted
 
-        return fitted(device, shape, layout, layout.stages - 1)
+        assumptions = EngineAssumptions(batched_prefill=section.batched_prefill)
+        return fitted(device, shape, layout, layout.stages - 1, assumptions=assumptions)
     return stage_roofline(section, device, shape, layout)
 
 

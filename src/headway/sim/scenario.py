@@ -159,6 +159,10 @@ class LatencySection(FileSection):
     )
     file: str | None = Field(default=None, description="the table's file")
     roofline: RooflineSection = RooflineSection()
+    batched_prefill: bool = Field(
+        default=False,
+        description="prompts of a batch share the device as measured (`fitted` only); else they cost their sum",
+    )
     learns: bool = Field(
         default=False, description="predictions correct themselves from what iterations took, as live ones do"
     )
@@ -167,6 +171,8 @@ class LatencySection(FileSection):
     def _file_with_table(self) -> LatencySection:
         if (self.source == "table") != (self.file is not None):
             raise ValueError("`file` goes with `source: table`, and only with it")
+        if self.batched_prefill and self.source != "fitted":
+            raise ValueError("`batched_prefill` goes with `source: fitted`: others say nothing about it")
         return self
 
 

@@ -82,6 +82,11 @@ class LatencyModel(Protocol):
         """Return `chunk_s` of one chunk."""
         return float(self.chunk_s(past, tokens, tokens)[0])
 
+    def further_prompts(self) -> LatencyModel:
+        """Return this model for chunks that join a batch with a prompt in it (`beside_prompts`): itself where batched
+        prompts cost their sum."""
+        return self
+
     def decode_steps(self, decodes: int) -> Callable[[int], float]:
         """Return `decode_s` of so many decodes as a function of `kv_sum`, for many steps of the same ones."""
         return lambda kv_sum: self.decode_s(decodes, kv_sum)
@@ -119,6 +124,11 @@ def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:
     The scale is recorded because with several batches in flight the model may have learned between the prediction of
     `chunk_s` and the batch's `observe`."""
     return BatchLoad(decodes, decodes, kv_sum, chunk_scale=getattr(model, "chunk_scale", 0.0))
+
+
+def beside_prompts(model: LatencyModel, load: BatchLoad) -> LatencyModel:
+    """Return the model for the next chunk of a batch: the first costs its time alone, further ones maybe less."""
+    return model.further_prompts() if load.tokens > load.decodes else model
 
 
 def load_s(model: LatencyModel, load: BatchLoad) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
+from headway.perf.latency.further_prompts import FurtherPrompts
 
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
@@ -74,6 +75,10 @@ class CorrectedLatency(LatencyModel):
         k_rows, k_chunk = self._k_rows, self._k_chunk
         fixed_s = self._fixed_s * (self._k_fixed - k_rows)
         return lambda tokens: max(rows_s(tokens) * k_rows + fixed_s, 0.0) + attention_s(tokens) * k_chunk
+
+    def further_prompts(self) -> LatencyModel:
+        further = self.base.further_prompts()
+        return FurtherPrompts(self, further.share) if isinstance(further, FurtherPrompts) else self
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum) * self._k_decode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headway.core.batch import GroupBatch
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 
 FREE = ShardExchangeCost()
@@ -25,7 +25,7 @@ def part_load(model: LatencyModel, part: GroupBatch) -> BatchLoad:
     for chunk in part.prefills:
         # Cached tokens in this group only: those before `base` lie in other groups.
         past = chunk.start - chunk.base
-        load = load.with_chunk(chunk.tokens, one_chunk_s(model, past, chunk.tokens), past)
+        load = load.with_chunk(chunk.tokens, one_chunk_s(beside_prompts(model, load), past, chunk.tokens), past)
     return load
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds
+from headway.perf.latency.further_prompts import FurtherPrompts
 
 SCHEMA = "headway.latency/1"
 
@@ -59,6 +60,9 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     """(fixed seconds, seconds per request, seconds per KV token); unused where there is a `decode_grid`."""
     decode_grid: DecodeTable | None = None
     past: PastTable | None = None
+    further: tuple[tuple[int, float], ...] = ()
+    """(chunk tokens, share of its attention's time alone that a chunk adds to a batch with a prompt in it), both
+    ascending; empty: all of it, so that batched prompts cost their sum."""
     exchange: tuple[float, float] | None = None
     """(seconds per iteration, seconds per row and remote group) of attending rows in another KV group, in addition to
     the attention (`perf.latency.shard_exchange`); None where it was not measured."""
@@ -97,6 +101,7 @@ class TableLatency(LatencyModel):
             self._beyond = _ChunkAttention(a + offset + (b - slope) * self._knee, slope)
         self._decode = source.decode
         self._grid = _BilinearGrid(source.decode_grid) if source.decode_grid is not None else None
+        self._share = _shares(source.further) if source.further else None
 
     def __reduce__(self) -> tuple[type[TableLatency], tuple[TableSource, int]]:
         # Another process gets the knots and makes the arrays again.
@@ -150,6 +155,9 @@ class TableLatency(LatencyModel):
     def _chunks(self, past: int) -> _ChunkAttention:
         return self._fresh if not past else self._over if past <= self._knee else self._beyond
 
+    def further_prompts(self) -> LatencyModel:
+        return self if self._share is None else FurtherPrompts(self, self._share)
+
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         if self._grid is not None:
             return self._grid(decodes, kv_sum)
@@ -173,6 +181,12 @@ class _ChunkAttention:
         self.a, self.b = a, b
         self.own, self.per_past = a.data, b.data
         self.least_own, self.least_per_past = _floor(a).data, _floor(b).data
+
+
+def _shares(knots: Sequence[tuple[int, float]]) -> Seconds:
+    """Return the share of further prompts by chunk tokens, from 0 on; constant beyond both ends."""
+    at, share = np.array(knots, dtype=np.float64).T
+    return np.asarray(np.interp(np.arange(MAX_CHUNK + 1), at, share), dtype=np.float64)
 
 
 def _floor(values: Seconds) -> Seconds:

@@ -185,6 +185,7 @@ class PolicyDriver:
             count = chunks[name]
             past = max(0, self.prefills[name].num_computed_tokens - count)
             load = load.with_chunk(count, one_chunk_s(latency, past, count), past)
+            latency = latency.further_prompts()
         return load
 
     @staticmethod

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, decodes_s, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s, one_chunk_s
 from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
@@ -193,7 +193,7 @@ class _Filling:
 
     def size(self, candidate: PackCandidate) -> tuple[int, float]:
         """Return (tokens, seconds of their attention) for a candidate on top of `load`; 0 tokens: skip it."""
-        model, past, remaining = self.latency, candidate.past, candidate.remaining
+        model, past, remaining = beside_prompts(self.latency, self.load), candidate.past, candidate.remaining
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room = max(self.max_tokens - self.load.tokens, 0)
@@ -238,9 +238,10 @@ class _Filling:
         # A short prompt with so much before its chunk is one whose prefix was cached.
         if past >= self.rules.cached_from and is_empty(self.load):
             longer_s = max(longer_s, self.rules.cached_rest_s)
-        if self._exceeds(self.latency, past, rest, longer_s):
+        model = beside_prompts(self.latency, self.load)
+        if self._exceeds(model, past, rest, longer_s):
             return tokens, attention_s
-        return rest, one_chunk_s(self.latency, past, rest)
+        return rest, one_chunk_s(model, past, rest)
 
     def _progress(
         self, candidate: PackCandidate, model: LatencyModel, floor: int, tokens: int, attention_s: float

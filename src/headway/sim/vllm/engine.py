@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from headway.core.errors import RequestError
-from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decode_load, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.settings import TRUST_PROFILE
 from headway.sim.decode_cohorts import DecodeTrack
@@ -145,7 +145,7 @@ class SimulatedVllm:
         for name, tokens in step.tokens.items():
             if not self._decodes(step, name):
                 past = step.past[name]
-                load = load.with_chunk(tokens, one_chunk_s(latency, past, tokens), past)
+                load = load.with_chunk(tokens, one_chunk_s(beside_prompts(latency, load), past, tokens), past)
         return load
 
     def _decodes(self, step: VllmStep, name: str) -> bool:

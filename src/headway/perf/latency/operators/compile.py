@@ -55,6 +55,9 @@ class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """When a chunk's attention over its history is spread over the whole device by kernels that split KV
     (`PrefillFit.split_ms`): never (the measured line continues, on which small chunks leave most of the device idle),
     beyond the measured prefixes, or always (as Medha describes its kernels)."""
+    batched_prefill: bool = False
+    """Count the attention of further prompts of a batch by their marginal share, as measured (`BatchedPrefill`); else a
+    batch of prompts costs the sum of each alone."""
 
 
 ROWS = tuple(
@@ -127,6 +130,7 @@ def compile_stage(
         chunks=((0, 0.0, 0.0), *chunks),
         decode=(0.0, 0.0, 0.0),
         decode_grid=grid,
+        further=work.further(),
         past=PastTable(knee, ((0, 0.0, 0.0), *beyond)),
         validated_past=fit.prefill.past if fit.prefill else 0,
         status="derived" if derived else "measured" if direct else "fitted",
@@ -195,6 +199,14 @@ class _StageCompiler:
         self._note_linear()
         self.collective_share = round(float(np.max(part.layers * reduces / total)), 3)
         return total
+
+    def further(self) -> tuple[tuple[int, float], ...]:
+        """Return `TableSource.further`: empty where it is not asked for or not measured."""
+        batched = self.fit.prefill.batched if self.fit.prefill else None
+        if batched is None or not self.assumptions.batched_prefill:
+            return ()
+        shares = batched.shares(np.array(CHUNKS, dtype=np.float64), self.part.q_heads)
+        return tuple((c, round(float(share), 4)) for c, share in zip(CHUNKS, shares, strict=True))
 
     def chunks_ms(self, chunks: Column) -> tuple[Column, Column, Column, Column]:
         """Return a chunk's attention milliseconds over the stage's layers, as four columns by chunk size.

@@ -10,6 +10,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
+from headway.perf.latency.operators.batched_prefill import fit_batched_prefill
 from headway.perf.latency.operators.collective import CollectiveFit, fit_collectives
 from headway.perf.latency.operators.decode import DecodeFit, fit_decode
 from headway.perf.latency.operators.elementwise import ElementwiseFit, fit_elementwise
@@ -55,6 +56,10 @@ def fit_device(
     # An A800 shares the A100's die but has slower links: collectives are fitted from the die's own device only.
     collectives = [p for p in own if p.family == COLLECTIVE and p.device == die]
     prefill = fit_prefill(die, by[PREFILL], tolerance / 2) if by[PREFILL] else None
+    if prefill is not None and prefill.own:
+        library = preferred_source(list(prefill.own))
+        batched = fit_batched_prefill([p for p in by[PREFILL] if p.source == library])
+        prefill = msgspec.structs.replace(prefill, batched=batched)
     decode = fit_decode(die, by[DECODE]) if by[DECODE] else None
     # Drop what the preferred sources replace, so that shipped files stay small.
     if slim:

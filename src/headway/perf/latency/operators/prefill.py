@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from headway.perf.hardware.accelerators import accelerator
+from headway.perf.latency.operators.batched_prefill import BatchedPrefill
 from headway.perf.latency.operators.curves import SizeCurve, curve
 from headway.perf.latency.operators.heads import Heads, name, neighbours
 from headway.perf.latency.operators.profiles import Column, OperatorProfile
@@ -47,6 +48,8 @@ class PrefillFit(msgspec.Struct, frozen=True):
     """Longest prefix measured, in tokens."""
     chunk: int
     """Longest chunk measured, in tokens."""
+    batched: BatchedPrefill | None = None
+    """Several prompts in a batch, of the preferred library; None where that was not measured."""
 
     def own_ms(self, chunk: Column, heads: Heads, source: str) -> Column:
         """Return the milliseconds of a chunk's attention within itself."""

@@ -22,10 +22,13 @@ class BatchedPrefill(msgspec.Struct, frozen=True):
     share: tuple[float, ...]
     """Time that a further chunk adds over its time alone; constant beyond both ends."""
 
+    def shares(self, chunk: Column, q_heads: Column | int) -> Column:
+        """Return the share of each chunk, non-decreasing in its tokens."""
+        return np.interp(np.log2(chunk * q_heads), self.log2_tiles, self.share)
+
     def batch_ms(self, alone_ms: Column, batch: Column, chunk: Column, q_heads: Column) -> Column:
         """Return the milliseconds of `batch` equal chunks that take `alone_ms` alone (elementwise)."""
-        share = np.interp(np.log2(chunk * q_heads), self.log2_tiles, self.share)
-        return np.asarray(alone_ms * (1.0 + (batch - 1.0) * share), dtype=np.float64)
+        return np.asarray(alone_ms * (1.0 + (batch - 1.0) * self.shares(chunk, q_heads)), dtype=np.float64)
 
 
 def batched_rows(profile: OperatorProfile) -> tuple[OperatorProfile, Column]:
@@ -38,7 +41,8 @@ def batched_rows(profile: OperatorProfile) -> tuple[OperatorProfile, Column]:
 
 
 def fit_batched_prefill(profiles: Sequence[OperatorProfile]) -> BatchedPrefill | None:
-    """Fit one library's profiles: the median by half octaves of tiles; None where no batch was measured."""
+    """Fit one library's profiles: the median by half octaves of tiles, made monotone (more tiles leave less idle); None
+    where no batch was measured."""
     tiles: list[float] = []
     shares: list[float] = []
     for profile in profiles:
@@ -51,5 +55,5 @@ def fit_batched_prefill(profiles: Sequence[OperatorProfile]) -> BatchedPrefill |
         return None
     at, found = np.array(tiles), np.array(shares)
     knots = np.unique(at)
-    middle = [round(max(float(np.median(found[at == knot])), 0.0), 4) for knot in knots]
-    return BatchedPrefill(tuple(float(knot) for knot in knots), tuple(middle))
+    middle = np.maximum.accumulate([max(float(np.median(found[at == knot])), 0.0) for knot in knots])
+    return BatchedPrefill(tuple(float(knot) for knot in knots), tuple(round(float(share), 4) for share in middle))
