@@ -112,3 +112,7 @@ def test_a_flag_that_is_cut_short_is_answered_with_the_whole_one(capsys: pytest.
         main(["serve", "--gpu-mem", "0.9"])
     assert ended.value.code == 2
     assert "--gpu-mem: did you mean --gpu-memory-utilization?" in capsys.readouterr().err
+    # A letter is missing from a flag of vLLM, which the help leaves out.
+    with pytest.raises(SystemExit):
+        main(["serve", "--gpu-memory-utilizaton", "0.9"])
+    assert "did you mean --gpu-memory-utilization?" in capsys.readouterr().err

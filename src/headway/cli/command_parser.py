@@ -44,8 +44,10 @@ class CommandParser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if not flag.startswith("--"):
                 continue
-            # What was cut short, also of flags of vLLM that the help leaves out; else what is spelt alike.
+            # What was cut short, also of flags of vLLM that the help leaves out; else what is spelt alike, of those
+            # only what is nearly the same.
             begun = [known for known in self._option_string_actions if len(flag) > 4 and known.startswith(flag)]
             close = begun[:1] or get_close_matches(flag, shown, 1, 0.7)
+            close = close or get_close_matches(flag, list(self._option_string_actions), 1, 0.9)
             hints += [f"{flag}: did you mean {found}?" for found in close]
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints))
