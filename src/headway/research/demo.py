@@ -31,7 +31,7 @@ ROOM_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `headway demo`."""
-    parser.add_argument("--document-tokens", type=tokens, default=48_000, help="(default %(default)s)")
+    parser.add_argument("--document-tokens", type=tokens, default=64_000, help="(default %(default)s)")
     parser.add_argument(
         "--chat-tokens", type=tokens, default=150, help="length of a chat's prompt (default %(default)s)"
     )
