@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
+from tests.helpers.polling import eventually
 
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
@@ -240,6 +241,8 @@ async def test_contexts_are_there_after_a_restart_until_their_deadline(
         assert (await client.get(f"/v1/contexts/{name}", headers=two)).status_code == 404
         for other in (gone, late):
             assert (await client.get(f"/v1/contexts/{other}", headers=one)).status_code == 404
+        # Known before it is computed again.
+        await eventually(lambda: len(engine.submits) == 4)
     assert engine.prompts[-1] == engine.prompts[0]
     assert (engine.submits[-1].pin, engine.submits[-1].cache_salt) == (True, engine.submits[0].cache_salt)
     assert any("ctx-damaged.json is damaged; it is removed" in each.getMessage() for each in caplog.records)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -50,19 +51,16 @@ class ServerProcess:
         self._environment = environment
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as this object
         self._process: subprocess.Popen[bytes] | None = None
+        self._failed: OSError | None = None
         self.start_s: float | None = None
 
     def __enter__(self) -> Self:
         begun = time.monotonic()
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=self._environment,
-        )
+        # In a thread: a signal's exception, which is raised in the main one, cannot hide a process that has started.
+        starter = threading.Thread(target=self._start)
+        starter.start()
         try:
+            starter.join()
             while not _answers(f"{self.url}/ready", f"{self.url}/health"):
                 self._check_alive()
                 if time.monotonic() - begun > self._ready_s:
@@ -70,6 +68,7 @@ class ServerProcess:
                 time.sleep(0.05)
         # Ctrl-C while waiting included: __exit__ is not called when __enter__ raises.
         except BaseException:
+            starter.join()
             self.stop()
             raise
         self.start_s = time.monotonic() - begun
@@ -86,7 +85,22 @@ class ServerProcess:
             value.add_note(f"the server had ended with status {self._process.returncode}; {self.last_words()}")
         self.stop()
 
+    def _start(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._environment,
+            )
+        except OSError as error:
+            self._failed = error
+
     def _check_alive(self) -> None:
+        if self._failed is not None:
+            raise self._failed
         assert self._process is not None
         if self._process.poll() is not None:
             raise ServerError(
