@@ -183,5 +183,5 @@ def test_a_dry_run_says_what_fits_which_groups_and_what_rate(
     assert "longest context      4,096 tokens" in out
     assert "1,024   in the batches of instance 0" in out
     assert "4,031   tokens 0 to 4,031 on instances 0+1" in out
-    assert re.search(r"predicted capacity   [\d.]+ requests/s", out)
+    assert re.search(r"predicted capacity   [\d.,]+ requests/s", out)
     assert "assumed" in out

@@ -112,7 +112,7 @@ def capacity(plan: ClusterPlan) -> list[str]:
     targets = " and ".join(duration(_target_s(plan, tokens)) for tokens in lengths)
     inside, across = plan.cluster.links.inside.bytes_per_s / 1e9, plan.cluster.links.across.bytes_per_s / 1e9
     hosts = "" if across == inside else f", between hosts at {across:g} (network_gbit_s)"
-    found = f"{low:.3g} requests/s" if low else f"below {high:.3g} requests/s"
+    found = f"{_three_digits(low)} requests/s" if low else f"below {_three_digits(high)} requests/s"
     return [
         f"predicted capacity   {found}, simulated ({REQUESTS[0]} to {REQUESTS[1]} requests a try)",
         f"  asked              prompts of {lengths[0]:,} tokens, every tenth {lengths[1]:,}, output {OUTPUT}, Poisson",
@@ -121,6 +121,11 @@ def capacity(plan: ClusterPlan) -> list[str]:
         f"                     {plan.rules.latency.source};",
         f"                     KV moves at {inside:g} GB/s{hosts}",
     ]
+
+
+def _three_digits(rate: float) -> str:
+    """Return a rate such as 0.0153 or 7,810: never with an exponent's e."""
+    return f"{float(f'{rate:.3g}'):,.10g}"
 
 
 def _alone_s(plan: ClusterPlan, tokens: int) -> float:
