@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.hub import hub_cache
 
 from headway.cli.command_parser import CommandParser
-from headway.cli.serve import add_arguments, settings_of
+from headway.cli.serve import add_arguments, run, settings_of
 from headway.cli.start_settings import StartSettings
 from headway.core.errors import ConfigError
 from headway.serving.model_folder import model_folder
@@ -66,3 +66,20 @@ def test_two_models_and_a_model_among_names_are_refused() -> None:
         settings("a", "--model", "b")
     with pytest.raises(ConfigError, match=r"takes all the words after it \(a ./m\): put MODEL before it"):
         settings("--served-model-name", "a", "./m")
+
+
+def test_the_embedded_model_goes_by_the_name_that_it_is_served_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model_folder("headway-embedded") == model_folder(None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "headway-embedded").mkdir()
+    assert model_folder("headway-embedded") == "headway-embedded"
+
+
+def test_a_dry_run_reads_the_chat_template_that_serving_would(tmp_path: Path) -> None:
+    parser = CommandParser(prog="headway serve")
+    add_arguments(parser)
+    words = ["--dry-run", "--latency-profile", "quick", "--chat-template", str(tmp_path / "none.jinja")]
+    with pytest.raises(ConfigError, match=r"chat template .*none\.jinja does not exist"):
+        run(parser.parse_args(words))

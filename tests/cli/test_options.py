@@ -89,9 +89,9 @@ def test_a_flag_without_a_value_means_true_and_a_value_still_counts() -> None:
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_close(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"headway.yaml: unknown setting 'prot'; did you mean one of: .*port"):
+    with pytest.raises(ConfigError, match=r"headway.yaml: unknown setting 'prot'; did you mean port\\?"):
         parse([], {}, yaml_file(tmp_path, "prot: 1\n"))
-    with pytest.raises(ConfigError, match="unknown setting 'max_len'; did you mean one of: max_model_len\\?"):
+    with pytest.raises(ConfigError, match="unknown setting 'max_len'; did you mean max_model_len\\?"):
         parse([], {}, yaml_file(tmp_path, "max_len: 1\n"))
 
 

@@ -29,7 +29,7 @@ def test_template_file_wins_over_the_config(folder: Path, tmp_path: Path) -> Non
     assert _render(folder) == "<s>[user]hi <&> é\n[assistant]"
     other = tmp_path / "other.jinja"
     other.write_text("{{ messages[0].content }}")
-    assert _render(folder, chat_template=other) == "hi <&> é"
+    assert _render(folder, chat_template=str(other)) == "hi <&> é"
     (folder / "chat_template.jinja").unlink()
     assert _render(folder) == "not this one"
 
@@ -62,7 +62,13 @@ def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:
 
 def test_missing_template_file_is_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere\.jinja"):
-        ModelTokenizer.load(folder, chat_template=folder / "nowhere.jinja")
+        ModelTokenizer.load(folder, chat_template=str(folder / "nowhere.jinja"))
+
+
+def test_a_template_may_be_given_as_text(folder: Path) -> None:
+    assert _render(folder, chat_template="<{{ messages[0].content }}>") == "<hi <&> é>"
+    with pytest.raises(ConfigError, match="the chat template is not a valid Jinja template"):
+        ModelTokenizer.load(folder, chat_template="{{ messages[0].content }")
 
 
 def test_special_tokens_are_added_by_the_rule(tokenizer: ModelTokenizer) -> None:

@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         settle()
         from headway.runtime.build.dry_run import report
+        from headway.serving.launch import load_tokenizer
 
+        load_tokenizer(model, settings.server_settings())
         print(report(config))
         return 0
     from headway.serving.launch import serve_model

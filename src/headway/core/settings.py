@@ -8,6 +8,7 @@ given, and did not come from a default, is pydantic's `model_fields_set`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -107,8 +108,9 @@ def _known_keys(file: Mapping[str, Any], known: Mapping[str, Any], origin: str) 
     for key in file:
         name = key.replace("-", "_")
         if name not in known:
-            close = ", ".join(sorted(each for each in known if each[:3] == key[:3])) or ", ".join(sorted(known))
-            raise ConfigError(f"{origin}: unknown setting {key!r}; did you mean one of: {close}?")
+            close = get_close_matches(name, known, 1, 0.6) or [each for each in known if each.startswith(name[:3])][:1]
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+            raise ConfigError(f"{origin}: unknown setting {key!r}; {hint}")
         other = spelled.setdefault(name, key)
         if other != key:
             raise ConfigError(f"{origin}: {other!r} and {key!r} are one setting: say it once")

@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template is not a valid Jinja template: {error}") from None
+            raise ConfigError(f"the chat template is not a valid Jinja template: {error}") from None
 
     def render(
         self,

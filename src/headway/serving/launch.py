@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
@@ -22,6 +23,9 @@ from headway.serving.binding import bind, check_binding, release
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from headway.serving.tokenizer import ModelTokenizer
 
 
 def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public: bool) -> int:
@@ -130,18 +134,21 @@ def _serve(
     client: EngineClient, model: str, settings: ServerSettings, sockets: list[socket], allow_public: bool
 ) -> bool:
     from headway.serving.app import create_app
-    from headway.serving.chat_template import DEFAULT_TEMPLATE
     from headway.serving.run import serve
-    from headway.serving.tokenizer import ModelTokenizer
 
     # Before the journal is opened, which may have something to log.
     setup(settings.log_level, settings.log_format)
-    template = None if settings.chat_template is None else Path(settings.chat_template)
-    tokenizer = ModelTokenizer.load(
-        Path(model), chat_template=template, memory=settings.tokenizer_memory, default_template=DEFAULT_TEMPLATE
-    )
-    app = create_app(client, tokenizer, settings)
+    app = create_app(client, load_tokenizer(model, settings), settings)
     return serve(app, settings, force_binding=allow_public, sockets=sockets)
+
+
+def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
+    """Load the tokenizer of a checkpoint's folder with the settings' chat template. Raises ConfigError."""
+    from headway.serving.chat_template import DEFAULT_TEMPLATE
+    from headway.serving.tokenizer import ModelTokenizer
+
+    memory, template = settings.tokenizer_memory, settings.chat_template
+    return ModelTokenizer.load(Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE)
 
 
 def _cores(coordinator: HostCoordinator | None) -> list[int]:

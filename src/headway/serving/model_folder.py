@@ -15,17 +15,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|[A-Za-z0-9][\w-]*")
 
 
 def model_folder(named: str | None, revision: str | None = None, download_dir: str | None = None) -> str:
-    """Return the folder of the checkpoint to serve: that of the embedded model for None. Nothing is downloaded.
+    """Return the checkpoint folder to serve; None and `headway-embedded` mean the embedded one. Nothing is downloaded.
 
     revision: branch, tag or commit of a hub id, by default `main`; download_dir: the hub cache, by default that of the
     environment (HF_HUB_CACHE, HF_HOME). Raises ConfigError when there is no such folder.
     """
-    if named is None:
-        from headway.runtime.embedded import model_path
+    from headway.runtime.embedded import MODEL_NAME, model_path
 
-        return str(model_path())
-    if Path(named).is_dir():
+    if named is not None and Path(named).is_dir():
         return named
+    if named is None or named == MODEL_NAME:
+        return str(model_path())
     if not _HUB_ID.fullmatch(named):
         raise ConfigError(
             f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)"

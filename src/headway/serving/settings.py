@@ -86,7 +86,7 @@ class EndpointSettings(SettingsModel):
     )
     chat_template: Text | None = Field(
         None,
-        description="file of a Jinja chat template, instead of the model's own",
+        description="file of a Jinja chat template, or its text in one line, instead of the model's own",
         json_schema_extra={"metavar": "FILE"},
     )
     status_every_s: Number = Field(

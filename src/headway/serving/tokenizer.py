@@ -67,17 +67,21 @@ class ModelTokenizer:
         cls,
         folder: Path,
         *,
-        chat_template: Path | None = None,
+        chat_template: str | None = None,
         memory: int = DEFAULT_MEMORY,
         default_template: str | None = None,
     ) -> ModelTokenizer:
         """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
-        chat_template: a file to use instead of the folder's own; default_template: source for a model without one.
+        chat_template: a file to use instead of the folder's own, or the template's text, which has a brace;
+        default_template: source for a model without one.
         Raises CheckpointError for an unreadable file.
         """
         config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
-        template = _read_template(chat_template or folder / "chat_template.jinja", config, chat_template is not None)
+        template = chat_template
+        if chat_template is None or "{" not in chat_template:
+            named = Path(chat_template) if chat_template else folder / "chat_template.jinja"
+            template = _read_template(named, config, chat_template is not None)
         path = folder / "tokenizer.json"
         if not path.is_file():
             return cls(None)

@@ -30,7 +30,7 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
 def model_name(folder: str) -> str:
     """Return a model's default name: its folder's last part."""
     path = Path(folder).resolve()
-    return "headway-embedded" if path == embedded.model_path().resolve() else path.name
+    return embedded.MODEL_NAME if path == embedded.model_path().resolve() else path.name
 
 
 def longest_context(folder: Path) -> int:

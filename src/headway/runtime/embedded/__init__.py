@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["model_path"]
+__all__ = ["MODEL_NAME", "model_path"]
+
+MODEL_NAME = "headway-embedded"
+"""The name that it is served by, and that commands take in place of a folder."""
 
 
 def model_path() -> Path:
