@@ -58,12 +58,16 @@ def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -
     if math.isfinite(found.high):
         axes.axvspan(found.low, found.high, color=colour, alpha=0.08, lw=0)
     between = f"{found.low:.3g} to {found.high:.3g}" if math.isfinite(found.high) else f"above {found.low:.3g}"
+    loads = [load for load, _, _ in line]
+    # on the side of the line that has more room
+    left = found.load > (min(loads) + max(loads)) / 2
     axes.annotate(
         f"{TIMES:g}× at {found.load:.3g}/s ({between})",
         (found.load, 0.02 + 0.06 * (index % 6)),
         xycoords=("data", "axes fraction"),
-        xytext=(3, 0),
+        xytext=(-3 if left else 3, 0),
         textcoords="offset points",
+        ha="right" if left else "left",
         color=colour,
         fontsize=8,
         va="bottom",
