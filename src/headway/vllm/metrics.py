@@ -1,7 +1,8 @@
 """Entry point of group `vllm.stat_logger_plugins`: what Headway's scheduler reports of itself, on vLLM's `/metrics`.
 
-The scheduler runs in the engine's process and `/metrics` in the server's: once a second a small file in the temporary
-folder takes a snapshot across. Servers of several processes (`--api-server-count`) or hosts have none.
+The scheduler runs in the engine's process and `/metrics` in the server's: once a second, and when the last request has
+ended, a small file in the temporary folder takes a snapshot across. Servers of several processes (`--api-server-count`)
+or hosts have none.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class SnapshotFile:
     def write(self, now: float, snapshot: dict[str, Any]) -> None:
         """Replace the file. Where that fails, say so once and write none any more."""
         self._written_s = now
-        assert self._path is not None
+        if self._path is None:
+            return
         scratch = self._path.with_suffix(".new")
         try:
             # Not through a link that another user of the folder has put there.

@@ -116,6 +116,9 @@ class HeadwaySchedulerMethods:
         if self._headway_plan is not None and output.total_num_scheduled_tokens:
             self._guard(self._note, output, began_s)
         self.headway_stats.decided(decided_s - started_s + self.headway_stopwatch() - returned_s)
+        # vLLM calls once more after its last request, then not before the next one comes.
+        if self._headway_active and not self.requests:
+            self._guard(self._publish, began_s)
         return output
 
     def _reserve_prefill_lookahead(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -230,12 +233,16 @@ class HeadwaySchedulerMethods:
         self._headway_clock.made(id(output), began_s, load, plan.predicted_s)
         self.headway_stats.slo.scheduled(id(output), driver.completed)
 
+    def _publish(self: Any, now: float) -> None:
+        """Write what `/metrics` shows."""
+        self._headway_snapshots.write(now, self.headway_stats.snapshot(self.headway_errors))
+
     def _measured(self: Any, output: Any, now: float) -> None:
         """Pass the measured duration of a step to the latency model, and log errors every `_REPORT_S`."""
         stats: HostStats = self.headway_stats
         stats.slo.returned(id(output), now)
         if self._headway_snapshots.due(now):
-            self._headway_snapshots.write(now, stats.snapshot(self.headway_errors))
+            self._publish(now)
         step = self._headway_clock.returned(id(output), now)
         if step is None or self._headway is None:
             return

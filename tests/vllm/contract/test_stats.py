@@ -69,6 +69,19 @@ def test_metrics_of_a_server_come_from_the_scheduler(engine: VirtualEngine, monk
     assert generate_latest(registry) == b""
 
 
+def test_metrics_of_the_last_second_are_there_when_all_requests_have_ended(engine: VirtualEngine) -> None:
+    collector = metrics.SnapshotCollector()
+    collector.paths[0] = metrics.snapshot_path(engine.scheduler.vllm_config, 0)
+    engine.add("first", 200, 2)
+    engine.run()
+    engine.add("met", 200, 2, extra={"slo_ttft_ms": 5_000})
+    engine.run()
+    engine.scheduler.schedule()  # as vLLM's loop does for requests that have finished
+    (slo,) = (one for one in collector.collect() if one.name == "headway_slo_requests_met")
+    assert [(sample.labels["class"], sample.value) for sample in slo.samples] == [("short", 1.0)]
+    engine.scheduler.shutdown()
+
+
 def test_a_folder_that_cannot_be_written_costs_the_metrics_only(engine: VirtualEngine, tmp_path: Path) -> None:
     engine.scheduler._headway_snapshots = metrics.SnapshotFile(tmp_path / "none" / "headway.json")
     engine.add("chat", 200, 20)
