@@ -24,6 +24,10 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     iterations = served[1]
     source = store.load(out, None)
     assert source.provenance.endswith(f"corrected by {iterations} iterations of serving")
+    # What HTTP, processes and the client add to a request, measured at the client.
+    assert source.serving is not None
+    assert 1e-4 < source.serving.request_s < 1.0
+    assert f"a server adds {source.serving.words()}" in printed
     assert main([*command, "--serve-for", "0"]) == 0
     assert "corrected" not in store.load(out, None).provenance
 

@@ -92,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             store.save(source, path)
             print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
+            if source.serving is not None:
+                print(f"a server adds {source.serving.words()}")
     _print_table(source)
     print(f"written to {path}")
     for line in headline(source, built.kv_tokens):

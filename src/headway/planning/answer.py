@@ -12,6 +12,7 @@ from typing import Any
 from headway.core.errors import ConfigError
 from headway.core.output_file import write_output
 from headway.perf.hardware.accelerators import accelerator
+from headway.perf.latency import store
 from headway.planning.candidates import DeploymentCandidate, cost_of
 from headway.planning.error_bars import PlanErrorBars
 from headway.planning.question import PlanQuestion
@@ -103,7 +104,9 @@ def binds(one: CandidateMeasure, question: PlanQuestion) -> str:
 def latency_note(question: PlanQuestion, one: CandidateMeasure | None) -> str:
     """Return where iteration times come from, and how far to trust them."""
     if question.latency.source == "table":
-        return f"measured on its machine: {question.latency.file}"
+        serving = store.load(Path(str(question.latency.file)), None).serving
+        more = f"and served: {serving.words()}" if serving else "without what a server adds (`headway profile` does)"
+        return f"measured on its machine ({question.latency.file}), {more}"
     if question.latency.source == "roofline":
         return "roofline of the data sheet: not measured"
     name = one.candidate.accelerator if one is not None else question.accelerators[0].name

@@ -21,6 +21,7 @@ from headway.perf.latency import store
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.layout import ParallelLayout, cut
 from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.latency.serving_overhead import HostedLatency, ServingOverhead
 from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
 from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
@@ -130,9 +131,13 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
     devices = layout.accelerators
+    latency = latency_of(scenario.latency, device, shape, layout)
+    serving = latency.source.serving if isinstance(latency, TableLatency) else None
     return InstanceSpec(
         config=config,
-        latency=latency_of(scenario.latency, device, shape, layout),
+        latency=latency,
+        actual_latency=None if serving is None else HostedLatency(latency, serving.iteration_s),
+        serving=serving or ServingOverhead(),
         kv_tokens=kv_tokens,
         block_tokens=scenario.memory.block_tokens,
         prefix_cache=prefix_cache_of(scenario, shape),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.perf.latency.base import LatencyModel, Seconds
+from headway.perf.latency.serving_overhead import HostedLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
@@ -48,25 +48,6 @@ class CalibrationReport:
         }
 
 
-class _WithHost(LatencyModel):
-    """A latency model whose iterations also take the engine's own time (`host_s` each)."""
-
-    def __init__(self, table: LatencyModel, host_s: float) -> None:
-        self.table, self.host_s = table, host_s
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return np.asarray(self.table.token_s(first, last) + self.host_s, dtype=np.float64)
-
-    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return self.table.chunk_s(past, first, last)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.table.decode_s(decodes, kv_sum)
-
-    def observe(self, load: Any, measured_s: float) -> None:
-        """Ignore measurements: this model stands for reality."""
-
-
 def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
     """Simulate the requests of a recorded run on its own profile, and compare.
 
@@ -102,7 +83,7 @@ def simulate_again(
     spec = InstanceSpec(
         config=config,
         latency=run.table,
-        actual_latency=_WithHost(run.model if corrected else run.table, host_s_of(run)),
+        actual_latency=HostedLatency(run.model if corrected else run.table, host_s_of(run)),
         learns=run.model is not run.table,
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from headway.core.request import Request
@@ -46,4 +47,16 @@ def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
         error=None if done else error or "unfinished",
         rejected=one.rejected,
         cached_tokens=one.cached_tokens,
+    )
+
+
+def later(record: RequestRecord, by_s: float) -> RequestRecord:
+    """Return the record with all but its arrival later: as the client sees a server's."""
+    if not by_s:
+        return record
+    return replace(
+        record,
+        scheduled_s=None if record.scheduled_s is None else record.scheduled_s + by_s,
+        token_s=tuple(at_s + by_s for at_s in record.token_s),
+        finish_s=None if record.finish_s is None else record.finish_s + by_s,
     )

@@ -104,6 +104,8 @@ class _ReplayState:
         self.relegated: dict[int, frozenset[str]] = {}
         # end of the latest batch; None while the engine is idle
         self.done_s: float | None = None
+        # arrival at an idle engine, until its first batch ends
+        self.woken_at_s: float | None = None
 
     @property
     def policies(self) -> list[IterationPolicy]:
@@ -112,7 +114,7 @@ class _ReplayState:
     def on_add(self, event: Mapping[str, Any]) -> None:
         # time before this request came is no host time
         if self.scheduler.idle:
-            self.done_s = None
+            self.done_s, self.woken_at_s = None, event["at_s"]
         request = request_of(event)
         self.scheduler.add(Span.whole(request), event["at_s"])
         self.times.arrived(request)
@@ -152,9 +154,10 @@ class _ReplayState:
         if self.detail:
             self.replayed.steps.append(self._step(batch, at_s, views, event))
         waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
-        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s)
+        woken_s = event["at_s"] - self.woken_at_s if self.woken_at_s is not None else None
+        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s, woken_s)
         self.replayed.batches.append(times)
-        self.done_s = event["at_s"]
+        self.done_s, self.woken_at_s = event["at_s"], None
         ended = set(event["ended"])
         decoded = [name for part in batch.parts for name in part.decodes.members]
         for name in (*decoded, *(chunk.request for chunk in chunks if chunk.last)):

@@ -29,6 +29,8 @@ class BatchTimes:
     """As measured."""
     waited_s: float
     """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
+    woken_s: float | None = None
+    """From the arrival at an engine that had nothing to do to the end of this, its first iteration then."""
 
 
 ChunkLimit = Literal["rest of the prompt", "token limit", "time", "yielded time", "smallest chunk", "host or KV shard"]

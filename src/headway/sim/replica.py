@@ -241,7 +241,8 @@ class SimulatedEngine:
             cohorts.append(self._cohorts.of(part.decodes, part.group))
             if part.kv_ops or part.prefills:
                 self._count_chunks(part, now)
-        stage_s = max(self._stage_s(batch) + self.fused_s, self.fused_until_s - now)
+        woken_s = self.spec.serving.idle_s if self.pipeline.free_s < now else 0.0
+        stage_s = max(self._stage_s(batch) + woken_s + self.fused_s, self.fused_until_s - now)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
         # a batch on n of the instance's g KV groups keeps n / g of it busy
@@ -289,8 +290,7 @@ class SimulatedEngine:
             self._kv_peak = max(self._kv_peak, sum(manager.used_tokens for manager in self.block_managers))
 
     def _count_remote_attention(self, batch: Batch, repeats: int) -> None:
-        """Count KV that groups read for decodes of other groups, and forward passes of further groups (chunks have been
-        counted with all that they attend to)."""
+        """Count KV read for decodes of other groups, and their forward passes; chunks are counted with all of it."""
         self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
         chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
         read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)

@@ -11,7 +11,7 @@ from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.event_loop import EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.noise import NoiseSource
-from headway.sim.records import record_of
+from headway.sim.records import later, record_of
 from headway.sim.replica import SimulatedEngine
 from headway.sim.result import IterationRecord, SimResult
 from headway.sim.spec import InstanceSpec, RunSpec
@@ -142,4 +142,4 @@ class InstanceSimulation(EventLoop):
         if self.run_spec.deadline_is_target and targets.ttft_s is None and track.deadline_s is not None:
             ttft_s = track.deadline_s - track.request.arrival_s
             targets = SloTargets(ttft_s, targets.tbt_s, targets.tpot_s, targets.e2e_s)
-        return record_of(track, targets)
+        return later(record_of(track, targets), self.instance.serving.request_s)

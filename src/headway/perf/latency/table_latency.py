@@ -18,6 +18,7 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds
 from headway.perf.latency.further_prompts import FurtherPrompts
+from headway.perf.latency.serving_overhead import ServingOverhead
 
 SCHEMA = "headway.latency/1"
 
@@ -66,6 +67,8 @@ class TableSource(msgspec.Struct, frozen=True, kw_only=True):
     exchange: tuple[float, float] | None = None
     """(seconds per iteration, seconds per row and remote group) of attending rows in another KV group, in addition to
     the attention (`perf.latency.shard_exchange`); None where it was not measured."""
+    serving: ServingOverhead | None = None
+    """What serving adds (`headway profile --serve-for`); None where it was not measured."""
     validated_past: int = 0
     """Longest history that was measured, in tokens."""
     status: str = "measured"

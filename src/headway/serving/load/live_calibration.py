@@ -11,7 +11,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,10 +21,13 @@ from headway.core.settings import print_config
 from headway.perf.latency import store
 from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.perf.latency.table_latency import TableSource
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.server_process import ServerError, ServerProcess
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics.definitions import ttft_s
 from headway.sim.replay import read_log, replay
 from headway.sim.replayed_run import ReplayedRun
 
@@ -53,8 +56,10 @@ def calibrate_live(
         own = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}
         arguments = [model, "--config", str(file), "--latency-profile", str(table), "--event-log", str(log)]
         with ServerProcess(arguments, environment=own) as server:
-            asyncio.run(_serve(server.url, vocabulary, seconds, seed))
-        return learned_table(source, replay(read_log(log)))
+            records = asyncio.run(_serve(server.url, vocabulary, seconds, seed))
+        run = replay(read_log(log))
+        learned, iterations = learned_table(source, run)
+        return msgspec.structs.replace(learned, serving=overhead_of(run, records)), iterations
     finally:
         folder.close()
 
@@ -67,7 +72,19 @@ def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, i
     return bake(source, run.model.scales, f"corrected by {iterations:,} iterations of serving"), iterations
 
 
-async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
+def overhead_of(run: ReplayedRun, records: Sequence[RequestRecord]) -> ServingOverhead:
+    """Return what the server of a run added for the client that kept these records."""
+    engine_s = {one.id.partition("#")[0]: seconds for one in run.records if (seconds := ttft_s(one)) is not None}
+    sent = [one for one in records if one.token_s and one.sent_s is not None and one.id in engine_s]
+    return ServingOverhead.of(
+        [one.token_s[0] - (one.sent_s or 0.0) - engine_s[one.id] for one in sent],
+        [one.woken_s - one.predicted_s for one in run.batches if one.woken_s is not None],
+        [one.waited_s for one in run.batches if one.waited_s],
+    )
+
+
+async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> list[RequestRecord]:
+    """Return the records of all requests."""
     served = first_model(url)
     most = int(served["max_model_len"])
     # A slow model must not extend the run by more than 5 s; a request that is cut off ends its user.
@@ -82,29 +99,31 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> None:
             _user(client, f"{seed}-{i}", vocabulary, until, min(low, room), min(high, room))
             for i, (low, high) in enumerate(lengths)
         ]
-        await asyncio.gather(*users)
+        return [record for records in await asyncio.gather(*users) for record in records]
 
 
-async def _user(client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int) -> None:
+async def _user(
+    client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int
+) -> list[RequestRecord]:
     """Act as one user until the monotonic time `until`: a prompt of `least` to `most` tokens, its answer, a pause.
 
-    Pauses take 0.5 to 3 times as long as the answer. A request that times out is the last.
+    Pauses take 0.5 to 3 times as long as the answer. A request that times out is the last. Returns the records.
     """
     rng = random.Random(name)
-    number = 0
+    records: list[RequestRecord] = []
     while time.monotonic() < until:
-        number += 1
         began = time.monotonic()
         ids = [rng.randrange(vocabulary) for _ in range(rng.randint(least, most))]
         job = LoadRequest(
-            id=f"calibration-{name}-{number}",
+            id=f"calibration-{name}-{len(records)}",
             prompt=msgspec.json.encode(ids),
             prompt_tokens=len(ids),
             output_tokens=rng.randint(8, _MAX_OUTPUT),
         )
-        answer = await client.send(job)
+        records.append(answer := await client.send(job))
         if answer.error is not None and answer.error.startswith("timeout"):
-            return
+            break
         if answer.error is not None:
             raise ServerError(f"a request of the live calibration failed: {answer.error}")
         await asyncio.sleep(rng.uniform(0.5, 3.0) * (time.monotonic() - began))
+    return records

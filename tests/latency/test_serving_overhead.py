@@ -1,0 +1,90 @@
+"""What a server adds to the iterations of a table: measured from a run and its client, applied by the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headway.perf.latency import store
+from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.latency.table_latency import TableSource
+from headway.planning.answer import latency_note
+from headway.planning.question import parse_question
+from headway.sim.build import run_scenario
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics.definitions import e2e_s, tbt_s, ttft_s
+from headway.sim.scenario import parse_scenario
+
+# An iteration takes 10 ms, whatever it holds.
+BARE = TableSource(
+    fingerprint="made up",
+    provenance="a test",
+    tokens=((0, 0.01), (1, 0.01), (4096, 0.01)),
+    chunks=((0, 0.0, 0.0), (4096, 0.0, 0.0)),
+    decode=(0.0, 0.0, 0.0),
+)
+ADDED = ServingOverhead(request_s=0.007, idle_s=0.005, iteration_s=0.001)
+SHAPE = {"layers": 1, "hidden": 64, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "mlp": 64, "vocab": 64}
+
+
+def served(folder: Path, serving: ServingOverhead | None, learns: bool = False) -> tuple[RequestRecord, ...]:
+    """Two requests of three tokens, a second apart: both find an idle engine, the first one at its very start."""
+    (folder / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,3\n1,100,3\n")
+    table = folder / "table.json"
+    store.save(msgspec.structs.replace(BARE, serving=serving), table)
+    data = {
+        "model": SHAPE,
+        "cluster": {"accelerator": "a100-80gb"},
+        "latency": {"source": "table", "file": str(table), "learns": learns},
+        "memory": {"kv_tokens": 4096},
+        "workload": {"trace": str(folder / "trace.csv")},
+    }
+    return run_scenario(parse_scenario(data, "test"), 0).sim.records
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_request_takes_what_the_server_adds_on_its_way_and_its_iterations(tmp_path: Path, learns: bool) -> None:
+    bare, added = served(tmp_path, None, learns)[1], served(tmp_path, ADDED, learns)[1]
+    assert ttft_s(bare) == pytest.approx(0.010)
+    assert e2e_s(bare) == pytest.approx(0.030)
+    assert tbt_s(bare) == pytest.approx([0.010] * 2)
+    assert ttft_s(added) == pytest.approx(0.010 + 0.007 + 0.005 + 0.001)
+    assert tbt_s(added) == pytest.approx([0.011] * 2)
+    assert e2e_s(added) == pytest.approx(0.023 + 2 * 0.011)
+
+
+def test_an_engine_at_work_need_not_wake(tmp_path: Path) -> None:
+    first, second = served(tmp_path, ADDED)
+    # At time zero nothing was idle yet.
+    assert ttft_s(second) - ttft_s(first) == pytest.approx(ADDED.idle_s)  # type: ignore[operator]
+
+
+def test_medians_count_and_few_measurements_do_not() -> None:
+    of = ServingOverhead.of([0.004, 0.005, 0.006, 0.005, 0.9], [0.003] * 5, [0.001] * 5)
+    assert (of.request_s, of.iteration_s) == (0.005, 0.001)
+    assert of.idle_s == pytest.approx(0.002)
+    assert ServingOverhead.of([0.005] * 4, [0.003] * 4, [0.001] * 4) == ServingOverhead()
+    # An iteration after idling that was shorter than predicted gives no negative time.
+    assert ServingOverhead.of([-0.001] * 5, [-0.003] * 5, []) == ServingOverhead()
+
+
+@pytest.mark.parametrize(
+    ("serving", "says"), [(ADDED, "7.0 ms a request on its way in and out"), (None, "without what a server adds")]
+)
+def test_the_plan_says_what_it_holds(tmp_path: Path, serving: ServingOverhead | None, says: str) -> None:
+    table = tmp_path / "table.json"
+    store.save(msgspec.structs.replace(BARE, serving=serving), table)
+    question = parse_question(
+        {
+            "model": SHAPE,
+            "accelerators": [{"name": "a100-80gb"}],
+            "workload": {"preset": "sharegpt-like", "qps": 1.0},
+            "demands": {"all": {"ttft_p50_s": 1.0}},
+            "latency": {"source": "table", "file": str(table)},
+            "memory": {"kv_tokens": 4096},
+            "search": {"tp": [1], "stages": [1]},
+        }
+    )
+    assert says in latency_note(question, None)
