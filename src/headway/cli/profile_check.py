@@ -11,9 +11,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--corrected",
         action="store_true",
-        help="simulate with the profile as the run had corrected it at its end (default: as it was at the start)",
+        help="simulate with the profile as the run's iterations correct it (default: as it was at the start)",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the profile as the run had corrected it")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the profile as the run's iterations show it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
 
 

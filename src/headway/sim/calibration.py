@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.calibrated_table import bake
+from headway.perf.latency.scale_fit import fit_scales
 from headway.perf.latency.serving_overhead import HostedLatency
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import percentiles
@@ -21,6 +25,8 @@ from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.spec import VllmSpec
 
 SCHEMA = "headway.calibration/1"
+_LEAST_ITERATIONS = 20
+"""Below which the scales learned meanwhile are better than a fit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def calibrate(run: ReplayedRun, corrected: bool = False) -> CalibrationReport:
 
     The engine's own time between two batches (`host_s`, the median of the run) is added to every iteration; nothing
     else is taken from the measurement. Requests that were aborted are left out on both sides.
-    `corrected`: take iteration times from the profile as the run had corrected it at its end, not at its start.
+    `corrected`: take iteration times from the profile as all of the run's iterations correct it.
     """
     # aborted requests would run to their end in the simulation
     live = sorted((r for r in run.records if r.ok), key=lambda record: record.arrival_s)
@@ -73,6 +79,19 @@ def host_s_of(run: ReplayedRun) -> float:
     return float(np.median([batch.waited_s for batch in run.batches])) if run.batches else 0.0
 
 
+def scales_of(run: ReplayedRun) -> tuple[float, ...] | None:
+    """Return the scales of its profile that the run's iterations show; None where there are too few, or none whose
+    terms are known (those after an idle engine are not: `ServingOverhead.idle_s`)."""
+    known = [(each.terms, each.elapsed_s) for each in run.batches if each.terms is not None and each.woken_s is None]
+    return fit_scales([terms for terms, _ in known], [s for _, s in known]) if len(known) >= _LEAST_ITERATIONS else None
+
+
+def corrected_table(run: ReplayedRun) -> LatencyModel:
+    """Return the run's profile as its iterations correct it: by `scales_of`, else by what was learned at its end."""
+    scales = scales_of(run)
+    return run.model if scales is None else TableLatency(bake(run.table.source, scales, "corrected"))
+
+
 def simulate_again(
     run: ReplayedRun, records: Sequence[RequestRecord], config: SchedulerConfig, corrected: bool
 ) -> SimResult:
@@ -83,7 +102,7 @@ def simulate_again(
     spec = InstanceSpec(
         config=config,
         latency=run.table,
-        actual_latency=HostedLatency(run.model if corrected else run.table, host_s_of(run)),
+        actual_latency=HostedLatency(corrected_table(run) if corrected else run.table, host_s_of(run)),
         learns=run.model is not run.table,
         kv_tokens=run.kv_tokens,
         block_tokens=run.block_tokens,

@@ -30,8 +30,8 @@ class CounterfactualOutcome:
 def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list[CounterfactualOutcome]:
     """Simulate the run's requests as it ran, then under each setting. Raises ConfigError for one that is impossible.
 
-    Iteration times are the run's profile as it was corrected at the end. Requests that ended before their output did
-    are left out, except the one that is asked for."""
+    Iteration times are the run's profile as all of its iterations correct it. Requests that ended before their output
+    did are left out, except the one that is asked for."""
     configs = [("as it ran", run.config), *((text, with_setting(run.config, text)) for text in settings)]
     records = sorted((r for r in run.records if r.ok or r.id == request_id), key=lambda record: record.arrival_s)
     place = next(i for i, record in enumerate(records) if record.id == request_id)

@@ -20,7 +20,9 @@ from headway.core.errors import ConfigError
 from headway.core.events import RequestEvent
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.parts import parts_s
+from headway.perf.latency.base import load_s
+from headway.perf.latency.corrected import load_terms
+from headway.perf.latency.parts import batch_loads
 from headway.perf.latency.recorded import restore
 from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
 from headway.policy.iteration.config import SchedulerConfig
@@ -155,8 +157,12 @@ class _ReplayState:
             self.replayed.steps.append(self._step(batch, at_s, views, event))
         waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
         woken_s = event["at_s"] - self.woken_at_s if self.woken_at_s is not None else None
-        times = BatchTimes(event["predicted_s"], self._profile_s(batch), event["elapsed_s"], waited_s, woken_s)
-        self.replayed.batches.append(times)
+        loads = batch_loads(self.replayed.table, batch.parts, self.exchange)
+        profile_s = max(load_s(self.replayed.table, load) for load in loads)
+        terms = load_terms(self.replayed.table, loads[0]) if len(loads) == 1 else None
+        self.replayed.batches.append(
+            BatchTimes(event["predicted_s"], profile_s, event["elapsed_s"], waited_s, terms, woken_s)
+        )
         self.done_s, self.woken_at_s = event["at_s"], None
         ended = set(event["ended"])
         decoded = [name for part in batch.parts for name in part.decodes.members]
@@ -220,6 +226,3 @@ class _ReplayState:
         self.replayed.preemptions.extend(
             ReplayedPreemption(one.request, one.at_s, one.tokens) for one in events if one.kind == "preempted"
         )
-
-    def _profile_s(self, batch: Batch) -> float:
-        return parts_s(self.replayed.table, batch.parts, self.exchange)

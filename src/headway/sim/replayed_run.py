@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from headway.core.request import Request, Slo
 from headway.perf.latency.base import LatencyModel
+from headway.perf.latency.corrected import LoadTerms
 from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
@@ -29,6 +30,8 @@ class BatchTimes:
     """As measured."""
     waited_s: float
     """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
+    terms: LoadTerms | None = None
+    """By the profile; None where several KV groups or a host's own rules made the batch."""
     woken_s: float | None = None
     """From the arrival at an engine that had nothing to do to the end of this, its first iteration then."""
 

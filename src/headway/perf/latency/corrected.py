@@ -19,15 +19,26 @@ from headway.perf.latency.further_prompts import FurtherPrompts
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
 # Bounds of every scale.
-_FLOOR, _CEILING = 0.05, 20.0
+FLOOR, CEILING = 0.05, 20.0
 # Measurements are clipped to this multiple of the prediction.
-_OUTLIER = 3.0
+OUTLIER = 3.0
+
+LoadTerms = tuple[float, float, float, float]
+"""Seconds of one iteration by a table: fixed, rows, attention of decodes, attention of chunks."""
+
+
+def load_terms(base: LatencyModel, load: BatchLoad, chunk_scale: float = 1.0) -> LoadTerms:
+    """Return a load's terms by `base`. chunk_scale: that `load.chunk_s` was predicted with."""
+    # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
+    fixed_s = base.rows_s(1)
+    decodes_s = base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0
+    return fixed_s, base.rows_s(load.tokens) - fixed_s, decodes_s, load.chunk_s / chunk_scale
 
 
 class CorrectedLatency(LatencyModel):
     """`LatencyModel` = base terms × learned `scales` = (fixed, rows, decodes, chunks).
 
-    Observations above `_OUTLIER` times the prediction are clipped to that bound: one descheduled process does not
+    Observations above `OUTLIER` times the prediction are clipped to that bound: one descheduled process does not
     shrink every later chunk, while a lasting change is followed over several iterations.
     """
 
@@ -88,24 +99,17 @@ class CorrectedLatency(LatencyModel):
 
         `load.chunk_s` is divided by the scale it was predicted with, where the load records it (`decode_load`)."""
         # Base-model seconds of the four terms; their scalar product with `scales` is the prediction.
-        x = np.array(
-            [
-                self._fixed_s,
-                self.base.rows_s(load.tokens) - self._fixed_s,
-                self.base.decode_s(load.decodes, load.decode_kv) if load.decodes else 0.0,
-                load.chunk_s / (load.chunk_scale or self._k_chunk),
-            ]
-        )
+        x = np.array(load_terms(self.base, load, load.chunk_scale or self._k_chunk))
         predicted = float(x @ self.scales)
         if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
-        measured_s = min(measured_s, _OUTLIER * predicted)
+        measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x / predicted, measured_s / predicted - 1.0
         px = self._p @ x
         # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
         gain = px / (_FORGET + float(x @ px))
-        self.scales = np.clip(self.scales + gain * error, _FLOOR, _CEILING)
+        self.scales = np.clip(self.scales + gain * error, FLOOR, CEILING)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
         # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
         trace = float(np.trace(self._p))

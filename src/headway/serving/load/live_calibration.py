@@ -26,6 +26,7 @@ from headway.perf.latency.table_latency import TableSource
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.server_process import ServerError, ServerProcess
+from headway.sim.calibration import scales_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.replay import read_log, replay
@@ -65,11 +66,12 @@ def calibrate_live(
 
 
 def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, int]:
-    """Apply the scales learned by a run that started from `source`; return the table and the number of iterations."""
+    """Apply the scales that a run shows which started from `source`; return the table and the number of iterations."""
     iterations = len(run.batches)
     if not isinstance(run.model, CorrectedLatency) or iterations < _MIN_ITERATIONS:
         return source, iterations
-    return bake(source, run.model.scales, f"corrected by {iterations:,} iterations of serving"), iterations
+    scales = scales_of(run) or run.model.scales
+    return bake(source, scales, f"corrected by {iterations:,} iterations of serving"), iterations
 
 
 def overhead_of(run: ReplayedRun, records: Sequence[RequestRecord]) -> ServingOverhead:
