@@ -191,9 +191,9 @@ def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSourc
             return _with_exchange(config, built, store.load(path, mark)), 20.0
         except ConfigError as error:
             log.warning("%s; measuring anew", error)
-    # 0.3 s of measurement give a coarse table: weight 2 lets corrections outweigh it soon; a profile has 20.
+    # Half a second of measurement gives a coarse table: weight 2 lets corrections outweigh it soon; a profile has 20.
     words, groups = "quick measurement at start-up", config.kv_parallel_size
-    return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.3, mark, words, groups), 2.0
+    return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.5, mark, words, groups), 2.0
 
 
 def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource) -> TableSource:

@@ -2,13 +2,14 @@
 
 Three families are measured separately: attention of a chunk over a history (all layers, through the
 backend), attention of a group of decodes, and the rest of a forward pass by its rows. Every point is the fastest of a
-few runs. The whole grid costs up to `budget_s`; points that would not fit are left out, and the table's last slope
-goes on from there.
+few visits, in rounds over all points. The whole grid costs up to `budget_s`; points that would not fit are left out,
+and the table's last slope goes on from there.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -31,10 +32,10 @@ class ProfileGrid(NamedTuple):
     exchanged: tuple[int, ...]
     """Rows that KV groups exchange."""
     repeats: int
-    """Runs of each point, of which the fastest counts."""
+    """Visits of each point, of which the fastest counts."""
 
 
-QUICK = ProfileGrid((1, 16, 64, 256), (8, 32, 128), (0, 2048), ((1, 128), (4, 1024)), (1, 16, 128), 3)
+QUICK = ProfileGrid((1, 16, 64, 256, 1024), (8, 32, 128, 512), (0, 2048, 8192), ((1, 128), (4, 1024)), (1, 16, 128), 3)
 FULL = ProfileGrid(
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096),
     (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048),
@@ -43,6 +44,10 @@ FULL = ProfileGrid(
     (1, 4, 16, 64, 256),
     5,
 )
+
+
+_LONG_SHARE = 0.02
+"""Of the budget: a longer run over a deep history is left out."""
 
 
 class MeasureFunction(Protocol):
@@ -64,49 +69,115 @@ def profile(
 
     There must be no requests: the pool of `slots` tokens of each of the KV `groups` is used as scratch.
     """
-    deadline = time.perf_counter() + budget_s
-    measure = _RepeatedMeasure(ask, grid.repeats)
-    chunks = []
-    longest = 0
+    points = _MeasuredPoints(ask, budget_s)
     # Chunks get the first 45% of the budget, decodes up to 60%, forward passes the rest.
-    share = deadline - 0.55 * budget_s
-    for c in grid.chunks:
-        points: list[tuple[int, float]] = []
-        for past in grid.pasts:
-            if past + c > slots or (len(points) >= 2 and time.perf_counter() > share):
-                break
-            points.append((past, measure("chunk", c, past)))
-            longest = max(longest, past)
-        if not points:
-            break
-        a, b = fit_line(points)
-        chunks.append((c, a, b))
-        if time.perf_counter() > share and len(chunks) >= 2:
-            break
-    decodes: list[tuple[int, int, float]] = []
+    _chunk_points(points, grid, slots)
     for n, past in grid.decodes:
-        if n * (past + 1) <= slots and (len(decodes) < 2 or time.perf_counter() < deadline - 0.4 * budget_s):
-            decodes.append((n, n * (past + 1), measure("decodes", n, past)))
-    rows: list[tuple[int, float]] = []
-    for t in grid.rows:
-        if t > slots or (len(rows) >= 2 and time.perf_counter() > deadline):
+        if n * (past + 1) <= slots and (len(points.of("decodes")) < 2 or points.used < 0.6):
+            points.measure("decodes", n, past)
+    for rows in grid.rows:
+        if rows > slots or (len(points.of("forward")) >= 2 and points.used > 1.0):
             break
-        seconds = measure("forward", t)
+        points.measure("forward", rows, 0)
+    for _ in range(1, grid.repeats):
+        points.measure_again()
+    chunks = _chunk_knots(_lowered(points.of("chunk")))
+    decodes = [(n, n * (past + 1), seconds) for (n, past), seconds in points.of("decodes").items()]
+    rows_s: list[tuple[int, float]] = []
+    for (rows, _), seconds in _lowered(points.of("forward")).items():
         # A forward pass includes attention of its own rows, which the chunk table counts: subtract it, but keep at
         # least 20%.
-        own = float(np.interp(t, [c for c, _, _ in chunks], [a for _, a, _ in chunks])) if t > 1 else 0.0
-        rows.append((t, max(seconds - own, 0.2 * seconds)))
+        own = _own_s(rows, chunks) if rows > 1 else 0.0
+        rows_s.append((rows, max(seconds - own, 0.2 * seconds)))
     # An iteration without rows is not measurable: half of that of the smallest measured one stands for the fixed part.
-    fixed = max(0.0, rows[0][1] * 0.5)
+    fixed = max(0.0, rows_s[0][1] * 0.5)
     return TableSource(
         fingerprint=fingerprint,
         provenance=provenance,
-        tokens=((0, fixed), *rows),
+        tokens=((0, fixed), *rows_s),
         chunks=((0, 0.0, 0.0), *chunks),
         decode=fit_decodes(decodes),
         exchange=exchange(ask, slots, grid) if groups > 1 else None,
-        validated_past=longest,
+        validated_past=max(past for _, past in points.of("chunk")),
     )
+
+
+PointSeconds = dict[tuple[int, int], float]
+"""Seconds by (first, second) of `MeasureFunction`."""
+
+
+class _MeasuredPoints:
+    """The least time of each point, in seconds, over visits that lie apart: other load on a host comes in bursts, which
+    take all runs of a point that is measured only once."""
+
+    def __init__(self, ask: MeasureFunction, budget_s: float) -> None:
+        self.budget_s = budget_s
+        self._ask = ask
+        self._seconds: dict[str, PointSeconds] = {}
+        self._started = time.perf_counter()
+
+    @property
+    def used(self) -> float:
+        """Share of the budget that is spent."""
+        return (time.perf_counter() - self._started) / self.budget_s
+
+    def of(self, kind: str) -> PointSeconds:
+        """Return the points of one kind, in the order of their first visits."""
+        return self._seconds.setdefault(kind, {})
+
+    def measure(self, kind: str, first: int, second: int) -> float:
+        """Visit a point: a run to warm up and one that counts."""
+        seconds = self._ask(kind, first, second, 1)
+        known = self.of(kind)
+        known[first, second] = min(seconds, known.get((first, second), seconds))
+        return seconds
+
+    def measure_again(self) -> None:
+        """Visit every point once more, except those that would not end within the budget."""
+        for kind, known in self._seconds.items():
+            for (first, second), seconds in list(known.items()):
+                if self.used + 2 * seconds / self.budget_s < 1.0:
+                    self.measure(kind, first, second)
+
+
+def _chunk_points(points: _MeasuredPoints, grid: ProfileGrid, slots: int) -> None:
+    """Visit the chunks: each size without history and over the first, then deeper while a run stays short."""
+    for number, size in enumerate(grid.chunks):
+        expected_s = 0.0
+        pasts = [past for past in grid.pasts if past + size <= slots]
+        for place, past in enumerate(pasts):
+            # What a chunk takes is a line in its history: of long ones the far end is not needed.
+            if place >= 2 and (points.used > 0.45 or expected_s > _LONG_SHARE * points.budget_s):
+                break
+            seconds = points.measure("chunk", size, past)
+            expected_s = seconds * (pasts[min(place + 1, len(pasts) - 1)] + size) / (past + size)
+        if not pasts or (points.used > 0.45 and number >= 1):
+            return
+
+
+def _chunk_knots(seconds: PointSeconds) -> list[tuple[int, float, float]]:
+    """Return (chunk tokens, seconds without history, seconds per cached token), ascending."""
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for (size, past), each in seconds.items():
+        lines.setdefault(size, []).append((past, each))
+    return [(size, *fit_line(line)) for size, line in lines.items()]
+
+
+def _own_s(rows: int, chunks: Sequence[tuple[int, float, float]]) -> float:
+    """Return the attention of a chunk within itself, as `TableLatency` has it."""
+    size, own, per_past = chunks[-1]
+    if rows > size:
+        # Pieces of the longest measured chunk, each over those before it.
+        return max(0.0, rows / size * (own + per_past * (rows - size) / 2.0))
+    return float(np.interp(rows, [c for c, _, _ in chunks], [a for _, a, _ in chunks]))
+
+
+def _lowered(seconds: PointSeconds) -> PointSeconds:
+    """Return the points with none above one of more tokens: less work takes no more time, so that it was disturbed."""
+    return {
+        (first, second): min(s for (more, beyond), s in seconds.items() if more >= first and beyond >= second)
+        for first, second in seconds
+    }
 
 
 def exchange(ask: MeasureFunction, slots: int, grid: ProfileGrid) -> tuple[float, float]:
@@ -123,17 +194,3 @@ def exchange(ask: MeasureFunction, slots: int, grid: ProfileGrid) -> tuple[float
             points.append((rows, min(seconds, points[-1][1]) if points else seconds))
     points = [(rows, seconds) for rows, seconds in reversed(points) if seconds > 0.0]
     return fit_line(points) if points else (0.0, 0.0)
-
-
-class _RepeatedMeasure:
-    """Repeats short measurements. Long ones (above 0.3 s) run once, after a run to warm up: they vary less."""
-
-    def __init__(self, ask: MeasureFunction, repeats: int) -> None:
-        self._ask = ask
-        self._repeats = repeats
-        self._last: dict[str, float] = {}
-
-    def __call__(self, kind: str, first: int, second: int = 0) -> float:
-        repeats = self._repeats if self._last.get(kind, 0.0) <= 0.3 else 1
-        seconds = self._last[kind] = self._ask(kind, first, second, repeats)
-        return seconds
