@@ -125,6 +125,12 @@ def test_long_request_yields_only_to_shorts_under_space_sharing() -> None:
     ]
 
 
+def test_long_request_yields_nothing_to_shorts_of_a_lower_priority() -> None:
+    prior = replace(long(0.5), yields=False)
+    candidates = [prior, short("s", 10)]
+    assert pack(BatchLoad(), candidates, True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkAllocation("long", 20)]
+
+
 def test_short_requests_never_yield() -> None:
     assert pack(BatchLoad(), [short("s", 100)], True, RULES, AdaptiveChunks(), MILLISECOND)[0] == [
         ChunkAllocation("s", 20)

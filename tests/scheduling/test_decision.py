@@ -47,6 +47,19 @@ def request(name: str, prompt: int, **fields: object) -> Request:
     return Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=8, **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("priority", "yields"), [(-1, False), (0, True), (1, True)])
+def test_a_long_prompt_leaves_no_time_to_shorts_of_a_lower_priority(priority: int, yields: bool) -> None:
+    def quota(others: bool) -> int:
+        policy = policy_of(CountedPool(1000, 16), policy="lars", rho_min=0.6, long_iterations=4.0)
+        policy.enter(request("long", 4000, priority=priority))
+        if others:
+            policy.enter(request("short", 200))
+        quotas = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+        return {each.request: each.tokens for each in quotas}.get("long", 0)
+
+    assert (quota(others=True) < quota(others=False)) == yields
+
+
 def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:
     pool = CountedPool(10, 16)
     policy = policy_of(pool)

@@ -83,6 +83,23 @@ def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, s
     assert {sequence.request.id for sequence in queue} == {sequence.request.id for sequence in members}
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+@given(history=st.lists(st.tuples(st.integers(-2, 2), st.booleans(), st.booleans()), max_size=30))
+def test_a_long_member_may_yield_unless_all_shorts_have_a_lower_priority(
+    parallel: bool, history: list[tuple[int, bool, bool]]
+) -> None:
+    queue = make_queue(parallel)
+    for order, (priority, is_long, leaves) in enumerate(history):
+        one = member(order, priority, is_long)
+        queue.add(one, UrgencyLine(float(order), 1.0))
+        if leaves:
+            queue.remove(one)
+    shorts = [one.request.priority for one in queue if not one.is_long]
+    for one in queue:
+        if one.is_long:
+            assert queue.yields_to_shorts(one) == (not shorts or min(shorts) <= one.request.priority)
+
+
 @pytest.mark.parametrize("size", [15, 16, 17, 33, 65, 200])
 def test_equal_keys_go_by_arrival(size: int) -> None:
     queue = PrefillQueue()

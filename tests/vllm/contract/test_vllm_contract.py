@@ -9,10 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from tests.vllm.contract.virtual_engine import BLOCK, VirtualEngine, model_config
+from tests.vllm.contract.virtual_engine import BLOCK, RATES, VirtualEngine, model_config
 
 from headway.core.errors import ConfigError
 from headway.vllm import version_check
@@ -145,8 +146,11 @@ def test_a_tighter_slo_goes_first(make: Make) -> None:
     assert engine.finished["tight"] < engine.finished["loose"]
 
 
-def test_priority_goes_before_the_policy(make: Make) -> None:
-    engine = make(policy="priority", settings={"t_target_ms": 30})
+@pytest.mark.parametrize("speed", [1.0, 2.5])
+def test_priority_goes_before_the_policy(make: Make, speed: float) -> None:
+    # At the higher speed the sooner request is long and the later one short.
+    rates = replace(RATES, linear_flops=RATES.linear_flops * speed, attention_flops=RATES.attention_flops * speed)
+    engine = make(policy="priority", settings={"t_target_ms": 30}, rates=rates)
     engine.add("later", 4_000, 1, priority=5)
     engine.add("sooner", 4_500, 1, priority=0)
     engine.run()

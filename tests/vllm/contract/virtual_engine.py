@@ -25,8 +25,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import headway.vllm
+from headway.perf.latency.roofline import MachineRates
+from headway.vllm import latency
 
 BLOCK = 16
+RATES = MachineRates(
+    linear_flops=6e10, attention_flops=2.5e10, bandwidth=2e10, fixed_s=5e-3, per_decode_s=2e-5, name="a slow processor"
+)
+"""What latency models start from. Virtual steps take their own time, from which the models learn."""
 _SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 512,
@@ -57,6 +63,7 @@ class VirtualEngine:
         threshold: int = 0,
         adaptive: bool = False,
         caching: bool = True,
+        rates: MachineRates = RATES,
     ) -> None:
         self.now = 1000.0
         self.depth = 2 if asynchronous else 1
@@ -84,14 +91,16 @@ class VirtualEngine:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
         chosen: Any = (AsyncScheduler if asynchronous else StockScheduler) if stock else headway.vllm.Scheduler
-        self.scheduler: Any = chosen(
-            vllm_config=config,
-            kv_cache_config=kv,
-            structured_output_manager=mock.Mock(),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+        # Not this machine's, which differ from one to the next.
+        with mock.patch.object(latency, "machine_rates", return_value=rates):
+            self.scheduler: Any = chosen(
+                vllm_config=config,
+                kv_cache_config=kv,
+                structured_output_manager=mock.Mock(),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                log_stats=True,
+            )
         if not stock:
             self.scheduler.headway_clock = self.scheduler.headway_wall_clock = lambda: self.now
         init_none_hash(sha256)

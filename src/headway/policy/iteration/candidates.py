@@ -125,14 +125,15 @@ class PrefillCandidates:
         name, remaining, past = state.request.id, state.remaining, state.scheduled
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
+        yields = state.is_long and self._queue.yields_to_shorts(state)
         if state.limit == WHOLE:
-            return PackCandidate(name, past, remaining, state.is_long, slack, stalled)
+            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, yields=yields)
         room = state.room
         completes = remaining <= room
         # Within the shard: a chunk never crosses its edge, and attends from its first token on.
         remaining, past = min(remaining, room), past - state.base
         if not state.base or remaining <= 0 or self._remote_cost is None:
-            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, completes)
+            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, completes, yields=yields)
         remote = self._remote_cost(name)
         return PackCandidate(
             name,
@@ -145,4 +146,5 @@ class PrefillCandidates:
             completes,
             remote.reserved_s,
             remote.exchange_s_per_row,
+            yields,
         )

@@ -45,6 +45,8 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Seconds of the budget that the busiest group holding its shards has already used beyond the owner group."""
     exchange_s_per_row: float = 0.0
     """Seconds that each row costs to exchange with other groups."""
+    yields: bool = True
+    """Whether a long request leaves time to shorts that wait: not where all of them have a lower priority."""
 
 
 class PackRules(msgspec.Struct, frozen=True, gc=False):
@@ -222,9 +224,12 @@ class _Filling:
         A long request yields the share that its slack allows; one in several groups keeps to the busiest of them."""
         rules = self.rules
         budget_s = rules.t_target_s
-        if self._yields_time and candidate.is_long:
+        if self._yields_to_shorts(candidate):
             budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
         return budget_s - candidate.reserved_s
+
+    def _yields_to_shorts(self, candidate: PackCandidate) -> bool:
+        return self._yields_time and candidate.is_long and candidate.yields
 
     def _stretch(self, candidate: PackCandidate, budget_s: float, tokens: int, attention_s: float) -> tuple[int, float]:
         """Return the whole rest of a short prompt if it exceeds the budget by at most the share `stretch`.
@@ -249,7 +254,7 @@ class _Filling:
         """Raise a chunk below the floor to the floor if the most urgent request must advance, else drop it."""
         empty = is_empty(self.load)
         # In an empty iteration an oversized chunk delays no decode; but shorts that wait may yet use the time.
-        idle = empty and not (self._yields_time and candidate.is_long)
+        idle = empty and not self._yields_to_shorts(candidate)
         must = self.first and (idle or candidate.stalled >= self.rules.progress_every)
         # min_chunk 0 (paper mode) raises a chunk in an empty iteration only: else nothing would ever advance.
         if must and (self.rules.min_chunk or empty):

@@ -61,7 +61,8 @@ def predicted_ttft_s(
         # Shorts advance beside the most urgent long prompt, in the share that it yields.
         first = longs[0]
         share = min(yields[1], max(yields[0], relative_slack(first.facts(first.work_s), now)))
-        if share > 0:
+        # A long prompt yields nothing to shorts of a lower priority.
+        if share > 0 and newcomer.request.priority <= first.request.priority:
             beside = speed * share
             shorts = [each for each in ahead if not each.state.is_long]
             wait_s = min(wait_s, _done_s(shorts, beside) + newcomer.work_s / beside)

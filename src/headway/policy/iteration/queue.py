@@ -7,6 +7,7 @@ the lines are dense arrays, and each of the first few is found by one vector ope
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -48,6 +49,9 @@ class WaitingQueue(Protocol):
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """Count a member that has gained KV, or has lost it."""
 
+    def yields_to_shorts(self, long: PrefillState) -> bool:
+        """Whether a long member may yield time: not where all shorts that are here have a lower priority."""
+
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
 
@@ -61,6 +65,8 @@ class _QueueCounts:
     def __init__(self) -> None:
         self.longs = self.begun_shorts = 0
         self.begun: dict[int, PrefillState] = {}
+        # Short members by priority.
+        self._shorts: Counter[int] = Counter()
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
@@ -71,9 +77,19 @@ class _QueueCounts:
         if not member.is_long:
             self.begun_shorts += 1 if gained else -1
 
+    def yields_to_shorts(self, long: PrefillState) -> bool:
+        """See `WaitingQueue`."""
+        return not self._shorts or long.request.priority in self._shorts or min(self._shorts) < long.request.priority
+
     def _count(self, member: PrefillState, step: int) -> None:
         """Count a member that is added (step 1) or removed (-1)."""
         self.longs += step * member.is_long
+        if not member.is_long:
+            priority = member.request.priority
+            self._shorts[priority] += step
+            # clients choose priorities: keep those that are there
+            if not self._shorts[priority]:
+                del self._shorts[priority]
         if member.holds_kv:
             self.note_begun(member, step > 0)
 
