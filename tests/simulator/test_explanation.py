@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
+from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.counterfactual import outcomes, with_setting
 from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
@@ -24,7 +26,7 @@ from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.replay import replay
 from headway.sim.replayed_run import ReplayedRun
-from headway.sim.report.why_text import why_text
+from headway.sim.report.why_text import why_json, why_of, why_text
 from headway.sim.result import SimResult
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec, RunSpec
@@ -192,6 +194,36 @@ def test_the_counterfactual_is_what_an_actual_run_under_it_gives() -> None:
     assert slower.worst_gap_s is not None
     assert as_it_ran.worst_gap_s is not None
     assert slower.worst_gap_s > 2 * as_it_ran.worst_gap_s
+
+
+def test_a_counterfactual_says_what_its_profile_never_measured() -> None:
+    _, run = logged(CONVOY)
+    source = run.table.source
+    knots = tuple(knot for knot in source.chunks if knot[0] <= 2_048)
+    run.table = TableLatency(msgspec.structs.replace(source, chunks=knots, validated_past=40_000))
+    as_it_ran, whole = outcomes(run, "r3", ["fcfs,chunking=whole"])
+    top = max([knots[-1][0], *(chunk.tokens for step in run.steps for chunk in step.chunks)])
+    # What the run itself did was measured in it.
+    assert as_it_ran.extrapolated == ()
+    assert whole.extrapolated == (f"chunks of 30,000 tokens, {top:,} measured",)
+    text = why_text(explain(run, "r3"), [as_it_ran, whole])
+    assert text.count("extrapolated") == 1
+    assert f"(extrapolated: chunks of 30,000 tokens, {top:,} measured)" in text
+    told = why_json(explain(run, "r3"), [as_it_ran, whole])
+    assert why_of(json.loads(json.dumps(told)))[1] == [as_it_ran, whole]
+    # An older server does not say.
+    for one in told["counterfactuals"]:
+        del one["extrapolated"]
+    assert why_of(told)[1][1].extrapolated == ()
+
+
+def test_a_request_that_ended_before_a_long_chunk_is_not_extrapolated() -> None:
+    _, run = logged([TraceRequest(0.0, 100, 2), TraceRequest(9.0, 30_000, 2)])
+    knots = tuple(knot for knot in run.table.source.chunks if knot[0] <= 2_048)
+    run.table = TableLatency(msgspec.structs.replace(run.table.source, chunks=knots, validated_past=40_000))
+    first, second = (outcomes(run, name, ["chunking=whole"])[1].extrapolated for name in ("r0", "r1"))
+    assert first == ()
+    assert len(second) == 1
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])

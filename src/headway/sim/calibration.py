@@ -108,7 +108,7 @@ def simulate_again(
         block_tokens=run.block_tokens,
         vllm=_vllm_of(run, config) if run.engine == "vllm" else None,
     )
-    return simulate(spec, requests_in(run, records), RunSpec(send_slo=False))
+    return simulate(spec, requests_in(run, records), RunSpec(send_slo=False, keep_iterations=True))
 
 
 def _vllm_of(run: ReplayedRun, config: SchedulerConfig) -> VllmSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,9 +11,9 @@ from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import POLICIES
 from headway.sim.calibration import simulate_again
-from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import tbt_s, ttft_s
 from headway.sim.replayed_run import ReplayedRun
+from headway.sim.result import SimResult
 
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 
@@ -25,6 +26,8 @@ class CounterfactualOutcome:
     """As it was asked for; "as it ran": the run's own settings."""
     ttft_s: float | None
     worst_gap_s: float | None
+    extrapolated: tuple[str, ...] = ()
+    """Sizes of iterations in the request's life beyond all that the profile and the run itself measured, in words."""
 
 
 def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list[CounterfactualOutcome]:
@@ -36,8 +39,31 @@ def outcomes(run: ReplayedRun, request_id: str, settings: Sequence[str]) -> list
     records = sorted((r for r in run.records if r.ok or r.id == request_id), key=lambda record: record.arrival_s)
     place = next(i for i, record in enumerate(records) if record.id == request_id)
     return [
-        _outcome(text, simulate_again(run, records, config, corrected=True).records[place]) for text, config in configs
+        _outcome(text, run, simulate_again(run, records, config, corrected=True), place) for text, config in configs
     ]
+
+
+def extrapolated(run: ReplayedRun, result: SimResult, place: int) -> tuple[str, ...]:
+    """Return which chunks and histories of the simulated iterations in a request's life, the result's `place`-th, are
+    beyond what the run's profile measured and what the run itself had."""
+    source, record = run.table.source, result.records[place]
+    ran = [chunk for step in run.steps for chunk in step.chunks]
+    chunk_top = max([source.chunks[-1][0], *(chunk.tokens for chunk in ran)])
+    past_top = max([source.validated_past, *(chunk.start for chunk in ran)])
+    until_s = max(record.token_s, default=math.inf)
+    chunks = [
+        (tokens, start)
+        for one in result.iterations
+        if one.done_s > record.arrival_s and one.stages[0][0] < until_s
+        for _, start, tokens in one.chunks
+    ]
+    chunk, past = (max(sizes, default=0) for sizes in zip(*chunks, strict=True)) if chunks else (0, 0)
+    words = [
+        f"{name} of {size:,} tokens, {top:,} measured"
+        for name, size, top in (("chunks", chunk, chunk_top), ("histories", past, past_top))
+        if size > top
+    ]
+    return tuple(words)
 
 
 def with_setting(config: SchedulerConfig, text: str) -> SchedulerConfig:
@@ -78,5 +104,7 @@ def _value(text: str, value: str, kind: type, scale: float) -> Any:
         ) from None
 
 
-def _outcome(text: str, record: RequestRecord) -> CounterfactualOutcome:
-    return CounterfactualOutcome(text, ttft_s(record), max(tbt_s(record), default=None))
+def _outcome(text: str, run: ReplayedRun, result: SimResult, place: int) -> CounterfactualOutcome:
+    record = result.records[place]
+    gap_s = max(tbt_s(record), default=None)
+    return CounterfactualOutcome(text, ttft_s(record), gap_s, extrapolated(run, result, place))

@@ -67,7 +67,10 @@ def why_of(data: dict[str, Any]) -> tuple[RequestExplanation, list[Counterfactua
         preemptions=data["preemptions"],
         aim_s=data["aim_s"],
     )
-    return told, [CounterfactualOutcome(**one) for one in data["counterfactuals"]]
+    return told, [
+        CounterfactualOutcome(**{**one, "extrapolated": tuple(one.get("extrapolated", ()))})
+        for one in data["counterfactuals"]
+    ]
 
 
 def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualOutcome] = ()) -> str:
@@ -97,7 +100,8 @@ def why_text(told: RequestExplanation, counterfactuals: Sequence[CounterfactualO
 
 def _outcome(one: CounterfactualOutcome) -> str:
     first = "no first token" if one.ttft_s is None else f"first token after {duration(one.ttft_s)}"
-    return first if one.worst_gap_s is None else f"{first}, worst gap {duration(one.worst_gap_s)}"
+    text = first if one.worst_gap_s is None else f"{first}, worst gap {duration(one.worst_gap_s)}"
+    return f"{text} (extrapolated: {'; '.join(one.extrapolated)})" if one.extrapolated else text
 
 
 def _table(intervals: Sequence[LifeInterval]) -> list[str]:
