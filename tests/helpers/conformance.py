@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -89,17 +89,13 @@ class ServedSubject(Subject):
         self.url = self._server.url
 
     def answers(self, prompts: Sequence[Prompt], count: int) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
+        def ask(prompt: Prompt) -> list[int]:
+            tokens: list[int] = complete(self.url, prompt, count, ignore_eos=True)["choices"][0]["token_ids"]
+            return tokens
 
-        def ask(i: int) -> None:
-            found[i] = complete(self.url, prompts[i], count, ignore_eos=True)["choices"][0]["token_ids"]
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return [found[i] for i in range(len(prompts))]
+        # An error of any request is raised here.
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, prompts))
 
     def expected(self, prompts: Sequence[Prompt], count: int) -> list[list[int]]:
         return [self._reference.tokens(prompt, count) for prompt in prompts]
