@@ -27,6 +27,11 @@ def test_a_budget_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "--budget must be above 0" in capsys.readouterr().err
 
 
+def test_a_server_is_not_a_model_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--vllm", "http://127.0.0.1:8000"]) != 0
+    assert "a server: its steps cannot be timed from outside" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM: make vllm")

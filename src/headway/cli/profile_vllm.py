@@ -31,6 +31,11 @@ def run(arguments: argparse.Namespace, passed: list[str]) -> int:
     """passed: flags that are vLLM's."""
     if arguments.budget <= 0:
         raise ConfigError(f"--budget must be above 0 seconds, not {arguments.budget:g}")
+    if arguments.model.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--vllm {arguments.model} is a server: its steps cannot be timed from outside, and others' requests would "
+            "be among them; give the model and the flags that it is served with"
+        )
     check_outputs(arguments.out)
     line = [vllm_python(arguments.vllm_command), "-m", "headway.vllm.step_profile", "--model", arguments.model, *passed]
     line += ["--headway-budget", str(arguments.budget)]

@@ -64,7 +64,10 @@ def engine_facts(vllm_config: Any) -> EngineFacts:
 
 
 def _fingerprint(vllm_config: Any, device: str) -> str:
-    """Return the key of a profile of this engine: its model, version, device and what changes a step's time."""
+    """Return the key of a profile of this engine: its model, version, device and what changes a step's time.
+
+    The limit on a step's tokens is not part of it: a table that ends earlier goes on as a line, which is still closer
+    than the roofline that would take its place."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     # Where a checkpoint lies and what wrote it do not change its speed.
     shape = {
