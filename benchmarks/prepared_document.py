@@ -100,8 +100,9 @@ async def measure(folder: Path, document: str, alone_s: float) -> None:
             asked_s = await first_token_s(client, **question, context_id=context["id"])
     with ServerProcess(flags) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-            while (await client.get(f"/v1/contexts/{context['id']}")).json()["status"] != "ready":
+            while (status := (await client.get(f"/v1/contexts/{context['id']}")).json()["status"]) == "pending":
                 await asyncio.sleep(0.05)
+            assert status == "ready", status
             restarted_s = await first_token_s(client, **question, context_id=context["id"])
     print(f"{context['tokens']:,} tokens prepared in {context['seconds']:.1f} s beside chats")
     print(f"{'chats, time to first token':>44} {'P50':>8} {'P99':>8}")

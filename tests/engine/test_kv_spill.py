@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.helpers.embedded_engine import BLOCK, answers, engine, submit, token_bytes
 
 from headway.core.errors import ConfigError
+from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta
@@ -203,6 +206,22 @@ def test_a_folder_of_another_block_size_is_refused(make: Make, tmp_path: Path) -
     _spilled(make, tmp_path / "spill")
     with pytest.raises(ConfigError, match="it holds KV of another model or block size; give another folder, or delete"):
         make(block_size=32)
+
+
+def test_a_folder_of_a_model_with_other_weights_is_refused(make: Make, tmp_path: Path) -> None:
+    _spilled(make, tmp_path / "spill")
+    other = Path(shutil.copytree(model_path(), tmp_path / "other"))
+    (weights,) = other.glob("*.safetensors")
+    tensors = load_file(weights)
+    name = min(tensors)
+    save_file({**tensors, name: tensors[name] * 2}, weights)
+    with pytest.raises(ConfigError, match="it holds KV of another model or block size; give another folder, or delete"):
+        make(model=str(other))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_a_way_out(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-spill /proc/headway: .*; give a folder that can be written to$"):
+        make(kv_spill="/proc/headway")
 
 
 def test_a_foreign_file_is_left_out_with_a_sentence(

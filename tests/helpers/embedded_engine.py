@@ -17,9 +17,11 @@ BLOCK = 16
 def engine(kv_tokens: int, **fields: object) -> EngineCore:
     """Small chunks: a document takes several iterations."""
     scheduler = {"max_num_batched_tokens": 96, "reserve_tokens": 16}
-    settings: dict[str, object] = {"block_size": BLOCK, "kv_cache_bytes": kv_tokens * token_bytes(), **fields}
+    settings: dict[str, object] = {
+        "model": str(model_path()), "block_size": BLOCK, "kv_cache_bytes": kv_tokens * token_bytes(), **fields
+    }  # fmt: skip
     config = EngineConfig(
-        model=str(model_path()), dtype="float32", device="cpu", max_queued_requests=1000, scheduler=scheduler,
+        dtype="float32", device="cpu", max_queued_requests=1000, scheduler=scheduler,
         **settings,  # type: ignore[arg-type]
     )  # fmt: skip
     return assemble(config, ManualClock())

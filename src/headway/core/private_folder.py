@@ -38,7 +38,7 @@ class PrivateFolder:
             self.close()
             # O_NOFOLLOW and O_DIRECTORY say ELOOP or ENOTDIR for a link.
             why = "it is a link, and links are not followed" if path.is_symlink() else error.strerror
-            raise ConfigError(f"{flag} {path}: {why}") from error
+            raise ConfigError(f"{flag} {path}: {why}; give a folder that can be written to") from error
         except BaseException:
             self.close()
             raise
