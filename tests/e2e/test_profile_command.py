@@ -32,6 +32,19 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     assert "corrected" not in store.load(out, None).provenance
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budget", "-1"], "--budget must be above 0 seconds, not -1"),
+        (["--budget", "nan"], "--budget must be above 0 seconds, not nan"),
+        (["--serve-for", "-5"], "--serve-for must be 0 seconds or more, not -5"),
+    ],
+)
+def test_times_that_are_none_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *words]) != 0
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_context_that_is_short_is_served_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"

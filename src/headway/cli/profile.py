@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.options import add_options, environment, given_flags
-from headway.core.errors import HeadwayError
+from headway.core.errors import ConfigError, HeadwayError
 from headway.core.output_file import check_outputs
 from headway.core.settings import resolve
 from headway.runtime.engine.config import EngineConfig
@@ -45,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.budget < math.inf:
+        raise ConfigError(f"--budget must be above 0 seconds, not {arguments.budget:g}")
+    if not 0 <= arguments.serve_for < math.inf:
+        raise ConfigError(f"--serve-for must be 0 seconds or more, not {arguments.serve_for:g}")
     settings = resolve(EngineSettings, flags=given_flags(EngineSettings, arguments), environment=environment())
     model = model_folder(arguments.model)
     config = EngineConfig(
