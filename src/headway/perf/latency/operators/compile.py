@@ -138,19 +138,21 @@ def compile_stage(
             "families": dict(work.notes),
             "assumptions": msgspec.to_builtins(assumptions),
             "collective_share": work.collective_share,
-            "validated": {
-                "rows": fit.linear.top if fit.linear else 0,
-                "chunk": fit.prefill.chunk if fit.prefill else 0,
-                "chunk_past": fit.prefill.past if fit.prefill else 0,
-                "decode_past": max((max(g.past) for s in fit.decode.grids.values() for g in s.values()), default=0)
-                if fit.decode
-                else 0,
-                "decode_batch": max((max(g.counts) for s in fit.decode.grids.values() for g in s.values()), default=0)
-                if fit.decode
-                else 0,
-            },
+            "validated": _validated(fit),
         },
     )
+
+
+def _validated(fit: DeviceFit) -> dict[str, int]:
+    """Return the largest tokens and requests that the fit was measured at, by operator family; 0: no measurement."""
+    grids = [grid for sizes in fit.decode.grids.values() for grid in sizes.values()] if fit.decode else []
+    return {
+        "rows": fit.linear.top if fit.linear else 0,
+        "chunk": fit.prefill.chunk if fit.prefill else 0,
+        "chunk_past": fit.prefill.past if fit.prefill else 0,
+        "decode_past": max((max(grid.past) for grid in grids), default=0),
+        "decode_batch": max((max(grid.counts) for grid in grids), default=0),
+    }
 
 
 class _StageCompiler:
