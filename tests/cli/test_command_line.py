@@ -95,6 +95,21 @@ def test_an_unknown_command_gets_the_one_that_is_spelt_alike() -> None:
     assert "did you mean serve?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--qps", "1"), "unrecognized arguments: --qps 1 ("),
+        (("--ratee", "1"), "unrecognized arguments: --ratee 1; --ratee: did you mean --rate?"),
+        (("convoi",), "invalid choice: 'convoi'"),
+    ],
+)
+def test_the_value_of_an_unknown_flag_is_not_taken_for_a_subcommand(words: tuple[str, ...], said: str) -> None:
+    done = headway("bench", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["serve", "--print-config"]])
 def test_the_command_line_works_without_torch(words: list[str]) -> None:
     done = without_torch(

@@ -17,11 +17,21 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        # Arguments that are being parsed.
+        self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does; a flag may also be spelt with underscores."""
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._dashed(word) for word in words], namespace)
+        self._words = [self._dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._words, namespace)
+
+    def _check_value(self, action: Any, value: Any) -> None:
+        """As argparse does; but a word after an unknown flag is that flag's value, not a subcommand that is wrong."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices and value in self._words:
+            flag = self._words[max(0, self._words.index(value) - 1)]
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                self.refuse([flag, value])
+        super()._check_value(action, value)
 
     def _dashed(self, word: str) -> str:
         """Return a flag that is known with dashes only in that spelling, and any other word unchanged."""
