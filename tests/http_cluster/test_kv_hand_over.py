@@ -177,7 +177,8 @@ def test_a_cluster_with_a_prefill_pool_hands_every_request_over_and_works_withou
             answers = await asyncio.gather(*(ask(cluster, f"r{i}", [i + 2, 3, 4], 10) for i in range(8)))
             assert answers == [greedy([i + 2, 3, 4], 10) for i in range(8)]
             assert (len(source.seen), source.kept) == (8, set())
-            assert all(len(target.seen) == 4 for target in targets)
+            # How many each: by the load at that moment, and a slow machine has answered some before it asks the last.
+            assert sum(len(target.seen) for target in targets) == 8
             # Killed in the midst of prefills, which begin again where they decode.
             source.prefill_s = 1.0
             asked = [asyncio.create_task(ask(cluster, f"s{i}", [i + 2, 3], 10)) for i in range(4)]
