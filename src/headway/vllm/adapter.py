@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import os
+from collections.abc import Container
 from typing import Any
 
 from headway.perf.hardware.processor import processor_name
@@ -40,6 +43,58 @@ def decidable(request: Any) -> bool:
 def most_active(scheduler: Any) -> int:
     """Return how many requests may run at once; vLLM 0.31 and later know a limit beside the workers' rows."""
     return int(getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs))
+
+
+def holds_kv_blocks(scheduler: Any, request: Any) -> bool:
+    """Return whether a waiting request has blocks. From vLLM 0.31 on such requests wait in a queue of their own."""
+    return hasattr(scheduler, "kv_holding_waiting") and bool(scheduler._holds_kv_blocks(request))
+
+
+def put_back(scheduler: Any, decided: Container[str]) -> None:
+    """Move the requests in `decided` that `schedule()` has put aside back to the waiting queue.
+
+    Up to vLLM 0.30 they go to a second queue, whose requests `schedule()` takes first and past the gate."""
+    aside = getattr(scheduler, "skipped_waiting", None)
+    if not aside:
+        return
+    back = [request for request in aside if request.request_id in decided]
+    if back:
+        aside.remove_requests(back)
+        for request in back:
+            scheduler.waiting.add_request(request)
+
+
+def needed_blocks(scheduler: Any, request: Any, tokens: int) -> int:
+    """Return how many free blocks a request needs for so many tokens, as vLLM counts (windows, prefix hits)."""
+    manager = scheduler.kv_cache_manager
+    computed, blocks = request.num_computed_tokens, manager.empty_kv_cache_blocks
+    if not computed:
+        blocks, computed = manager.get_computed_blocks(request)[:2]
+    slots = min(tokens, scheduler.max_model_len)
+    count = manager.coordinator.get_num_blocks_to_allocate
+    # vLLM 0.31 and later also count windows up to the prompt's end.
+    ends = (
+        {"prefill_end": max(request.num_prompt_tokens, request.num_tokens - 1)}
+        if _names_prefill_end(count.__func__)
+        else {}
+    )
+    needed = count(
+        request_id=request.request_id,
+        num_tokens=slots,
+        new_computed_blocks=blocks.blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=computed,
+        num_local_computed_tokens=computed,
+        num_tokens_main_model=slots,
+        apply_admission_cap=True,
+        **ends,
+    )
+    return int(needed)
+
+
+@functools.cache
+def _names_prefill_end(function: Any) -> bool:
+    return "prefill_end" in inspect.signature(function).parameters
 
 
 def engine_index(vllm_config: Any) -> int:

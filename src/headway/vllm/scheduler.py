@@ -208,10 +208,11 @@ class HeadwaySchedulerMethods:
             self._headway = None
             return False
         plan, self.running = planned
+        adapter.put_back(self, driver.prefills)
         visible = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
         begun = driver.prefills
         visible += [begun[name] for name in plan.quotas if begun[name].status != RequestStatus.RUNNING]
-        self.waiting.show([r for r in visible if not self._holds_kv_blocks(r)])
+        self.waiting.show([r for r in visible if not adapter.holds_kv_blocks(self, r)])
         self._headway_plan = plan
         return True
 
@@ -348,27 +349,8 @@ class HeadwaySchedulerMethods:
         return 0 if cached <= replayed else int(cached - replayed)
 
     def _needed_blocks(self: Any, request_id: str, tokens: int) -> int:
-        """Return how many free blocks a request needs for so many tokens, as vLLM counts (windows, prefix hits)."""
         request = self.requests.get(request_id)
-        if request is None:
-            return 0
-        manager = self.kv_cache_manager
-        computed, blocks = request.num_computed_tokens, manager.empty_kv_cache_blocks
-        if not computed:
-            blocks, computed = manager.get_computed_blocks(request)[:2]
-        slots = min(tokens, self.max_model_len)
-        needed = manager.coordinator.get_num_blocks_to_allocate(
-            request_id=request_id,
-            num_tokens=slots,
-            new_computed_blocks=blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=computed,
-            num_local_computed_tokens=computed,
-            num_tokens_main_model=slots,
-            apply_admission_cap=True,
-            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-        )
-        return int(needed)
+        return 0 if request is None else adapter.needed_blocks(self, request, tokens)
 
     def _facts(self: Any, request: Any, computed: int) -> Request:
         """Return a request as the policy sees it, with its arrival converted to the monotonic clock."""

@@ -30,6 +30,36 @@ SEAMS = (
 """Methods of vLLM's `Scheduler` that `scheduler` overrides, wraps, or relies on."""
 
 KNOWN: dict[str, dict[str, str]] = {
+    "0.28.0": {
+        "_inflight_prefill_reserved_blocks": "74c3e16183f6b4a2",
+        "_mamba_block_aligned_split": "712bf8266d6ce2a3",
+        "_preempt_request": "1be81e04f8ff2c9f",
+        "_reserve_prefill_lookahead": "c214e49d7610a63a",
+        "add_request": "199b81ae87110dcf",
+        "get_request_counts": "659881a8a9a64eee",
+        "schedule": "1bdbc0eb0ac5dbaf",
+        "update_from_output": "d4e4eb01661367d2",
+    },
+    "0.29.0": {
+        "_inflight_prefill_reserved_blocks": "74c3e16183f6b4a2",
+        "_mamba_block_aligned_split": "fe3e2f4166e41974",
+        "_preempt_request": "1be81e04f8ff2c9f",
+        "_reserve_prefill_lookahead": "c214e49d7610a63a",
+        "add_request": "ab9efd2a1069dbe9",
+        "get_request_counts": "659881a8a9a64eee",
+        "schedule": "6361fde74c842c97",
+        "update_from_output": "616e84edbb35f1b3",
+    },
+    "0.30.0": {
+        "_inflight_prefill_reserved_blocks": "74c3e16183f6b4a2",
+        "_mamba_block_aligned_split": "7ac71f4f18b63e9d",
+        "_preempt_request": "1be81e04f8ff2c9f",
+        "_reserve_prefill_lookahead": "c214e49d7610a63a",
+        "add_request": "ab9efd2a1069dbe9",
+        "get_request_counts": "659881a8a9a64eee",
+        "schedule": "a04a9c05b0193d47",
+        "update_from_output": "ac3f8f3f3a48ad50",
+    },
     "0.31.0": {
         "_inflight_prefill_reserved_blocks": "6b1f1791b7f5f1a7",
         "_mamba_block_aligned_split": "5e6e2e57817d4333",
@@ -49,6 +79,16 @@ KNOWN: dict[str, dict[str, str]] = {
         "get_request_counts": "c901ce17db93c7dd",
         "schedule": "da4f2cf2fc39c39e",
         "update_from_output": "85b29db96051135c",
+    },
+    "0.33.0": {
+        "_inflight_prefill_reserved_blocks": "6b1f1791b7f5f1a7",
+        "_mamba_block_aligned_split": "9af6739dbbdf081f",
+        "_preempt_request": "8d67cc4e85688724",
+        "_reserve_prefill_lookahead": "c214e49d7610a63a",
+        "add_request": "fa2b51cd04a90977",
+        "get_request_counts": "c901ce17db93c7dd",
+        "schedule": "fa34c8a13c0a8936",
+        "update_from_output": "8067d98a98b620cb",
     },
 }
 """Digest of each seam, by version whose contract tests passed (`scripts/check_vllm_version.py`)."""

@@ -28,8 +28,14 @@ from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.engine import SimulatedVllm
 from headway.sim.vllm.spec import VllmSpec
 from headway.sim.workload import TraceRequest
+from headway.vllm import adapter
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not adapter.version().startswith(("0.31.", "0.32.")), reason="the simulator's rules are those of 0.31 and 0.32"
+    ),
+]
 
 PATIENCE_S = 8.0
 

@@ -37,7 +37,7 @@ class KvBlockAdmission:
         self._pool = pool
         self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
         # A request that other groups hold shards of was asked about in their decisions, which have counts of their own.
-        self._answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
+        self.answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
         # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
         # Decisions so far.
@@ -80,7 +80,7 @@ class KvBlockAdmission:
         if state.asked_again > self.decisions:
             return state.needed_blocks
         blocks = self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
-        state.needed_blocks, state.asked_again = blocks, self.decisions + self._answers_hold
+        state.needed_blocks, state.asked_again = blocks, self.decisions + self.answers_hold
         return blocks
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:

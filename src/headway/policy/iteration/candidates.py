@@ -26,6 +26,39 @@ class RemoteCost(NamedTuple):
     """Seconds to exchange one row with all of these groups."""
 
 
+class BlockedRun(NamedTuple):
+    """The most urgent requests without KV, all those that a decision looked at: the pool had room for none of them."""
+
+    members: list[PrefillState]
+    changes: int
+    """`WaitingQueue.waiting_changes` then."""
+    until_s: float
+    """When another request may have become more urgent than these, or one of them has waited too long."""
+
+
+class _Walk:
+    """One decision's way through the queue."""
+
+    __slots__ = ("advanced", "blocked", "closed", "ended", "iterations", "now", "run", "seen", "skip", "spare")
+
+    def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str]) -> None:
+        self.now = now
+        self.iterations = iterations
+        self.advanced = advanced
+        self.skip = skip
+        # Requests that were looked at, by order of arrival, and how many of them were blocked.
+        self.seen: set[int] = set()
+        self.blocked = 0
+        # Whether no request without KV enters any more.
+        self.closed = False
+        # Blocks that shorts may take while a long request has waited too long; None: no such limit.
+        self.spare: int | None = None
+        # Requests for which there was no room, while there was for none; None: they are not kept.
+        self.run: list[PrefillState] | None = None
+        # Whether there is no further candidate.
+        self.ended = False
+
+
 class PrefillCandidates:
     """Candidates of one group.
 
@@ -49,6 +82,8 @@ class PrefillCandidates:
         self._queue = queue
         self._admission = admission
         self._remote_cost = remote_cost
+        # None: some request without KV may enter.
+        self._run: BlockedRun | None = None
 
     def at(
         self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
@@ -59,49 +94,81 @@ class PrefillCandidates:
         requests without KV may begin."""
         admission, queue = self._admission, self._queue
         admission.decide()
-        decisions = admission.decisions
         self.long_taken = False
+        # No request without KV enters.
+        if not admits_new or len(admission.holders) >= self._config.max_num_seqs:
+            yield from self._begun(now, iterations, skip, ())
+            return
+        walk = _Walk(now, iterations, advanced, skip)
+        run = self._run
+        if run is not None and not skip and self.reserved_for is None:
+            if run.changes == queue.waiting_changes and now < run.until_s:
+                yield from self._behind(run, walk)
+                if walk.ended:
+                    return
+            self._run = None
+        yield from self._in_order(walk)
+
+    def _behind(self, run: BlockedRun, walk: _Walk) -> Iterator[PackCandidate]:
+        """Yield candidates while the requests of `run`, to which most answers still apply, stay blocked.
+
+        If one of them fits now, `walk` has what was looked at before it, and has not ended."""
+        admission, queue, now = self._admission, self._queue, walk.now
+        decisions, free = admission.decisions, admission.free_blocks
+        asked = [s for s in run.members if s.asked_again <= decisions or s.needed_blocks <= free]
+        if not asked:
+            yield from self._begun(now, walk.iterations, (), ())
+            walk.ended = True
+            return
+        in_order = sorted([*queue.begun.values(), *asked], key=lambda state: queue.key(state, now))
+        for state in in_order:
+            if not state.holds_kv:
+                if admission.fits(state):
+                    key = queue.key(state, now)
+                    before = [s.order for s in run.members if queue.key(s, now) < key]
+                    walk.blocked = len(before)
+                    walk.seen.update(before)
+                    return
+                continue
+            walk.seen.add(state.order)
+            if not (state.is_long and self.long_taken):
+                candidate = self._candidate(state, now, walk.iterations - state.last_progress)
+                if candidate.remaining > 0:
+                    yield candidate
+        walk.ended = True
+
+    def _in_order(self, walk: _Walk) -> Iterator[PackCandidate]:
+        """Yield candidates of the whole queue, but those that `walk` has seen."""
+        admission, queue, skip, seen = self._admission, self._queue, walk.skip, walk.seen
         holders, max_holders = admission.holders, self._config.max_num_seqs
-        shares_prefixes, blocked = admission.shares_prefixes, 0
-        # Whether no request without KV enters any more.
-        closed = not admits_new or len(holders) >= max_holders
-        # Blocks that shorts may take while a long request has waited too long; None: no such limit.
-        spare = None if self.reserved_for is None else admission.spare_blocks(self.reserved_for)
-        # Requests with KV that were looked at: by id, for prefixes that they compute, and by order of arrival.
-        ahead, seen = set[str](), set[int]()
-        for state in queue.ordered(now):
+        shares_prefixes = admission.shares_prefixes
+        if self.reserved_for is not None:
+            walk.spare = admission.spare_blocks(self.reserved_for)
+        if not (seen or shares_prefixes or skip or self.reserved_for is not None):
+            walk.run = []
+        # Requests with KV that were looked at, for prefixes that they compute.
+        ahead = set[str]()
+        for state in queue.ordered(walk.now):
+            if state.order in seen:
+                continue
             holds_kv = state.holds_kv
-            if closed and not holds_kv:
+            if walk.closed and not holds_kv:
                 if queue.begun_shorts or not self.long_taken:
-                    yield from self._begun(now, iterations, skip, seen)
+                    yield from self._begun(walk.now, walk.iterations, skip, seen)
                 return
             if skip and state.request.id in skip:
                 continue
             if not holds_kv:
                 if shares_prefixes and admission.waits_for_prefix(state, ahead):
                     continue
-                if spare is not None and (state.is_long or admission.blocks(state) > spare):
-                    blocked += 1
-                    closed = blocked >= MAX_BLOCKED
+                if not self._has_room(state, walk):
                     continue
-                # Mostly the pool's last answer still holds, and is too many.
-                known = state.asked_again > decisions and state.needed_blocks > admission.free_blocks
-                if known or not admission.fits(state):
-                    blocked += 1
-                    if state.skipped_since is None:
-                        state.skipped_since = now
-                    if now - state.skipped_since >= self._config.admission_age_s:
-                        spare = admission.spare_blocks(state)
-                    closed = blocked >= MAX_BLOCKED or spare == 0
-                    continue
-                if spare is not None:
-                    spare -= admission.blocks(state)
             seen.add(state.order)
             if not (state.is_long and self.long_taken):
                 # A request that has not begun counts from the last progress of any prefill: it is not stalled while
                 # others advance.
-                stalled = iterations - (state.last_progress if holds_kv else advanced)
-                candidate = self._candidate(state, now, stalled)
+                stalled = walk.iterations - (state.last_progress if holds_kv else walk.advanced)
+                candidate = self._candidate(state, walk.now, stalled)
                 # 0: its shard is full and no group has taken over yet.
                 if candidate.remaining > 0:
                     yield candidate
@@ -109,9 +176,49 @@ class PrefillCandidates:
             if shares_prefixes and state.holds_kv:
                 ahead.add(state.request.id)
             # Re-read after the yield: the caller may have admitted this candidate.
-            closed = closed or len(holders) >= max_holders
+            walk.closed = walk.closed or len(holders) >= max_holders
+        self._remember(walk)
 
-    def _begun(self, now: float, iterations: int, skip: Collection[str], seen: set[int]) -> Iterator[PackCandidate]:
+    def _has_room(self, state: PrefillState, walk: _Walk) -> bool:
+        """Whether a request without KV may begin: its KV fits, and none that has waited too long for KV is ahead."""
+        admission, now = self._admission, walk.now
+        if walk.spare is not None and (state.is_long or admission.blocks(state) > walk.spare):
+            walk.blocked += 1
+            walk.closed = walk.blocked >= MAX_BLOCKED
+            return False
+        # Mostly the pool's last answer still holds, and is too many.
+        known = state.asked_again > admission.decisions and state.needed_blocks > admission.free_blocks
+        if not known and admission.fits(state):
+            walk.run = None
+            if walk.spare is not None:
+                walk.spare -= admission.blocks(state)
+            return True
+        walk.blocked += 1
+        if state.skipped_since is None:
+            state.skipped_since = now
+        if now - state.skipped_since >= self._config.admission_age_s:
+            walk.spare, walk.run = admission.spare_blocks(state), None
+        if walk.run is not None:
+            walk.run.append(state)
+        walk.closed = walk.blocked >= MAX_BLOCKED or walk.spare == 0
+        if walk.closed:
+            self._remember(walk)
+        return False
+
+    def _remember(self, walk: _Walk) -> None:
+        """Keep the requests that were blocked, for the next decision, where answers of the pool hold that long."""
+        run, now, walk.run = walk.run, walk.now, None
+        if not run or not self._admission.answers_hold:
+            return
+        queue = self._queue
+        oldest_s = min(state.skipped_since or 0.0 for state in run)
+        until_s = min(queue.first_until(run, now), oldest_s + self._config.admission_age_s - 1e-6)
+        if until_s > now:
+            self._run = BlockedRun(run, queue.waiting_changes, until_s)
+
+    def _begun(
+        self, now: float, iterations: int, skip: Collection[str], seen: Collection[int]
+    ) -> Iterator[PackCandidate]:
         """Yield the candidates that hold KV, but those whose order of arrival is among `seen`."""
         for state in self._queue.begun_ordered(now):
             if state.order in seen or (state.is_long and self.long_taken) or state.request.id in skip:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.policy.iteration.ordering import UrgencyLine
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 _FIRST, _FIRST_OF_FEW = 16, 1
 """Members found one by one before the rest is sorted: mostly all that one decision consumes. Sorting few is cheap."""
 _FEW = 256
+_AHEAD_S = (60.0, 4.0, 0.25)
+"""How far ahead it is asked whether the first members stay the first, seconds."""
+
+QueueKey = tuple[int, float, int]
+"""What members are ordered by: (priority, urgency, order of arrival)."""
 
 
 class WaitingQueue(Protocol):
@@ -32,6 +38,8 @@ class WaitingQueue(Protocol):
     """Members that hold KV, by `order`; kept by `note_begun`."""
     begun_shorts: int
     """How many of these are short."""
+    waiting_changes: int
+    """Counts changes of the other members: while it stays, they and their lines are the same."""
 
     def __len__(self) -> int: ...
 
@@ -58,6 +66,14 @@ class WaitingQueue(Protocol):
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """Return the members that hold KV, most urgent first. Costs nothing for the others."""
 
+    def key(self, member: PrefillState, now: float) -> QueueKey:
+        """Return what a member is ordered by."""
+
+    def first_until(self, first: Collection[PrefillState], now: float) -> float:
+        """Return how long `first`, the most urgent members without KV, surely stay those, in seconds like `now`.
+
+        While `waiting_changes` stays. Before `now`: they may not even now."""
+
 
 class _QueueCounts:
     """Count of long members, and the members that hold KV, for both queues."""
@@ -65,11 +81,13 @@ class _QueueCounts:
     def __init__(self) -> None:
         self.longs = self.begun_shorts = 0
         self.begun: dict[int, PrefillState] = {}
+        self.waiting_changes = 0
         # Short members by priority.
         self._shorts: Counter[int] = Counter()
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
+        self.waiting_changes += 1
         if gained:
             self.begun[member.order] = member
         else:
@@ -92,6 +110,8 @@ class _QueueCounts:
                 del self._shorts[priority]
         if member.holds_kv:
             self.note_begun(member, step > 0)
+        else:
+            self.waiting_changes += 1
 
 
 def make_queue(parallel: bool) -> WaitingQueue:
@@ -106,9 +126,9 @@ class SortedQueue(_QueueCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entries: list[tuple[int, float, int]] = []
+        self._entries: list[QueueKey] = []
         self._members: dict[int, PrefillState] = {}
-        self._keys: dict[int, tuple[int, float, int]] = {}
+        self._keys: dict[int, QueueKey] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,6 +149,7 @@ class SortedQueue(_QueueCounts):
     def update(self, member: PrefillState, line: UrgencyLine) -> None:
         # Equal slopes: the intercept alone decides the order.
         if self._keys[member.order][1] != line.intercept:
+            self.waiting_changes += not member.holds_kv
             self._leave(member)
             self._enter(member, line)
 
@@ -145,6 +166,14 @@ class SortedQueue(_QueueCounts):
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """See `WaitingQueue`."""
         return sorted(self.begun.values(), key=lambda member: self._keys[member.order])
+
+    def key(self, member: PrefillState, now: float) -> QueueKey:
+        """See `WaitingQueue`."""
+        return self._keys[member.order]
+
+    def first_until(self, first: Collection[PrefillState], now: float) -> float:
+        """See `WaitingQueue`."""
+        return float("inf")
 
     def _enter(self, member: PrefillState, line: UrgencyLine) -> None:
         key = (member.request.priority, line.intercept, member.order)
@@ -163,6 +192,8 @@ class PrefillQueue(_QueueCounts):
     def __init__(self) -> None:
         super().__init__()
         self._members: list[PrefillState] = []
+        # Lines by slot, as in the arrays: reading single floats of those is slow.
+        self._lines: list[UrgencyLine] = []
         self._intercept = np.zeros(64)
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
@@ -188,6 +219,7 @@ class PrefillQueue(_QueueCounts):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         self._members.append(member)
+        self._lines.append(line)
         member.slot = slot
         self._order[slot] = member.order
         self._priority[slot] = member.request.priority
@@ -196,7 +228,11 @@ class PrefillQueue(_QueueCounts):
         self.update(member, line)
 
     def update(self, member: PrefillState, line: UrgencyLine) -> None:
-        self._intercept[member.slot], self._slope[member.slot] = line.intercept, line.slope
+        slot = member.slot
+        self._lines[slot] = line
+        self._intercept[slot], self._slope[slot] = line.intercept, line.slope
+        if not member.holds_kv:
+            self.waiting_changes += 1
 
     def remove(self, member: PrefillState) -> None:
         """Remove a member; the last one moves into its slot, which keeps the arrays dense."""
@@ -204,9 +240,10 @@ class PrefillQueue(_QueueCounts):
         moved = self._members[last]
         for array in (self._intercept, self._slope, self._order, self._priority):
             array[slot] = array[last]
-        self._members[slot] = moved
+        self._members[slot], self._lines[slot] = moved, self._lines[last]
         moved.slot = slot
         self._members.pop()
+        self._lines.pop()
         member.slot = -1
         self._prioritised -= member.request.priority != 0
         self._count(member, -1)
@@ -244,9 +281,35 @@ class PrefillQueue(_QueueCounts):
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """See `WaitingQueue`."""
         members = list(self.begun.values())
-        if len(members) < 2:
-            return members
-        slots = [member.slot for member in members]
-        keys = self._intercept[slots] - self._slope[slots] * now
-        order = np.lexsort((self._order[slots], keys, self._priority[slots]))
-        return [members[i] for i in order.tolist()]
+        if len(members) > 1:
+            members.sort(key=lambda member: self.key(member, now))
+        return members
+
+    def key(self, member: PrefillState, now: float) -> QueueKey:
+        """See `WaitingQueue`."""
+        line = self._lines[member.slot]
+        return member.request.priority, line.intercept - line.slope * now, member.order
+
+    def first_until(self, first: Collection[PrefillState], now: float) -> float:
+        """See `WaitingQueue`."""
+        slots = [member.slot for member in first]
+        others = np.ones(len(self._members), dtype=bool)
+        others[slots] = False
+        others[[member.slot for member in self.begun.values()]] = False
+        if not others.any():
+            return float("inf")
+        if self._prioritised:
+            return float("-inf")
+        # Lines that do not meet at two times do not meet between them.
+        return next((now + ahead_s for ahead_s in _AHEAD_S if self._apart(slots, others, now, now + ahead_s)), -np.inf)
+
+    def _apart(self, slots: list[int], others: npt.NDArray[np.bool_], *times: float) -> bool:
+        """Whether the members in `slots` are more urgent than the others at each of these times, rounding aside."""
+        n = len(others)
+        for now in times:
+            keys = self._intercept[:n] - self._slope[:n] * now
+            most = float(keys[slots].max())
+            margin = 1e-9 * (1.0 + abs(most) + float(self._slope[:n].max()) * abs(now))
+            if not most + margin < float(keys[others].min()):
+                return False
+        return True
