@@ -1,9 +1,10 @@
 """Faults and attacks on a real server, and what a client beside them sees: longest gap of a stream, slowest `/health`.
 
-Run: python -m benchmarks.faults [--only WORD]. Each fault has a server of its own on the embedded model. A chat is
-streamed all the while; `gap` is the longest time between two of its events during the fault, `quiet` the longest
-before it, `log` what the server wrote, in characters (at most 4,000 are counted). Times in milliseconds, `lasted` in
-seconds; on a machine that does other things they are upper bounds.
+Run: python -m benchmarks.faults [--only WORD] [--serve="--standby"]. Each fault has a server of its own on the embedded
+model; `--serve`: flags of those whose processes are killed or stopped. A chat is streamed all the while; `gap` is the
+longest time between two of its events during the fault, `quiet` the longest before it, `log` what the server wrote, in
+characters (at most 4,000 are counted). Times in milliseconds, `lasted` in seconds; on a machine that does other things
+they are upper bounds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import http.client
 import itertools
 import json
 import os
+import shlex
+import signal
 import socket
 import tempfile
 import threading
@@ -230,6 +233,78 @@ def damaged_journal() -> str:
     return f"{'a flipped bit in one of 4 requests':40} {'':39}  {what}"
 
 
+CLUSTER = """\
+placement: weave
+pools:
+  - {count: 1, role: prefill}
+  - {count: 1, role: decode}
+serve: {max_model_len: 64k, kv_cache_memory: 256M}
+"""
+CLUSTER_COMMAND = (*SERVE[:-1], "cluster")
+
+
+@dataclass(frozen=True)
+class ProcessFault:
+    """A signal to the youngest process that computes, several times."""
+
+    name: str
+    signal: signal.Signals
+    times: int = 3
+    every_s: float = 8.0
+    cluster: str = ""
+    """The cluster file's text; empty: one engine."""
+
+
+def leaves(pid: int) -> list[int]:
+    """Return descendants without children of their own, oldest first: the processes that compute."""
+    children = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return sorted(leaf for child in children for leaf in leaves(child)) if children else [pid]
+
+
+def memory_mb(pid: int) -> str:
+    """Return resident and proportional (shared pages divided by their users) memory of each process below `pid`."""
+    found = []
+    for child in [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]:
+        sizes = dict(line.split()[:2] for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])
+        found.append(f"{int(sizes['Rss:']) >> 10}/{int(sizes['Pss:']) >> 10}")
+        found += [below for below in [memory_mb(child)] if below]
+    return " + ".join(found)
+
+
+def run_process_fault(fault: ProcessFault, flags: Sequence[str]) -> str:
+    """Return the fault's row: `gap` is the longest after one of its signals, all are listed."""
+    with contextlib.ExitStack() as stack:
+        command, arguments = SERVE, list(flags)
+        if fault.cluster:
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "cluster.yaml"
+            file.write_text(fault.cluster)
+            command, arguments = CLUSTER_COMMAND, [str(file), *flags]
+        server = stack.enter_context(ServerProcess(arguments, command=command))
+        pid = server.pid
+        beside = stack.enter_context(Bystander(server.url, model(server.url)))
+        time.sleep(1.0)
+        began = time.monotonic()
+        time.sleep(QUIET_S)
+        middle, gaps, memory = time.monotonic(), [], memory_mb(pid)
+        for _ in range(fault.times):
+            since = time.monotonic()
+            os.kill(leaves(pid)[-1], fault.signal)
+            time.sleep(fault.every_s)
+            gaps.append(beside.gap_ms(since - 0.5, time.monotonic()))
+        end = time.monotonic()
+    what = f"gaps {', '.join(f'{gap:.0f}' for gap in gaps)}; memory MB rss/pss {memory}"
+    if beside.failures:
+        what += f"; {len(beside.failures)} failures: {beside.failures[0]}"
+    quiet, health = beside.gap_ms(began, middle), beside.health_ms(middle, end)
+    return f"{fault.name:40} {quiet:7.0f} {max(gaps):7.0f} {health:7.0f} {end - middle:7.1f} {'':7}  {what}"
+
+
+PROCESS_FAULTS = (
+    ProcessFault("SIGKILL of the engine, 3 times", signal.SIGKILL),
+    ProcessFault("SIGSTOP of the engine, 2 times", signal.SIGSTOP, times=2, every_s=16.0),
+    ProcessFault("SIGKILL of the only decode instance", signal.SIGKILL, times=2, every_s=20.0, cluster=CLUSTER),
+)
+
 FAULTS = (
     Fault("4 prompts of 1 MB of English", prompts(*[english(MB)] * 4)),
     Fault("4 prompts of 1 MB of hex", prompts(*[os.urandom(MB // 2).hex() for _ in range(4)])),
@@ -267,11 +342,16 @@ def run(fault: Fault) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="faults whose name has this")
-    only = parser.parse_args(arguments).only
+    parser.add_argument("--serve", default="", help="flags of the servers whose processes are killed or stopped")
+    parsed = parser.parse_args(arguments)
+    only = parsed.only
     print(f"{'fault':40} {'quiet':>7} {'gap':>7} {'/health':>7} {'lasted':>7} {'log':>7}  what came of it")
     for fault in FAULTS:
         if only in fault.name:
             print(run(fault), flush=True)
+    for process_fault in PROCESS_FAULTS:
+        if only in process_fault.name:
+            print(run_process_fault(process_fault, shlex.split(parsed.serve)), flush=True)
     if only in "a flipped bit in one of 4 requests":
         print(damaged_journal())
 

@@ -97,7 +97,7 @@ def test_workers_lost_again_and_again_are_given_up() -> None:
         executor.lose = "worker 3 has ended with signal 9"
         core.step()
     executor.lose = "worker 3 has ended with signal 9"
-    with pytest.raises(GaveUpError, match=r"worker 3 has ended .* started again 2 times and never stayed up"):
+    with pytest.raises(GaveUpError, match=r"worker 3 has ended .* started again 2 times within"):
         core.step()
     assert issubclass(GaveUpError, HeadwayError)
 
@@ -119,7 +119,7 @@ def test_restarts_that_take_long_are_given_up_as_well() -> None:
         core.step()
         assert not core.recovering
         core._clock.advance(30.0)  # type: ignore[attr-defined]
-    with pytest.raises(GaveUpError, match="2 times and never stayed up for 60 s"):
+    with pytest.raises(GaveUpError, match="2 times within 60 s of running"):
         core.step()
 
 

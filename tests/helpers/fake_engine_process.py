@@ -34,7 +34,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     clock = WallClock()
     service = EngineService(endpoint, clock, server_pid, config.rdzv_token)
     if config.model == "hangs":
-        service.start_heartbeats(config.worker_timeout_s / 5)
+        service.start_heartbeats(config.engine_timeout_s / 5)
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGSTOP)
     if config.model == "stumbles" and endpoint.endswith("e1"):
@@ -49,7 +49,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
     core._clock = clock
     if config.model == "beating":
-        service.start_heartbeats(config.worker_timeout_s / 5)
+        service.start_heartbeats(config.engine_timeout_s / 5)
     if config.model == "gives up":
         service._send(core.info)
         service.fail("worker 0 has ended too often")

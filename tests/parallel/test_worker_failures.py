@@ -142,7 +142,7 @@ def test_a_rank_that_dies_or_hangs_again_and_again_is_given_up(llama: Path) -> N
             if not core.recovering:
                 kill(one.pids[0])
 
-        with pytest.raises(GaveUpError, match=r"worker \d .* started again 2 times and never stayed up"):
+        with pytest.raises(GaveUpError, match=r"worker \d .* started again 2 times within"):
             serve_through(core, ASKS[:1], kill_always)
         assert len(one.wires) == 3
 

@@ -63,6 +63,7 @@ def serve_cluster(
         # Host of each instance by number: filled by the factory, read by the coordinator.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []
+        factory: InstanceFactory | None = None
         folder = ScratchFolder("headway-cluster-")
         coordinator = hosts.open_coordinator(config, host_of.__getitem__) if config.nnodes > 1 else None
         try:
@@ -85,6 +86,8 @@ def serve_cluster(
         finally:
             for each in instances:
                 each.end()
+            if factory is not None:
+                factory.close()
             if coordinator is not None:
                 coordinator.close()
             folder.close()

@@ -125,15 +125,35 @@ class EngineSettings(SettingsModel):
     )
     worker_timeout: Number = Field(
         10.0,
-        description="seconds without a sign of life after which a worker, or the engine, counts as lost and is started "
-        "again",
+        description="seconds without a sign of life after which a worker, or an engine on another host, counts as lost "
+        "and is started again; an iteration may take as long, or hang-factor times its prediction if that is more",
         json_schema_extra=_shown_as("SECONDS"),
+    )
+    engine_timeout: Number = Field(
+        1.5,
+        description="seconds without a sign of life after which the engine's process counts as stopped and is replaced",
+        json_schema_extra=_shown_as("SECONDS"),
+    )
+    hang_factor: Number = Field(
+        20.0,
+        description="an iteration that takes so many times its predicted time, and worker-timeout, counts as hung",
+        json_schema_extra=_shown_as("X"),
+    )
+    standby: Flag = Field(
+        False,
+        description="keep a process with the weights loaded, which engines are forked from and share memory with: a "
+        "lost engine is replaced without loading; one process on a CPU only",
     )
     max_restarts: WholeNumber = Field(
         3,
-        description="restarts in a row of lost workers, or of a lost engine, none up for a minute; one more loss ends "
-        "the service",
+        description="restarts of lost workers, or of a lost engine, within restart-window; one more loss ends the "
+        "service",
         json_schema_extra=_shown_as("N"),
+    )
+    restart_window: Number = Field(
+        60.0,
+        description="seconds of running in which at most max-restarts are tried",
+        json_schema_extra=_shown_as("SECONDS"),
     )
     event_log: Text | None = Field(
         None,
@@ -251,7 +271,11 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             event_log=self.event_log,
             live_page=self.live_page,
             worker_timeout_s=self.worker_timeout,
+            engine_timeout_s=self.engine_timeout,
+            hang_factor=self.hang_factor,
+            standby=self.standby,
             max_restarts=self.max_restarts,
+            restart_window_s=self.restart_window,
             log_level=self.log_level,
             log_format=self.log_format,
         )

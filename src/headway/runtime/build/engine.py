@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +22,7 @@ from headway.kv.prefix_cache import PrefixCache
 from headway.perf.hardware.device import DeviceAssignment
 from headway.perf.hardware.memory import gib
 from headway.perf.hardware.processor import processor_name
-from headway.perf.hardware.utilisation import utilisation_base
+from headway.perf.hardware.utilisation import UtilisationBase, utilisation_base
 from headway.perf.latency import store
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
@@ -33,6 +34,7 @@ from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.runtime.build.checkpoint_facts import eos_ids, model_name, weights_digest
+from headway.runtime.build.start_measurements import remembered
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.iteration_sampler import IterationSampler
@@ -44,6 +46,9 @@ from headway.runtime.kv_spill.files import BlockFormat
 from headway.runtime.kv_spill.folder import SpillFolder
 from headway.runtime.kv_spill.spill import KvSpill
 from headway.runtime.model.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from headway.runtime.build.single_process import LoadedDecoder
 
 log = logging.getLogger("headway.engine")
 
@@ -76,10 +81,12 @@ class LoadedModel:
     """Copies KV blocks out of the pool and into it; None: the executor's batches overlap."""
 
 
-def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> LoadedModel:
+def build(
+    config: EngineConfig, wanted: Callable[[], bool] = lambda: True, loaded: LoadedDecoder | None = None
+) -> LoadedModel:
     """Load the model and make its KV pool, sized to the available memory. Raises ConfigError when it does not fit.
 
-    wanted: polled while waiting for other hosts; False ends the wait.
+    wanted: polled while waiting for other hosts; False ends the wait. loaded: the model, where it is loaded already.
     """
     if config.layout.accelerators > 1:
         from headway.runtime.build.multi_process import build_many
@@ -87,14 +94,19 @@ def build(config: EngineConfig, wanted: Callable[[], bool] = lambda: True) -> Lo
         return build_many(config, config.layout, wanted)
     from headway.runtime.build.single_process import build_one
 
-    return build_one(config)
+    return build_one(config, loaded)
 
 
-def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bool] = lambda: True) -> EngineCore:
+def assemble(
+    config: EngineConfig,
+    clock: ClockProtocol,
+    wanted: Callable[[], bool] = lambda: True,
+    loaded: LoadedDecoder | None = None,
+) -> EngineCore:
     """Make an engine: load the model, find or measure its latency, make scheduler and core.
 
     Takes as long as loading the model, plus about 0.3 s of measuring when there is no cached profile of this model on
-    this host. wanted: see `build`. Raises ConfigError.
+    this host. wanted, loaded: see `build`. Raises ConfigError.
     """
     layout = config.layout
     fields = {**config.scheduler, "stages": layout.stages, "pipeline_schedule": config.pipeline_schedule}
@@ -102,7 +114,7 @@ def assemble(config: EngineConfig, clock: ClockProtocol, wanted: Callable[[], bo
     schedule = SchedulerConfig.named(config.mode, **fields)
     # Opened before the model is loaded, so that an error comes at once.
     log = None if config.event_log is None else event_sink(config.event_log)
-    built = build(config, wanted)
+    built = build(config, wanted, loaded)
     try:
         return _engine(config, clock, schedule, built, log)
     except BaseException:
@@ -165,12 +177,16 @@ def _engine(
         processor=built.processor or processor_name(),
         kernels=built.kernels,
         profile=source.provenance,
-        utilisation=utilisation_base(
-            built.shape.model_shape(built.dtype), config.layout.accelerators, built.processor, built.measure
+        utilisation=remembered(
+            _kept(config, "utilisation"),
+            UtilisationBase,
+            lambda: utilisation_base(
+                built.shape.model_shape(built.dtype), config.layout.accelerators, built.processor, built.measure
+            ),
         ),
         latency=describe(latency),
     )
-    restarts = RestartLimit(config.max_restarts, "the workers")
+    restarts = RestartLimit(config.max_restarts, "the workers", config.restart_window_s)
     sampler = IterationSampler(scheduler) if config.live_page else None
     core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts, spill)
     core.sampler = sampler
@@ -193,7 +209,16 @@ def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSourc
             log.warning("%s; measuring anew", error)
     # Half a second of measurement gives a coarse table: weight 2 lets corrections outweigh it soon; a profile has 20.
     words, groups = "quick measurement at start-up", config.kv_parallel_size
-    return profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.5, mark, words, groups), 2.0
+    return remembered(
+        _kept(config, "latency"),
+        TableSource,
+        lambda: profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.5, mark, words, groups),
+    ), 2.0
+
+
+def _kept(config: EngineConfig, what: str) -> str | None:
+    """Return the file for one of the measurements at a start."""
+    return None if config.measured is None else f"{config.measured}-{what}.json"
 
 
 def _with_exchange(config: EngineConfig, built: LoadedModel, source: TableSource) -> TableSource:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,7 @@ from headway.runtime.launcher.heartbeat import PER_TIMEOUT
 log = logging.getLogger("headway.engine")
 
 if TYPE_CHECKING:
+    from headway.runtime.build.single_process import LoadedDecoder
     from headway.runtime.cluster.instance_agent import InstanceAgent
     from headway.runtime.engine.core import EngineCore
 
@@ -38,18 +39,24 @@ class WallClock:
         return time.monotonic()
 
 
-Make = Callable[[EngineConfig, ClockProtocol, EngineService, int], "tuple[EngineCore, InstanceAgent | None]"]
-"""Makes an engine of (settings, clock, service, the server's process id); in a cluster with its `InstanceAgent`."""
+MadeEngine: TypeAlias = "tuple[EngineCore, InstanceAgent | None]"
+Make = Callable[[EngineConfig, ClockProtocol, EngineService, int], MadeEngine]
+"""Makes an engine of (settings, clock, service, the parent's process id); in a cluster with its `InstanceAgent`."""
 
 
 def real(
-    config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
-) -> tuple[EngineCore, InstanceAgent | None]:
-    """Assemble an engine that computes, with its agent when it is an instance of a cluster."""
+    config: EngineConfig,
+    clock: ClockProtocol,
+    service: EngineService,
+    server_pid: int,
+    loaded: LoadedDecoder | None = None,
+) -> MadeEngine:
+    """Assemble an engine that computes, with its agent when it is an instance of a cluster. loaded: its model, where
+    that is loaded already."""
     from headway.runtime.build.engine import assemble
 
     # The parent changes when the server dies: an engine that waits for hosts then gives up.
-    core = assemble(config, clock, lambda: os.getppid() == server_pid)
+    core = assemble(config, clock, lambda: os.getppid() == server_pid, loaded)
     if config.instance is None:
         return core, None
     from headway.runtime.build.instance import join
@@ -68,7 +75,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     elsewhere = endpoint.startswith("tcp:")
     service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
     # Before loading, which may take longer than the timeout.
-    service.start_heartbeats(config.worker_timeout_s / PER_TIMEOUT)
+    service.start_heartbeats(config.engine_timeout_s / PER_TIMEOUT)
     core: EngineCore | None = None
     try:
         core, member = make(config, clock, service, server_pid)

@@ -12,6 +12,7 @@ from headway.runtime.cluster.cluster_file import LARGEST_POOL, ClusterFile, firs
 from headway.runtime.cluster.launch import host_launcher, launcher
 from headway.runtime.cluster.live_instance import Launch, LiveInstance
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher.engine_template import TemplatePool
 from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.secret import peers_secret
 
@@ -36,6 +37,7 @@ class InstanceFactory:
         self._file, self._configs, self._folder = file, configs, folder
         self._first, self._nodes = first_of(file), nodes_of(file)
         self._host_of, self._coordinator, self._token = host_of, coordinator, token
+        self._templates = TemplatePool()
         # The newest instance of each number, those that have left included.
         self._started: dict[int, LiveInstance] = {}
 
@@ -65,14 +67,18 @@ class InstanceFactory:
     def _start(self, number: int, pool: int, node: int, config: EngineConfig, incarnation: int) -> LiveInstance:
         host = self._host_of[number] = self._file.pools[pool].host
         role = self._file.pools[pool].role
-        instance = LiveInstance(number, role, node, pool, config, self._launcher(number), incarnation, host)
+        instance = LiveInstance(number, role, node, pool, config, self._launcher(number, config), incarnation, host)
         self._started[number] = instance
         return instance
 
-    def _launcher(self, number: int) -> Launch:
+    def close(self) -> None:
+        """End what is kept for instances to come. Their own processes are ended by the caller."""
+        self._templates.close()
+
+    def _launcher(self, number: int, config: EngineConfig) -> Launch:
         connector = self._file.kv_connector
         if self._coordinator is None:
-            return launcher(number, self._folder, kv_connector=connector)
+            return launcher(number, self._folder, kv_connector=connector, template=self._templates.of(config))
         return host_launcher(number, self._folder, self._coordinator, peers_secret(self._token), connector)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from headway.perf.hardware.device import choose
+from headway.core.errors import ConfigError
+from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
-from headway.runtime.attention.base import kernels_of, make_backend
+from headway.runtime.attention.base import AttentionBackend, kernels_of, make_backend
 from headway.runtime.attention.native import build_fp32_library, build_library
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
@@ -20,15 +22,22 @@ from headway.runtime.executor.pool_copier import PoolCopier
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
 from headway.sim.report.progress import StepBar
 
 
-def build_one(config: EngineConfig) -> LoadedModel:
-    """Load the model and make its KV pool. Raises ConfigError when it does not fit."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    team = ThreadPinning(torch.get_num_threads())
+@dataclass(frozen=True)
+class LoadedDecoder:
+    """A model without KV pool, as a template's engines share it."""
+
+    decoder: DecoderModel
+    backend: AttentionBackend
+    devices: DeviceAssignment | None
+
+
+def load(config: EngineConfig) -> LoadedDecoder:
+    """Load the model and the kernels that it needs. Raises ConfigError."""
     devices = choose(config.device, 1, look)
     name = backend_name(config, devices)
     # Instances of a cluster start side by side: their bars would overwrite each other.
@@ -41,11 +50,23 @@ def build_one(config: EngineConfig) -> LoadedModel:
     backend = make_backend(name)
     device = "cpu" if devices is None else f"cuda:{devices.first}"
     if devices is not None:
+        if config.standby:
+            raise ConfigError("standby forks processes, which CUDA does not allow: leave it out, or set device to cpu")
         torch.cuda.set_device(device)
     with StepBar("loading weights, layers", shown=alone) as loading:
         decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend, loaded=loading)
+    return LoadedDecoder(decoder, backend, devices)
+
+
+def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> LoadedModel:
+    """Load the model, unless it is `loaded`, and make its KV pool. Raises ConfigError when it does not fit."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    team = ThreadPinning(torch.get_num_threads())
+    loaded = load(config) if loaded is None else loaded
+    decoder, backend, devices = loaded.decoder, loaded.backend, loaded.devices
     # Measured after loading: the weights are no longer part of what is free.
-    free = available_bytes() if devices is None else torch.cuda.mem_get_info(device)[0]
+    free = available_bytes() if devices is None else torch.cuda.mem_get_info(decoder.device)[0]
     # A pool of one slot has the size of one token.
     blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
     worker = ModelWorker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))

@@ -10,12 +10,20 @@ from headway.runtime.cluster.live_instance import Launch
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.launcher.engine_spawn import ENGINE
+from headway.runtime.launcher.engine_template import EngineTemplate
 from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.remote_engine import RemoteEngine
 
 
-def launcher(number: int, folder: Path, module: str = ENGINE, kv_connector: str = "peers") -> Launch:
-    """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets."""
+def launcher(
+    number: int,
+    folder: Path,
+    module: str = ENGINE,
+    kv_connector: str = "peers",
+    template: EngineTemplate | None = None,
+) -> Launch:
+    """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets.
+    template: what they are forked from; None: each is started anew."""
     own = folder / str(number)
 
     def launch(config: EngineConfig, incarnation: int) -> EngineChild:
@@ -23,7 +31,8 @@ def launcher(number: int, folder: Path, module: str = ENGINE, kv_connector: str 
         instance = InstanceConfig(
             number=number, incarnation=incarnation, listen=f"unix:{own}/p{incarnation}", kv_connector=kv_connector
         )
-        return EngineChild(msgspec.structs.replace(config, instance=instance), module, own, incarnation)
+        config = msgspec.structs.replace(config, instance=instance, measured=f"{own}/measured")
+        return EngineChild(config, module, own, incarnation, template=template)
 
     return launch
 
@@ -47,6 +56,6 @@ def host_launcher(
         if meeting.node_of(number):
             return RemoteEngine(config, number, meeting)
         own.mkdir(exist_ok=True)
-        return EngineChild(config, ENGINE, own, incarnation)
+        return EngineChild(msgspec.structs.replace(config, measured=f"{own}/measured"), ENGINE, own, incarnation)
 
     return launch

@@ -144,7 +144,7 @@ class LiveInstance:
         """Why its process was ended from here, to be started again, unless it was given up."""
         self._given_up = False
         self._process = launch(config, incarnation)
-        self._restarts = RestartLimit(config.max_restarts, f"instance {number}")
+        self._restarts = RestartLimit(config.max_restarts, f"instance {number}", config.restart_window_s)
         self.heard_s = self._clock()
         """Time of the last message: an engine sends stats several times a second, whatever it does."""
 

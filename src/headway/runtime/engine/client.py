@@ -28,6 +28,8 @@ from headway.runtime.engine.protocol import (
 )
 from headway.runtime.engine.rejections import rejection_error
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
+from headway.runtime.launcher.engine_spawn import ENGINE
+from headway.runtime.launcher.engine_template import TEMPLATE, EngineTemplate
 
 log = logging.getLogger("headway.server")
 
@@ -57,16 +59,18 @@ class ProcessEngineClient:
     """The live `EngineClient` of one engine process. One for each server.
 
     Starts the process at construction, so that it loads while the server imports its own modules, and connects when
-    `start` is awaited. An engine that dies or hangs is restarted, at most `config.max_restarts` times in a row
-    (`RestartLimit`), and gets every unfinished request again with the output so far: streams pause.
+    `start` is awaited. An engine that dies or hangs is restarted (`RestartLimit`), with `config.standby` by a fork of a
+    process that has loaded the model, and gets every unfinished request again with the output so far: streams pause.
     """
 
-    def __init__(self, config: EngineConfig, module: str = "headway.runtime.build.engine_process") -> None:
+    def __init__(self, config: EngineConfig, module: str = ENGINE, template_module: str = TEMPLATE) -> None:
         self._folder = ScratchFolder("headway-engine-")
+        config = msgspec.structs.replace(config, measured=f"{self._folder.path}/measured")
         self._config, self._module = config, module
         self._incarnation = 0
-        self._child = EngineChild(config, module, self._folder.path, 0)
-        self._restarts = RestartLimit(config.max_restarts, "the engine")
+        self._template = EngineTemplate(config, template_module) if config.standby else None
+        self._child = EngineChild(config, module, self._folder.path, 0, template=self._template)
+        self._restarts = RestartLimit(config.max_restarts, "the engine", config.restart_window_s)
         self._state: EngineState = "starting"
         self._info: EngineInfo | None = None
         self._stats = self._stats_at_restart = EngineStats()
@@ -97,8 +101,8 @@ class ProcessEngineClient:
 
     @property
     def pid(self) -> int:
-        """The engine's process id, for tests and operators."""
-        return self._child.process.pid
+        """The engine's process id, for tests and operators; 0 until it is forked."""
+        return self._child.process.pid or 0
 
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
         """See `SampledEngine`."""
@@ -163,7 +167,11 @@ class ProcessEngineClient:
     def end(self) -> None:
         """End the engine without an event loop. May be called repeatedly."""
         self._mark_lost()
+        if self._template is not None and not self._template.loaded:
+            self._template.kill()  # with the engine that was to be forked
         self._child.end()
+        if self._template is not None:
+            self._template.kill()
         self._folder.close()
 
     # -- one incarnation after another --------------------------------------------------------------------------
@@ -231,7 +239,7 @@ class ProcessEngineClient:
             config = msgspec.structs.replace(config, kv_cache_bytes=self.info.kv_bytes)
         if config.event_log is not None:  # the log of the one that is gone stays
             config = msgspec.structs.replace(config, event_log=f"{config.event_log}.{self._incarnation}")
-        self._child = EngineChild(config, self._module, self._folder.path, self._incarnation)
+        self._child = EngineChild(config, self._module, self._folder.path, self._incarnation, template=self._template)
         return True
 
     async def _listen(self, ready: asyncio.Future[EngineInfo]) -> None:

@@ -70,7 +70,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     live_page: bool = False
     """Whether samples of the iterations are sent to the server."""
     worker_timeout_s: float = 10.0
+    engine_timeout_s: float = 1.5
+    """Seconds without a heartbeat after which the engine's process counts as stopped, on its server's host."""
+    hang_factor: float = 20.0
+    """An iteration hangs that takes `worker_timeout_s`, and so many times its predicted time."""
     max_restarts: int = 3
+    restart_window_s: float = 60.0
+    """Seconds of running in which at most `max_restarts` restarts are tried."""
+    standby: bool = False
+    """Engines are forked from a process that has loaded the model (`runtime.launcher.engine_template`)."""
+    measured: str | None = None
+    """Path whose beginning is that of files for what an engine measures when it starts, for those that take its place.
+    None: each measures."""
     log_level: str = "info"
     log_format: str = "text"
     instance: InstanceConfig | None = None
@@ -104,6 +115,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"block-size must be between 1 and 65536 tokens, not {self.block_size}")
         if self.worker_timeout_s < 1.0:
             raise ConfigError(f"worker-timeout must be at least 1 s, not {self.worker_timeout_s:g}")
+        if self.engine_timeout_s < 0.5:
+            raise ConfigError(f"engine-timeout must be at least 0.5 s, not {self.engine_timeout_s:g}")
+        if self.hang_factor < 2:
+            raise ConfigError(f"hang-factor must be at least 2, not {self.hang_factor:g}")
+        if self.restart_window_s <= 0:
+            raise ConfigError(f"restart-window must be above 0 s, not {self.restart_window_s:g}")
+        if self.standby and (self.layout.accelerators > 1 or self.nnodes > 1):
+            raise ConfigError(
+                "standby keeps the weights of an engine of one process on this host: leave out the parallel sizes and "
+                "nnodes, or standby"
+            )
         if self.max_restarts < 0:
             raise ConfigError(f"max-restarts must be at least 0, not {self.max_restarts}")
         if self.max_queued_requests < 1:

@@ -53,6 +53,9 @@ class EngineCore:
         self.executor = executor
         self.info = info
         self.draining = False
+        self.iteration: tuple[float, float] | None = None
+        """When the iteration began that is computed in this process now, and its predicted seconds. Read by the
+        heartbeats' thread."""
         self.sampler: IterationSampler | None = None
         """Fed by `log`; None: no live page."""
         self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
@@ -254,7 +257,9 @@ class EngineCore:
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self._prefixes.save_evicted()
+            self.iteration = (self._clock.now(), batch.predicted_s)
             self.executor.submit(batch)
+            self.iteration = None
 
     def _update(self, result: StepResult) -> list[OutputDelta]:
         """Complete a batch: count its tokens, update the scheduler, and return the deltas."""

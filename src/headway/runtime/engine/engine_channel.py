@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.iteration_deadline import IterationDeadline, IterationProgress
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 
@@ -24,13 +25,20 @@ _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | 
 class EngineChannel:
     """The server's sockets to one engine process: messages both ways, and its heartbeats.
 
-    timeout_s: how long an engine that has started may be silent; `limit_s`: how long it may be silent now. bind: called
-    with the message and the heartbeat socket; its errors are passed on.
+    timeout_s: how long an engine that has started may send no heartbeat. deadline: how long one iteration may take.
+    bind: called with the message and the heartbeat socket; its errors are passed on.
     """
 
-    def __init__(self, timeout_s: float, bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        bind: Callable[[zmq.Socket[Any], zmq.Socket[Any]], None],
+        deadline: IterationDeadline | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
-        self.limit_s = START_TIMEOUT_S
+        self._deadline = deadline
+        self._progress = IterationProgress()
+        self._limit_s = START_TIMEOUT_S
         self._heartbeats: HeartbeatMonitor | None = None
         self._context = zmq.asyncio.Context()
         # Heartbeats are polled synchronously, on the same context.
@@ -62,14 +70,14 @@ class EngineChannel:
     def started(self) -> None:
         """Begin to count silence, even if no heartbeat ever comes."""
         if self._heartbeats is None:
-            self._heartbeats = HeartbeatMonitor([0], self.limit_s, time.monotonic())
+            self._heartbeats = HeartbeatMonitor([0], self._limit_s, time.monotonic())
 
     def ready(self) -> None:
         """Apply the shorter time-out of a started engine from now on."""
-        self.limit_s = self._timeout_s
+        self._limit_s = self._timeout_s
         # A running monitor keeps its time of the last heartbeat and only gets the shorter limit.
         if self._heartbeats is not None:
-            self._heartbeats.timeout_s = self.limit_s
+            self._heartbeats.timeout_s = self._limit_s
 
     @property
     def disconnected(self) -> bool:
@@ -84,18 +92,33 @@ class EngineChannel:
             self._was_there |= there
         return self._disconnected
 
-    def is_silent(self, now: float) -> bool:
-        """Whether heartbeats are overdue. Before `started`, silence counts from the first heartbeat."""
+    @property
+    def drained(self) -> bool:
+        """Whether the connection has ended and all that came over it has been received."""
+        return self.disconnected and not cast("int", self._socket.get(zmq.EVENTS)) & zmq.POLLIN
+
+    def hang(self, now: float) -> str | None:
+        """Return why the engine counts as hung, as the predicate of a sentence; None: it does not.
+
+        Heartbeats are overdue (before `started`, silence counts from the first one), or say that one iteration takes
+        longer than its deadline.
+        """
         # Empty the socket: only the arrival of the newest heartbeat counts.
         while True:
             try:
-                self._beats.recv(zmq.NOBLOCK)
+                self._progress = IterationProgress.decode(self._beats.recv(zmq.NOBLOCK))
             except zmq.Again:
                 break
             if self._heartbeats is None:
-                self._heartbeats = HeartbeatMonitor([0], self.limit_s, now)
+                self._heartbeats = HeartbeatMonitor([0], self._limit_s, now)
             self._heartbeats.record_beat(0, now)
-        return self._heartbeats is not None and self._heartbeats.silent(now) is not None
+        if self._heartbeats is not None and self._heartbeats.silent(now) is not None:
+            return f"sent no heartbeat for {self._limit_s:g} s: it hangs"
+        progress = self._progress
+        if self._deadline is not None and self._deadline.missed(progress):
+            predicted = f"{progress.predicted_s:.3g} s were predicted"
+            return f"has computed one iteration for {progress.ran_s:.1f} s, where {predicted}: it hangs"
+        return None
 
     def close(self) -> None:
         """Close the sockets. May be called repeatedly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from headway.core.errors import HeadwayError
@@ -12,16 +13,19 @@ class GaveUpError(HeadwayError):
 
 
 class RestartLimit:
-    """Allows `limit` restarts in a row. A row ends when the restarted component has been up for `window_s` seconds.
+    """Allows `limit` restarts within `window_s` seconds in which the component was up.
 
-    The duration of the restart itself, which may be long, does not count. what: names the component in the error.
+    The duration of restarts, which may be long, does not count: a component that loads for minutes and dies at once
+    reaches the limit too. what: names the component in the error.
     """
 
     def __init__(self, limit: int, what: str, window_s: float = 60.0) -> None:
         self.limit = limit
         self.window_s = window_s
         self._what = what
-        self._spent = 0
+        self._losses: deque[float] = deque()
+        """When restarts were counted, in seconds that the component had been up by then since its first restart."""
+        self._uptime_s = 0.0
         self._up_s: float | None = None
 
     def record_up(self, now: float) -> None:
@@ -30,16 +34,17 @@ class RestartLimit:
 
     def spend(self, now: float, why: str) -> None:
         """Count one more restart. Raises GaveUpError, with the reason `why` of this loss, when it is one too many."""
-        # The row is broken by a long enough uptime, checked at the next loss.
-        if self._up_s is not None and now - self._up_s >= self.window_s:
-            self._spent = 0
+        if self._up_s is not None:
+            self._uptime_s += now - self._up_s
         self._up_s = None
-        if self._spent >= self.limit:
+        while self._losses and self._uptime_s - self._losses[0] > self.window_s:
+            self._losses.popleft()
+        if len(self._losses) >= self.limit:
             raise GaveUpError(
-                f"{why}; {self._what} started again {self.limit} times and never stayed up for {self.window_s:g} s, "
-                "which is the limit"
+                f"{why}; {self._what} started again {self.limit} times within {self.window_s:g} s of running, which is "
+                "the limit"
             )
-        self._spent += 1
+        self._losses.append(self._uptime_s)
 
 
 class PoisonRequestTracker:

@@ -21,6 +21,7 @@ from headway.core.errors import UnavailableError
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import FromInstance, ToInstance
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.iteration_deadline import IterationProgress
 from headway.runtime.engine.protocol import (
     AbortRequest,
     DrainEngine,
@@ -60,6 +61,7 @@ class EngineService:
         where, self._heartbeat_endpoint = split_endpoints(endpoint)
         self._socket.connect(where)
         self._heartbeats: HeartbeatSender | None = None
+        self._core: EngineCore | None = None
         self._parent = parent
         self._disconnected = False
         self._stats_sent_s = 0.0
@@ -68,7 +70,14 @@ class EngineService:
 
     def start_heartbeats(self, every_s: float) -> None:
         """Start to send heartbeats from a thread of their own, so that a long iteration is no silence."""
-        self._heartbeats = HeartbeatSender(self._heartbeat_socket, b"", every_s)
+        self._heartbeats = HeartbeatSender(self._heartbeat_socket, self._progress, every_s)
+
+    def _progress(self) -> bytes:
+        """Return a heartbeat's frame. Called in the heartbeats' thread."""
+        iteration = None if self._core is None else self._core.iteration
+        if iteration is None:
+            return IterationProgress().encode()
+        return IterationProgress(self._clock.now() - iteration[0], iteration[1]).encode()
 
     def fail(self, error: str, final: bool = True) -> None:
         """Report that the engine cannot start or go on. final: a restart would not help."""
@@ -100,6 +109,7 @@ class EngineService:
         computed; UnavailableError ends the span when the server is gone.
         """
         core, agent = self._core, self._agent
+        assert core is not None, "run has begun"
         if wait_s and core.idle:
             self._poller.poll(int(1000 * wait_s))
         deltas = list(self._receive(core))
@@ -141,6 +151,7 @@ class EngineService:
         """See `runtime.cluster.instance_agent.EngineLoop`."""
         if measured:
             self._stats_sent_s = self._clock.now()
+            assert self._core is not None, "run has begun"
             self._send(IterationOutputs(deltas=(), stats=self._core.stats()))
         self._send(message)
 

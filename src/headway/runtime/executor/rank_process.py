@@ -74,7 +74,7 @@ class ZmqChannel:
 
     def live(self, rank: int, every_s: float) -> None:
         """Start to send heartbeats over a separate connection."""
-        self._heart = HeartbeatSender(lambda: self._connected(HEARTBEAT_IDENTITY + b"%d" % rank), b"", every_s)
+        self._heart = HeartbeatSender(lambda: self._connected(HEARTBEAT_IDENTITY + b"%d" % rank), bytes, every_s)
 
     def _connected(self, name: bytes) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)

@@ -19,12 +19,12 @@ _AWAY_S = 1.0
 
 
 class HeartbeatSender:
-    """A thread that sends `frame` every `every_s` seconds for as long as the process lives, whatever else it does.
+    """A thread that sends `frame()` every `every_s` seconds for as long as the process lives, whatever else it does.
 
-    `connect` makes the thread's own socket and is called in it.
+    `connect` makes the thread's own socket; both are called in the thread.
     """
 
-    def __init__(self, connect: Callable[[], zmq.Socket[Any]], frame: bytes, every_s: float) -> None:
+    def __init__(self, connect: Callable[[], zmq.Socket[Any]], frame: Callable[[], bytes], every_s: float) -> None:
         self._connect, self._frame, self._every_s = connect, frame, every_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
@@ -40,7 +40,7 @@ class HeartbeatSender:
         while True:
             # The receiver has read nothing for a thousand beats (ZeroMQ's high-water mark).
             with suppress(zmq.Again):
-                socket.send(self._frame, zmq.NOBLOCK)
+                socket.send(self._frame(), zmq.NOBLOCK)
             if self._stopped.wait(self._every_s):
                 break
         socket.close(linger=0)

@@ -20,6 +20,7 @@ from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineChannel
+from headway.runtime.engine.iteration_deadline import IterationDeadline
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, join_endpoints
 from headway.runtime.launcher.host_coordinator import HostCoordinator
 from headway.runtime.launcher.remote_rank import RemoteProcess
@@ -42,7 +43,8 @@ class RemoteEngine:
                 guard_server(socket, token)
                 ports.append(socket.bind_to_random_port(f"tcp://{meeting.address}"))
 
-        self._channel = EngineChannel(config.worker_timeout_s, bind)
+        deadline = IterationDeadline(config.worker_timeout_s, config.hang_factor)
+        self._channel = EngineChannel(config.worker_timeout_s, bind, deadline)
         self.fatal_error: FatalError | None = None
         """What it said of its own end."""
         self.served = False
@@ -90,8 +92,8 @@ class RemoteEngine:
                 cut_s = now if cut_s is None else cut_s
                 if now - cut_s > _REPORT_S:
                     return "was cut off: its connection has ended"
-            elif self._channel.is_silent(now):
-                return f"sent no heartbeat for {self._channel.limit_s:g} s: it hangs, or is cut off"
+            elif (why := self._channel.hang(now)) is not None:
+                return f"{why}, or is cut off"
         await asyncio.sleep(2 * _LOOK_S)  # what it said last may still be on its way
         return self.process.ended
 

@@ -85,6 +85,12 @@ class ServerProcess:
             value.add_note(f"the server had ended with status {self._process.returncode}; {self.last_words()}")
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        assert self._process is not None
+        return self._process.pid
+
     def _start(self) -> None:
         try:
             self._process = subprocess.Popen(

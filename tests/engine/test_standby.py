@@ -1,0 +1,154 @@
+"""Engines forked from a template: one that is lost is replaced without loading, and streams go on where they were."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tests.engine.test_engine_restarts import stream, tokens
+from tests.helpers.fake_executor import answer
+from tests.helpers.polling import eventually
+from tests.helpers.process_tree import child_pids, ends_soon
+
+from headway.core.errors import ConfigError, UnavailableError
+from headway.core.sampling import SamplingParams
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.protocol import SubmitRequest
+
+
+def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
+    async def bounded() -> None:
+        config = EngineConfig(model="fake", standby=True, **fields)  # type: ignore[arg-type]
+        client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+        try:
+            async with asyncio.timeout(60):
+                await client.start()
+                await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(bounded())
+
+
+def template_pid(client: ProcessEngineClient) -> int:
+    assert client._template is not None
+    process = client._template._process
+    assert process is not None
+    return process.pid
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signals) -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        prompts = {f"r{i}": [i, 2 * i + 1] * (1 + i) for i in range(4)}
+        streams = {name: stream(client, name, prompt, 3_000) for name, prompt in prompts.items()}
+        received = {name: await tokens(one, 3) for name, one in streams.items()}
+        template, engine = template_pid(client), client.pid
+        assert child_pids(template) == [engine]
+        os.kill(engine, fault)
+        for name, one in streams.items():
+            received[name] += await tokens(one)
+            assert received[name] == answer(prompts[name], 3_000), name
+        assert template_pid(client) == template
+        assert client.pid != engine
+        assert ends_soon(engine)
+        assert client.stats.engine_restarts_total == 1
+
+    go(test, engine_timeout_s=1.0)
+
+
+def test_a_template_that_dies_takes_its_engine_along_and_both_are_replaced() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 3_000)
+        received = await tokens(one, 3)
+        template, engine = template_pid(client), client.pid
+        os.kill(template, signal.SIGKILL)
+        assert received + await tokens(one) == answer([1, 2], 3_000)
+        assert template_pid(client) != template
+        assert ends_soon(engine)
+
+    go(test)
+
+
+def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.runtime.launcher.engine_template._ANSWER_S", 0.3)
+
+    async def test(client: ProcessEngineClient) -> None:
+        one = stream(client, "a", [1, 2], 3_000)
+        received = await tokens(one, 3)
+        os.kill(template_pid(client), signal.SIGSTOP)
+        os.kill(client.pid, signal.SIGKILL)
+        assert received + await tokens(one) == answer([1, 2], 3_000)
+
+    go(test)
+
+
+def test_a_forked_engine_drains_and_nothing_is_left_behind() -> None:
+    pids: list[int] = []
+
+    async def test(client: ProcessEngineClient) -> None:
+        pids.extend((template_pid(client), client.pid))
+        one = stream(client, "a", [1, 2], 500)
+        received = await tokens(one, 2)
+        draining = asyncio.create_task(client.drain())
+        assert received + await tokens(one) == answer([1, 2], 500)
+        await draining
+        with pytest.raises(UnavailableError):
+            await tokens(stream(client, "late", [1], 1))
+
+    go(test)
+    assert all(ends_soon(pid) for pid in pids)
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:
+    async def refused() -> None:
+        config = EngineConfig(model="broken", standby=True)
+        client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+        try:
+            with pytest.raises(ConfigError, match="the checkpoint has no tensors"):
+                async with asyncio.timeout(60):
+                    await client.start()
+        finally:
+            await client.close()
+
+    asyncio.run(refused())
+
+
+@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"nnodes": 2}])
+def test_standby_needs_an_engine_of_one_process(fields: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="leave out the parallel sizes and nnodes, or standby"):
+        EngineConfig(model="m", standby=True, **fields)  # type: ignore[arg-type]
+
+
+def test_the_embedded_model_answers_the_same_in_a_fork_as_in_a_process_of_its_own() -> None:
+    async def generate(standby: bool) -> list[int]:
+        client = ProcessEngineClient(EngineConfig(model=str(model_path()), threads=2, standby=standby))
+        received: list[int] = []
+        try:
+            async with asyncio.timeout(120):
+                await client.start()
+                request = SubmitRequest(
+                    id="a",
+                    prompt_tokens=300,
+                    params=SamplingParams(max_tokens=400, ignore_eos=True),
+                    received_s=time.monotonic(),
+                )
+                async for delta in client.generate(request, array("i", range(3, 303)).tobytes()):
+                    received += delta.tokens
+                    if standby and len(received) in (50, 200):
+                        pid = client.pid
+                        os.kill(pid, signal.SIGKILL)
+                        await eventually(lambda pid=pid: client.pid not in (0, pid))
+        finally:
+            await client.close()
+        assert client.stats.engine_restarts_total == (2 if standby else 0)
+        return received
+
+    assert asyncio.run(generate(True)) == asyncio.run(generate(False))

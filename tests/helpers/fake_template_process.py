@@ -1,0 +1,32 @@
+"""A template that forks engines over the fake executor. `config.model` "broken": loading fails."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.helpers.engine_fixtures import INFO, make_core
+from tests.helpers.fake_engine_process import BLOCKS
+from tests.helpers.fake_executor import FakeExecutor
+
+from headway.core.clock import ClockProtocol
+from headway.core.errors import ConfigError
+from headway.runtime.build.engine_process import MadeEngine, Make
+from headway.runtime.build.template_process import live
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.service import EngineService
+
+
+def preload(config: EngineConfig) -> Make:
+    if config.model == "broken":
+        raise ConfigError("the checkpoint has no tensors")
+
+    def make(config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int) -> MadeEngine:
+        info = msgspec.structs.replace(INFO, max_model_len=2_000_000)
+        core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
+        core._clock = clock
+        return core, None
+
+    return make
+
+
+if __name__ == "__main__":
+    live(preload)
