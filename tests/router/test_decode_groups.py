@@ -146,9 +146,7 @@ def test_a_group_of_one_gathers_where_all_kv_fits() -> None:
     world.wants(0)
     world.token()
     assert attempt.gathers
-    assert world.fleet.take(ReserveKv) == [
-        (0, ReserveKv(attempt.wire, 101, attempt.asked_as[list(attempt.asked_as)[-1]]))
-    ]
+    assert world.fleet.take(ReserveKv) == [(0, ReserveKv(attempt.wire, 101, list(attempt.room.values())[-1].serial))]
 
 
 def test_a_decode_leaves_its_scheduler_to_continue_on_a_group() -> None:
@@ -175,12 +173,16 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     world.stays.leave(attempt)
     known = attempt.request.prompt_tokens + attempt.said
     world.moves.announced(attempt, 1)
-    world.moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, known))
+    piece = KvSlice(attempt.request.id, 0, 1, 0, known)
+    assert not world.moves.ready(attempt, piece), "it goes on until it has stopped"
     world.stays.pump()
     assert [type(message) for _, message in world.fleet.told] == [HaltDecode]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
-    world.moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
+    assert not world.moves.ready(attempt, piece)
+    world.moves.reserved(attempt, 1, attempt.room[1].serial)
+    assert world.moves.ready(attempt, piece)
+    world.moves.send(attempt, piece)
     (room,) = [message for _, message in world.fleet.told if isinstance(message, ReserveKv)]
     ((source, send),) = world.fleet.take(SendKv)
     assert (room.tokens, source, send.end) == (103, 0, 103)
@@ -197,9 +199,11 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
-    world.moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, 101))
+    piece = KvSlice(attempt.request.id, 0, 1, 0, 101)
+    assert not world.moves.ready(attempt, piece)
     attempt.finished = True
-    world.moves.begun(attempt)
+    assert world.moves.ready(attempt, piece)
+    world.moves.send(attempt, piece)
     assert len(world.sent) == 1
     assert not world.fleet.take(SendKv)
 
@@ -211,17 +215,15 @@ def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     attempt.controlled.phase = "prefill"
     world.stays.enter(attempt, (0,), "prefill")
     world.moves.reserve(attempt, 2)
-    world.moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
+    world.moves.reserved(attempt, 2, attempt.room[2].serial)
     before = attempt.wire
     world.stays.leave(attempt)
     world.stays.enter(attempt, (1,), "prefill")
     world.fleet.take(ForgetRequest)
     world.moves.reserve(attempt, 2)
     assert attempt.wire != before
-    assert world.fleet.take(ReserveKv) == [
-        (2, ReserveKv(attempt.wire, 100, attempt.asked_as[list(attempt.asked_as)[-1]]))
-    ]
-    assert not attempt.room[2], "what was kept under the old name is not there any more"
+    assert world.fleet.take(ReserveKv) == [(2, ReserveKv(attempt.wire, 100, list(attempt.room.values())[-1].serial))]
+    assert not attempt.room[2].granted, "what was kept under the old name is not there any more"
 
 
 def test_a_decode_restarts_when_its_instance_lacks_some_of_its_kv() -> None:

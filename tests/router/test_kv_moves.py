@@ -41,9 +41,9 @@ class _Fleet:
         return SimpleNamespace(submit=lambda submit, prompt: self.told.append(submit))
 
 
-def _moves() -> tuple[_Fleet, LiveKvMigrations]:
+def _moves(sent: list[KvSlice] | None = None) -> tuple[_Fleet, LiveKvMigrations]:
     fleet = _Fleet()
-    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), lambda piece: None)
+    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), [].append if sent is None else sent.append)
 
 
 def _attempt() -> RequestAttempt:
@@ -62,7 +62,7 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
     known = attempt.request.prompt_tokens + attempt.said
     moves.reserve(attempt, 1)
     attempt.asked.told += [1] * since
-    moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
+    moves.reserved(attempt, 1, attempt.room[1].serial)
     moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, known))
     attempt.asked.told += [1] * since
     moves.send(attempt, KvSlice(attempt.request.id, 2, 1, 0, known))
@@ -78,7 +78,7 @@ def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlap
     fleet, moves = _moves()
     attempt = _attempt()
     moves.reserve(attempt, 1)
-    moves.reserved(attempt, 1, attempt.asked_as.get(1, 0))
+    moves.reserved(attempt, 1, attempt.room[1].serial)
     moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, 100, overlapped=overlapped))
     (send,) = [told for told in fleet.told if isinstance(told, SendKv)]
     assert (send.start, send.end) == (0, attempt.kv_tokens)
@@ -87,20 +87,29 @@ def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlap
 
 def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
-    fleet, moves = _moves()
+    sent: list[KvSlice] = []
+    fleet, moves = _moves(sent)
     attempt = _attempt()
     attempt.at, attempt.whole = None, set()
     entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
     attempt.controlled = cast(Any, SimpleNamespace(entries=entries))
     attempt.runs = [cast(Any, SimpleNamespace(group=(0,)))]
-    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entries[0]))
+    pieces = [KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entries[0]) for _ in range(2)]
+    assert not moves.ready(attempt, pieces[0])
     attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
     attempt.running = {0, 1}
-    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
-    assert not [message for message in fleet.told if isinstance(message, SendKv)]
+    moves.reserved(attempt, 2, attempt.room[2].serial)
+    assert not moves.ready(attempt, pieces[0]), "the last span is not computed"
     attempt.running = set()
-    moves.computed(attempt)
+    for piece in pieces:
+        assert moves.ready(attempt, piece)
+        moves.send(attempt, piece)
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
+    (movement,) = attempt.moving.values()
+    movement.then()
+    assert sent == pieces, "one movement stands for both"
+    moves.send(attempt, pieces[0])
+    assert len(sent) == 3
 
 
 def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
@@ -109,9 +118,12 @@ def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
     entry: Any = SimpleNamespace(index=0, state="running")
     attempt.controlled = cast(Any, SimpleNamespace(entries=[entry]))
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
-    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry))
+    piece = KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry)
+    assert not moves.ready(attempt, piece)
     assert [type(message) for message in fleet.told] == [ReserveKv]
-    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))
+    moves.reserved(attempt, 2, attempt.room[2].serial)
+    assert moves.ready(attempt, piece)
+    moves.send(attempt, piece)
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)]
 
 
@@ -135,8 +147,9 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     attempt = _attempt()
     attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}))
     attempt.asked.told += [1]
-    moves.send(attempt, KvSlice(attempt.request.id, 0, 2, 0, 100))
+    assert not moves.ready(attempt, KvSlice(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting
+    late = attempt.room[2].serial
     nobody: Any = None
     LiveResidency(
         cast(InstanceRegistry, fleet),
@@ -149,9 +162,9 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     ).enter(attempt, (1,), "decode")
     assert attempt.at == 1
     assert not moves.waiting
-    moves.reserved(attempt, 2, attempt.asked_as.get(2, 0))  # it had answered already
+    moves.reserved(attempt, 2, late)  # it had answered already
     moves.bring(attempt, 3, (1,), 0, 100, lambda: None)
-    moves.reserved(attempt, 3, attempt.asked_as.get(3, 0))
+    moves.reserved(attempt, 3, attempt.room[3].serial)
     assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [3]
     assert not moves.waiting
     moves.forget(attempt)

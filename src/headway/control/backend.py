@@ -97,8 +97,13 @@ class InstanceBackend(Protocol):
         follows."""
         return
 
+    def ready(self, kv_slice: KvSlice) -> bool:
+        """Return whether a slice could be sent now: its target has blocks for it, and its KV does not move meanwhile.
+        Called when its sender and a receiver are free; until it is, others get them."""
+        return True
+
     def send(self, kv_slice: KvSlice, now: float) -> None:
-        """Send a KV slice: its sender is free, and one of its target's receivers is reserved until
+        """Send a KV slice that is `ready`: its sender is free, and one of its target's receivers is reserved until
         `ClusterController.sent`."""
 
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:

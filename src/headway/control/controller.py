@@ -270,7 +270,7 @@ class ClusterController:
         while self._starter.start_ready() or self._pending_events:
             self._deliver_events()
         # after all actions: slices announced at the same time compete by first handshake, not by call order
-        for kv_slice in state.transfers.start(now):
+        for kv_slice in state.transfers.start(now, self._backend.ready):
             self._backend.send(kv_slice, now)
         # last: an iteration must not be formed before all requests of this moment are in the schedulers
         self._backend.pump(now)

@@ -252,6 +252,11 @@ class RecordingBackend(InstanceBackend):
     def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
         self._backend.announced(controlled, target, now)
 
+    def ready(self, kv_slice: KvSlice) -> bool:
+        ready = self._backend.ready(kv_slice)
+        self._record("ready", ready)
+        return ready
+
     def send(self, kv_slice: KvSlice, now: float) -> None:
         self._backend.send(kv_slice, now)
 

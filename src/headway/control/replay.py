@@ -277,6 +277,9 @@ class _LoggedBackend(InstanceBackend):
     def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
         return int(self._answer("leave"))
 
+    def ready(self, kv_slice: KvSlice) -> bool:
+        return bool(self._answer("ready")) if "ready" in self._next else True  # older logs have no such answers
+
     def send(self, kv_slice: KvSlice, now: float) -> None:
         self.sending[kv_slice.number] = kv_slice
 

@@ -10,7 +10,7 @@ and a backend that it leaves idle between two chunks serves others meanwhile.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headway.control.queue_entries import SpanEntry
@@ -97,16 +97,20 @@ class TransferQueue:
         """Return the number of a request's slices that are announced to a target and have not arrived."""
         return self._left.get((request, target), 0)
 
-    def start(self, now: float) -> list[KvSlice]:
-        """Grant senders and receive backends to waiting slices, and return the slices to send now."""
+    def start(self, now: float, ready: Callable[[KvSlice], bool] = lambda kv_slice: True) -> list[KvSlice]:
+        """Grant senders and receive backends to waiting slices, and return the slices to send now.
+
+        ready: whether a slice has all else that it needs. A slice that waits for blocks holds neither sender nor
+        backend: what it waits for may be freed by others' slices.
+        """
         begun: list[KvSlice] = []
         for target, heap in self._waiting.items():
             skipped = []
             while heap and self._free.get(target, self._receive_backends) > 0:
                 item = heapq.heappop(heap)
                 kv_slice = item[2]
-                # a busy sender must not block the target for slices of other senders
-                if kv_slice.source in self._sending:
+                # a slice that cannot go yet must not block the target for slices of other senders
+                if kv_slice.source in self._sending or not ready(kv_slice):
                     skipped.append(item)
                     continue
                 self._free[target] = self._free.get(target, self._receive_backends) - 1
@@ -163,16 +167,6 @@ class TransferQueue:
         for kv_slice in (*waiting, *self._sending.values()):
             yield kv_slice.request, kv_slice.source
             yield kv_slice.request, kv_slice.target
-
-    def behind(self) -> dict[str, set[str]]:
-        """Return, for each request with waiting slices, the requests whose slices occupy their senders."""
-        found: dict[str, set[str]] = {}
-        for heap in self._waiting.values():
-            for _, _, kv_slice in heap:
-                first = self._sending.get(kv_slice.source)
-                if first is not None and first.request != kv_slice.request:
-                    found.setdefault(kv_slice.request, set()).add(first.request)
-        return found
 
     def under_way(self) -> list[KvSlice]:
         """Return the slices that have been granted and have not ended."""

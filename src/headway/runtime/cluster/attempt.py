@@ -23,12 +23,23 @@ class KvMovement:
         self.sources, self.then = sources, then
 
 
+class ReservedKv:
+    """Blocks for a request's KV on one instance, asked for or reserved."""
+
+    __slots__ = ("granted", "serial", "tokens")
+
+    def __init__(self, serial: int, tokens: int) -> None:
+        """serial: see `ReserveKv`."""
+        self.serial, self.tokens = serial, tokens
+        self.granted = False
+
+
 class RequestAttempt:
     """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
-    __slots__ = ("admitted", "asked", "asked_as", "at", "base", "controlled", "count", "early", "entry", "finished",
-                 "gathers", "halts", "home", "late", "left", "moving", "request", "restarts", "room", "running", "runs",
-                 "space", "spread", "step", "steps", "stopping", "token", "unsent", "wanted", "whole")  # fmt: skip
+    __slots__ = ("admitted", "asked", "at", "base", "controlled", "count", "early", "entry", "finished", "gathers",
+                 "halts", "home", "left", "moving", "request", "restarts", "room", "running", "runs", "spread", "step",
+                 "steps", "stopping", "together", "token", "unsent", "wanted", "whole")  # fmt: skip
 
     controlled: ControlledRequest
 
@@ -73,18 +84,14 @@ class RequestAttempt:
         """Instances that dropped their part, and may get one again."""
         self.finished = False
         """Whether the last output token has been emitted."""
-        self.room: dict[int, bool] = {}
-        """Instances that were asked to reserve blocks, and whether they have."""
-        self.space: dict[int, int] = {}
-        """Tokens of each of those reservations."""
-        self.asked_as: dict[int, int] = {}
-        """Serial number of each of those reservations."""
+        self.room: dict[int, ReservedKv] = {}
+        """Reservations of blocks, by instance."""
         self.unsent: list[tuple[int, SendKv]] = []
         """(sender, message) that wait for a reservation."""
         self.moving: dict[int, KvMovement] = {}
         """Movements under way, by number."""
-        self.late: list[KvSlice] = []
-        """Slices that wait until the last span is computed, or blocks are reserved."""
+        self.together: dict[tuple[int, int, int], list[KvSlice] | None] = {}
+        """Slices by (target, first token, end) that one movement from all holders stands for; None: it has arrived."""
         self.early: list[KvSlice] = []
         """Slices that arrived before their span was complete on the whole group."""
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
 from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.deadlock import DeadlockDetector
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.membership import LiveMembership
@@ -35,12 +34,11 @@ class InstanceMessages:
         hands: LiveBackend,
         requests: LiveRequests,
         membership: LiveMembership,
-        deadlocks: DeadlockDetector,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._machine, self._hands, self._requests, self._membership = machine, hands, requests, membership
-        self._deadlocks, self._settle, self._clock = deadlocks, settle, clock
+        self._settle, self._clock = settle, clock
 
     def heard(self, number: int, delta: OutputDelta) -> None:
         """See `InstanceListener`."""
@@ -63,7 +61,6 @@ class InstanceMessages:
 
     def measured(self, number: int) -> None:
         """See `InstanceListener`."""
-        self._deadlocks.heard(number, self._clock())
         self._machine.changed((number,), self._clock())
         # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
         if self._hands.rooms.waiting:
@@ -105,9 +102,6 @@ class InstanceMessages:
             return False
         if delta.finish in ("stop", "length"):
             attempt.finished = True
-            # It ended with the token under way when it was told to stop: its pending slices count as arrived.
-            if attempt.stopping:
-                self._hands.moves.begun(attempt)
         elif delta.finish is not None:
             self._machine.drop(attempt.controlled, delta.error or delta.finish, now)
             self._requests.ended(attempt)
@@ -137,8 +131,6 @@ class InstanceMessages:
                 self._membership.suspect(number, by, attempt.asked.submit.id, why)
             case KvReserved(serial=serial):
                 self._hands.moves.reserved(attempt, number, serial)
-                # Slices that waited have left with that call; the controller learns of them when they arrive.
-                return False
             case KvArrived(source=source):
                 self._membership.peers.worked((number, source))
                 self._hands.moves.arrived(attempt, message)

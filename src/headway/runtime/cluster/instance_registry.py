@@ -94,6 +94,12 @@ class InstanceRegistry:
         attempt.left |= known
         attempt.admitted -= known
 
+    def kv_blocks(self, number: int, tokens: int) -> int:
+        """Return tokens of KV on an instance rounded up to whole blocks."""
+        info = None if number not in self._of else self._of[number].info
+        block = 1 if info is None else info.kv_block_tokens
+        return -(-tokens // block) * block
+
     def _kv_load(self, number: int) -> KvLoad | None:
         instance = self._of.get(number)
         if instance is None:

@@ -1,9 +1,9 @@
 """KV migrations between instances: a reservation on the target first, then the slices, then the action that waits.
 
-A slice of a span is sent by its holder as soon as the controller grants it and the target has reserved blocks, layer by
-layer while the span is computed. When another span of the request has begun meanwhile, the KV has been spread over that
-span's group: such a slice waits until the last span is computed, and all instances of that group send their part of it.
-(A span of a batch that has begun may have to wait for other members' tasks; so do its slices.)
+The controller grants a slice when the target has reserved blocks for it (`ready`); it is sent layer by layer while its
+span is computed. When another span of the request has begun meanwhile, the KV has been spread over that span's group:
+such a slice waits until the last span is computed, and all instances of that group send their part of it. (A span of a
+batch that has begun may have to wait for other members' tasks; so do its slices.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from headway.control.transfer_queue import KvSlice
-from headway.runtime.cluster.attempt import KvMovement, RequestAttempt
+from headway.runtime.cluster.attempt import KvMovement, RequestAttempt, ReservedKv
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.messages import KvArrived, ReserveKv, SendKv
 
@@ -29,68 +29,58 @@ class LiveKvMigrations:
         self.waiting: set[str] = set()
         """Names of requests that wait for a reservation on some instance."""
 
-    def send(self, attempt: RequestAttempt, piece: KvSlice) -> None:
-        """Send a slice that the controller has granted, or keep it until it can be sent.
+    def ready(self, attempt: RequestAttempt, piece: KvSlice) -> bool:
+        """Return whether a slice could be sent now; reserve blocks for it on its target."""
+        entry = piece.entry
+        if entry is None and (attempt.finished or attempt.stopping):
+            # The KV of an ended answer is not needed, but the controller waits for the slice: `send` counts it as sent.
+            # A decode that is being halted emits another token: its reservation is made when it has stopped.
+            return attempt.finished
+        self.reserve(attempt, piece.target)
+        return attempt.room[piece.target].granted and (entry is None or self._newest(attempt, piece) or _done(attempt))
 
-        A slice of a decode (`entry` None) that is being halted waits for the halt (`LiveResidency`). A decode that
-        continues may have emitted tokens since blocks were reserved: KV beyond the reservation is not sent.
+    def send(self, attempt: RequestAttempt, piece: KvSlice) -> None:
+        """Send a slice that is `ready`.
+
+        A decode that continues may have emitted tokens since blocks were reserved: KV beyond the reservation is not
+        sent.
         """
         entry = piece.entry
-        # The KV of an ended answer is not needed, but the controller waits for the slice: count it as sent.
         if entry is None and attempt.finished:
             self._sent(piece)
             return
-        if entry is None and attempt.stopping:
-            attempt.late.append(piece)
-            return
-        if entry is None and attempt.step is not None:
-            self._of_group(attempt, piece)
-            return
-        # The slice's span is not the newest task: it has not begun yet, or a later one has re-spread its KV.
-        if entry is not None and len(attempt.runs) != entry.index + 1:
-            attempt.late.append(piece)
-            self.computed(attempt)
-            return
-        self.reserve(attempt, piece.target)
-        # Not queued at the sender: another span may begin before blocks are free, and then the holders are others.
-        if entry is not None and not attempt.room[piece.target]:
-            attempt.late.append(piece)
-            return
         # A decode has emitted more tokens than it had when its slice was announced, so `piece.end` is too small.
         known = attempt.kv_tokens
-        end = min(known if entry is None else min(piece.end, known), attempt.space[piece.target])
-        self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
-
-    def _of_group(self, attempt: RequestAttempt, piece: KvSlice) -> None:
-        """Send the KV of a decode on a group: every holder sends its part with the first of the slices, whichever
-        holders the policy assumes."""
-        # A reservation there means that the first slice has started the movement of all KV.
-        if piece.target in attempt.room:
-            self._sent(piece)
+        end = min(known if entry is None else min(piece.end, known), attempt.room[piece.target].tokens)
+        # KV that lies otherwise than the slice says: every holder sends its part, with the first of the slices.
+        if attempt.step is not None if entry is None else not self._newest(attempt, piece):
+            self._together(attempt, piece, end)
         else:
-            self.bring(
-                attempt, piece.target, attempt.spread, 0, attempt.kv_tokens, partial(self._there, attempt, piece)
-            )
+            self.bring(attempt, piece.target, (piece.source,), piece.start, end, partial(self._there, attempt, piece))
 
-    def begun(self, attempt: RequestAttempt) -> None:
-        """Try the waiting slices again: a span task has begun, a decode has halted, or blocks were reserved."""
-        # Swapped first: `send` puts back into `late` what still cannot go.
-        late, attempt.late = attempt.late, []
-        for piece in late:
-            self.send(attempt, piece)
+    @staticmethod
+    def _newest(attempt: RequestAttempt, piece: KvSlice) -> bool:
+        """Whether the slice's span is the newest task: it has begun, and no later one has spread its KV anew."""
+        return piece.entry is not None and len(attempt.runs) == piece.entry.index + 1
+
+    def _together(self, attempt: RequestAttempt, piece: KvSlice, end: int) -> None:
+        """Let one movement from all holders stand for all slices of the same tokens and target."""
+        key = piece.target, piece.start, end
+        if key not in attempt.together:
+            attempt.together[key] = []
+            holders = attempt.spread or attempt.runs[-1].group
+            self.bring(attempt, piece.target, holders, piece.start, end, partial(self._all_there, attempt, key))
+        pieces = attempt.together[key]
+        if pieces is None:
+            self._there(attempt, piece)
+        else:
+            pieces.append(piece)
 
     def computed(self, attempt: RequestAttempt) -> None:
-        """Report slices that arrived before their span was complete, and send the waiting ones if it was the last."""
+        """Report slices that arrived before their span was complete."""
         early, attempt.early = attempt.early, []
         for piece in early:
             self._there(attempt, piece)
-        if attempt.running or len(attempt.runs) < len(attempt.controlled.entries):
-            return
-        late, attempt.late = attempt.late, []
-        # One movement for all slices of the same tokens and target: the whole group sends its part in each of them.
-        for start, end, target in sorted({(piece.start, piece.end, piece.target) for piece in late}):
-            pieces = [piece for piece in late if (piece.start, piece.end, piece.target) == (start, end, target)]
-            self.bring(attempt, target, attempt.runs[-1].group, start, end, partial(self._all_there, attempt, pieces))
 
     def gather(self, attempt: RequestAttempt, target: int, then: Callable[[], None]) -> None:
         """Bring all KV of a request to one instance, wherever the policy assumes it; then call `then`."""
@@ -133,25 +123,23 @@ class LiveKvMigrations:
         """
         if target not in attempt.room:
             self._fleet.admit(attempt, (target,))
-            attempt.room[target] = False
-            attempt.space[target] = attempt.kv_tokens
             self.waiting.add(attempt.request.id)
             self._fleet.kv.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
             # The serial tells this reservation's answer from that of an earlier one, which may still be on its way.
             self._asked += 1
-            attempt.asked_as[target] = self._asked
+            attempt.room[target] = ReservedKv(self._asked, attempt.kv_tokens)
             self._fleet.tell((target,), ReserveKv(attempt.wire, attempt.kv_tokens, self._asked))
 
     def reserved(self, attempt: RequestAttempt, target: int, serial: int) -> None:
         """Handle `KvReserved`: send what waits for that reservation. Answers to an earlier serial are ignored."""
-        if target in attempt.room and serial == attempt.asked_as[target]:
-            attempt.room[target] = True
+        reserved = attempt.room.get(target)
+        if reserved is not None and serial == reserved.serial:
+            reserved.granted = True
             # The instance sent a snapshot before this answer: from now on that shows the blocks as used.
             self._fleet.kv.kept(target, attempt.request.id, _WHAT)
-            if all(attempt.room.values()):
+            if all(each.granted for each in attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
             self._flush(attempt)
-            self.begun(attempt)
 
     def arrived(self, attempt: RequestAttempt, message: KvArrived) -> None:
         """Handle `KvArrived`: one holder's part of a movement is there; the last one calls `then`."""
@@ -168,16 +156,14 @@ class LiveKvMigrations:
         """Withdraw a request's reservations and unsent slices: its KV is where it is decoded."""
         self._fleet.kv.forget(attempt.request.id, _WHAT)
         attempt.room.clear()
-        attempt.space.clear()
-        attempt.asked_as.clear()
         attempt.unsent.clear()
+        attempt.together.clear()
         self.waiting.discard(attempt.request.id)
 
     def forget(self, attempt: RequestAttempt) -> None:
         """Drop all movements and reservations of a request. The instances drop theirs at `ForgetRequest`."""
         self.under_way -= len(attempt.moving)
         attempt.moving.clear()
-        attempt.late.clear()
         attempt.early.clear()
         self.settled(attempt)
 
@@ -185,7 +171,7 @@ class LiveKvMigrations:
         """Send the queued slices whose target has reserved blocks."""
         waiting = []
         for source, send in attempt.unsent:
-            if attempt.room[send.to]:
+            if attempt.room[send.to].granted:
                 self._fleet.tell((source,), send)
             else:
                 waiting.append((source, send))
@@ -198,6 +184,12 @@ class LiveKvMigrations:
         else:
             self._sent(piece)
 
-    def _all_there(self, attempt: RequestAttempt, pieces: list[KvSlice]) -> None:
-        for piece in pieces:
+    def _all_there(self, attempt: RequestAttempt, key: tuple[int, int, int]) -> None:
+        pieces, attempt.together[key] = attempt.together.get(key), None
+        for piece in pieces or ():
             self._there(attempt, piece)
+
+
+def _done(attempt: RequestAttempt) -> bool:
+    """Whether all spans of a request that were committed are computed."""
+    return not attempt.running and len(attempt.runs) >= len(attempt.controlled.entries)

@@ -74,7 +74,7 @@ class LiveBackend:
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
         self.rooms = KvAdmission(fleet.kv, clock)
-        self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit, self.moves.begun)
+        self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit)
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -139,6 +139,10 @@ class LiveBackend:
 
     def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
         self.moves.announced(controlled.backend_state, target)
+
+    def ready(self, piece: KvSlice) -> bool:
+        attempt = self.attempts.named(piece.request)
+        return attempt is None or self.moves.ready(attempt, piece)
 
     def send(self, piece: KvSlice, now: float) -> None:
         attempt = self.attempts.named(piece.request)

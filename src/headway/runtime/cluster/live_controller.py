@@ -6,7 +6,6 @@ which messages arrive; after each of them the `ClusterController` is settled onc
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks, ClusterState
 from headway.runtime.cluster.attempt import AttemptTable
-from headway.runtime.cluster.deadlock import EVERY_S, DeadlockDetector
 from headway.runtime.cluster.instance_messages import InstanceMessages
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LatencyOf, LiveBackend
@@ -66,7 +64,6 @@ class LiveController:
         """
         self._clock = clock
         self._sent: list[Any] = []
-        self._search: asyncio.TimerHandle | None = None
         attempts = AttemptTable()
         book = ClusterState([each.initial_instance for each in fleet], links)
         self.hands = LiveBackend(
@@ -87,15 +84,12 @@ class LiveController:
         )
         self._may = may_of(self.machine)
         self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
-        self._deadlocks = DeadlockDetector(fleet, attempts, self.machine.state.transfers)
         settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
         self.membership = LiveMembership(
             self.machine, book, fleet, self.hands, self.policies, make, self.requests, settle, clock
         )
-        self.messages = InstanceMessages(
-            self.machine, self.hands, self.requests, self.membership, self._deadlocks, settle, clock
-        )
+        self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:
             if each.state != "ready":
@@ -104,8 +98,6 @@ class LiveController:
     def close(self) -> None:
         """Cancel all timers."""
         self._loop.close()
-        if self._search is not None:
-            self._search.cancel()
         self.membership.stop()
         self.requests.retries.close()
 
@@ -117,13 +109,10 @@ class LiveController:
         Each list is swapped for an empty one before it is walked: what the calls add is left for the next round.
         """
         # Every part runs, whatever those before it return.
-        some = [self._follow_kv(), self._follow_decodes(), self._follow_stranded()]
+        some = [self._follow_kv(), self._follow_decodes(), self._follow_stranded(), self._follow_kv_claims()]
         self._follow_ended()
         # Last, so that new attempts see all that was freed above.
         some.append(self.requests.begin_due())
-        # The deadlock search runs only while a migration waits for KV blocks somewhere.
-        if self._search is None and self.hands.moves.waiting:
-            self._search = asyncio.get_running_loop().call_later(EVERY_S, self._break_deadlock)
         return any(some)
 
     def _follow_kv(self) -> bool:
@@ -177,18 +166,19 @@ class LiveController:
                 ended.asked.fail(RequestError(why))
                 self.requests.ended(ended)
 
+    def _follow_kv_claims(self) -> bool:
+        """A request that waits for KV which others, directly or not, would only free after it: it begins again."""
+        kv = self.hands.fleet.kv
+        check = kv.grown and bool(self.hands.moves.waiting)
+        found = self.requests.gives_way() if check else None
+        # After one has given way, others may still wait for each other.
+        kv.grown = found is not None
+        if found is not None:
+            attempt, helps = found
+            why = "requests would wait for each other's room for KV"
+            self._isolate(attempt.request.id, partial(self.requests.retry, attempt, why, later=not helps))
+        return found is not None
+
     def _isolate(self, name: str, act: Callable[[], object]) -> None:
         """Call `act` for one request; an error fails that request only. Nothing is settled afterwards."""
         self.requests.isolate(self.requests.attempts.named(name), name, lambda: bool(act()))
-
-    def _break_deadlock(self) -> None:
-        """Restart the youngest of a set of deadlocked requests, which frees its KV blocks for the others."""
-        self._search = None
-        try:
-            found = self._deadlocks.find(self._clock(), self.requests.asked)
-            if found is not None:
-                attempt, helps = found
-                self.requests.retry(attempt, "requests wait for each other's room for KV", later=not helps)
-        except Exception:
-            log.exception("the controller has failed at breaking a deadlock")
-        self._loop.settle()

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable
 
 from headway.control.controller import ClusterController
+from headway.control.kv_reservations import gives_way
 from headway.core.errors import InvariantError
 from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.runtime.cluster.kv_claims import kv_claim
 from headway.runtime.cluster.retries import RetryQueue
 
 log = logging.getLogger("headway.cluster")
@@ -121,6 +123,15 @@ class LiveRequests:
             self.retries.later(attempt.asked)
         else:
             self.retries.soon(attempt.asked)
+
+    def gives_way(self) -> tuple[RequestAttempt, bool] | None:
+        """Return the attempt to begin again so that the others can have their KV (`control.kv_reservations`), and
+        whether that lets another go on; None: all can go on."""
+        age = {name: number for number, name in enumerate(self.asked)}
+        attempts = sorted(self.attempts, key=lambda attempt: age.get(attempt.asked.submit.id, -1))
+        found = gives_way([kv_claim(attempt, self._fleet.kv_blocks) for attempt in attempts], self._fleet.kv.total)
+        attempt = None if found is None else self.attempts.named(found[0])
+        return None if found is None or attempt is None else (attempt, found[1])
 
     def begin_due(self) -> bool:
         """Begin the attempts that are due; return whether there were any."""

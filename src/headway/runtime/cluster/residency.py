@@ -76,6 +76,7 @@ class LiveResidency:
             submit, id=attempt.wire, timeout_s=None, output=tuple(attempt.asked.told), phase=phase
         )
         self._fleet[number].submit(submit, attempt.asked.prompt)
+        self._fleet.kv.grown = True
 
     def leave(self, attempt: RequestAttempt) -> None:
         """Take a request off its scheduler or group, to continue elsewhere.
@@ -108,8 +109,6 @@ class LiveResidency:
         # The instance dropped the prompt when its scheduler took the request: it needs it again for spans.
         attempt.admitted.discard(number)
         self.halted += 1
-        # Slices that waited for the halt: the KV does not grow any more, so its size is known.
-        self._moves.begun(attempt)
         group = attempt.wanted
         if self._several(group):
             self._steps.take_up(attempt, number)
@@ -121,13 +120,11 @@ class LiveResidency:
         """Handle one instance's part of a token that a group decodes; True if the answer is complete with it."""
         if not self._steps.done(number, attempt, message):
             return False
-        if attempt.finished:
-            self._moves.begun(attempt)
-        elif attempt.wanted:
+        if attempt.wanted and not attempt.finished:
             self._go(attempt)
         else:
+            # Slices that waited for the token go now: the KV does not grow any more, so its size is known.
             attempt.stopping = False
-            self._moves.begun(attempt)
         return attempt.finished
 
     def _decode(self, attempt: RequestAttempt, group: tuple[int, ...]) -> None:
@@ -208,4 +205,5 @@ class LiveResidency:
 
     def _room(self, attempt: RequestAttempt, number: int) -> int:
         """Return an instance's free tokens for this request: those that it has reserved there count as free."""
-        return self._fleet.kv.room(number) + attempt.space.get(number, 0)
+        reserved = attempt.room.get(number)
+        return self._fleet.kv.room(number) + (0 if reserved is None else reserved.tokens)

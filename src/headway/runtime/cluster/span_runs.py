@@ -44,11 +44,9 @@ class LiveSpanRuns:
         shape: ModelShape,
         rows: int,
         submit: Callable[[RequestAttempt, int, Phase], None],
-        begun: Callable[[RequestAttempt], None],
     ) -> None:
-        """rows: see `SpanTask.rows`. submit: gives a whole request to an instance's scheduler. begun: called when a
-        task was sent to its group."""
-        self._fleet, self._shape, self._rows, self._submit, self._begun = fleet, shape, rows, submit, begun
+        """rows: see `SpanTask.rows`. submit: gives a whole request to an instance's scheduler."""
+        self._fleet, self._shape, self._rows, self._submit = fleet, shape, rows, submit
 
     def committed(self, entry: SpanEntry) -> None:
         """Send the prompts of a committed batch to its group, ahead of its turn."""
@@ -161,7 +159,6 @@ class LiveSpanRuns:
         attempt.running = set(entry.group)
         # To all of the group at once and in one order: groups that overlap cannot wait for each other.
         self._fleet.tell(entry.group, compute)
-        self._begun(attempt)
 
     def _run(self, span: Span, group: tuple[int, ...]) -> SpanTask:
         """Return the task that computes a span.

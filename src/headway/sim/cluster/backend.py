@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
 from headway.control.controlled_request import ControlledRequest
+from headway.control.kv_reservations import KvClaim
 from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
@@ -207,9 +208,6 @@ class SimulatedBackend(InstanceBackend):
     def pump(self, now: float) -> None:
         """Start batches on all engines with an event at this instant, in order of creation; decodes that batches of
         other engines take along come last."""
-        if self.kv is not None:
-            for kv_slice in self.kv.grant():
-                self.transfers.send(kv_slice, now)
         sharing = {index: _sharing(engine, self._on) for index, engine in self._due.items()}
         for index in sorted(self._due, key=lambda i: (bool(sharing[i]) and not self._due[i].queued_tokens, i)):
             engine = self._due[index]
@@ -231,9 +229,21 @@ class SimulatedBackend(InstanceBackend):
         if self.kv is not None:
             self.kv.announce(controlled.request.id, target, controlled.backend_state.kv_tokens)
 
+    def claims(self) -> Iterator[KvClaim]:
+        """Yield the claims of the requests in the schedulers of single instances, in blocks."""
+        for engine in self.engines.values():
+            if len(engine.group) == 1:
+                pool, at = engine.replica.block_manager, engine.group[0]
+                for name, track in engine.resident.items():
+                    has = pool.held_blocks(name)
+                    tokens = track.request.prompt_tokens + track.left
+                    yield KvClaim(name, {at: has}, {at: pool.blocks_for(tokens) - has}, {}, resident=True)
+
+    def ready(self, kv_slice: KvSlice) -> bool:
+        return self.kv is None or self.kv.ready(kv_slice)
+
     def send(self, kv_slice: KvSlice, now: float) -> None:
-        if self.kv is None or not self.kv.park(kv_slice):
-            self.transfers.send(kv_slice, now)
+        self.transfers.send(kv_slice, now)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -242,9 +252,7 @@ class SimulatedBackend(InstanceBackend):
             self.transfers.send_deferred(entry, now)
         self._paused_s.pop(controlled.request.id, None)
         if self.kv is not None:
-            # their senders and receivers are free at once
-            for kv_slice in self.kv.release(controlled.request.id):
-                self.simulation.schedule(now, EventKind.KV_SENT, kv_slice)
+            self.kv.release(controlled.request.id)
         request: SimRequest = controlled.backend_state
         request.ended_s, request.error, request.rejected = now, why, controlled.rejected
         self.simulation.schedule_next_turn(request.source)

@@ -1,9 +1,9 @@
 """KV outside of schedulers on simulated instances: of spans, and of requests on their way to where they decode.
 
 It takes blocks of the pool of its instance's engine: the scheduler there has as many fewer. A span begins by the rules
-of live clusters (`control.kv_admission`), but its patience has no end. A transfer reserves blocks for all KV on
-its target when it is announced; its slices wait at their senders until the target has them, as live ones do. A request
-that enters a scheduler frees what it had outside, and is given blocks there anew.
+of live clusters (`control.kv_admission`), but its patience has no end. A transfer reserves blocks for all KV on its
+target when it is announced; its slices are sent when the target has them, as live ones are. A request that enters a
+scheduler frees what it had outside, and is given blocks there anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from headway.control.kv_admission import KvAdmission, kv_needs, span_members
-from headway.control.kv_reservations import KvReservations
+from headway.control.kv_reservations import KvClaim, KvReservations, gives_way
 from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.kv.block_manager import BlockManager, KvLease
@@ -27,9 +27,10 @@ class SimulatedKvRoom:
         self._leases: dict[str, dict[int, KvLease]] = {}
         # transfers that wait for blocks: tokens by target and request, in order of announcement
         self._waiting: dict[int, dict[str, int]] = {}
-        self._parked: dict[tuple[int, str], list[KvSlice]] = {}
         self._kv = KvReservations(self._load)
         self._admission = KvAdmission(self._kv, lambda: 0.0, math.inf)
+        # whether blocks were taken, or waited for, since `gives_way` was last asked
+        self._taken = False
         self.waited = 0
         """Transfers that did not have blocks at once."""
 
@@ -66,6 +67,7 @@ class SimulatedKvRoom:
         lease = pool.reserve(_name(request), tokens) if tokens else None
         if lease is not None:
             held[number] = lease
+            self._taken = True
         return lease is not None
 
     # -- transfers ----------------------------------------------------------------------------------------------------
@@ -78,44 +80,55 @@ class SimulatedKvRoom:
         if request not in waiting and (waiting or not self._take(request, target, tokens)):
             waiting[request] = tokens
             self.waited += 1
+            self._taken = True
 
-    def park(self, kv_slice: KvSlice) -> bool:
-        """Return whether a slice has to wait for blocks; `grant` returns it later."""
-        key = kv_slice.target, kv_slice.request
-        if key[1] not in self._waiting.get(key[0], ()):
-            return False
-        self._parked.setdefault(key, []).append(kv_slice)
-        return True
+    def ready(self, kv_slice: KvSlice) -> bool:
+        """Return whether a slice has its blocks (`InstanceBackend.ready`). Transfers to its target that wait get free
+        blocks first, first come, first served."""
+        waiting = self._waiting.get(kv_slice.target, {})
+        while waiting:
+            request, tokens = next(iter(waiting.items()))
+            if not self._take(request, kv_slice.target, tokens):
+                break
+            del waiting[request]
+        return kv_slice.request not in waiting
 
-    def grant(self) -> list[KvSlice]:
-        """Give free blocks to transfers that wait, first come, first served; return their parked slices."""
-        found: list[KvSlice] = []
-        for target, waiting in self._waiting.items():
-            while waiting:
-                request, tokens = next(iter(waiting.items()))
-                if not self._take(request, target, tokens):
-                    break
-                del waiting[request]
-                found += self._parked.pop((target, request), ())
-        return found
-
-    def blocked(self) -> str | None:
-        """Return the request that was the last to wait for blocks; None: none waits."""
-        names = [request for waiting in self._waiting.values() for request in waiting]
-        return names[-1] if names else None
+    def gives_way(self, residents: Callable[[], Iterable[KvClaim]]) -> str | None:
+        """Return the request that has to give up its blocks so that the others can go on (`control.kv_reservations`);
+        None: all can. residents: claims of the requests in schedulers, in blocks."""
+        # requests that give up or get what they wait for let no others wait for each other
+        taken, self._taken = self._taken, False
+        if not taken:
+            return None
+        needs: dict[str, dict[int, int]] = {}
+        turns: dict[str, dict[int, int]] = {}
+        for number, waiting in self._waiting.items():
+            for turn, (request, tokens) in enumerate(waiting.items()):
+                turns.setdefault(request, {})[number] = turn
+                needs.setdefault(request, {})[number] = self._pool_of(number).blocks_for(tokens)
+        if not needs:
+            return None
+        held = {
+            request: {number: self._pool_of(number).held_blocks(lease.request) for number, lease in leases.items()}
+            for request, leases in self._leases.items()
+        }
+        outside = [
+            KvClaim(name, held.get(name, {}), needs.get(name, {}), turns.get(name, {})) for name in {**held, **needs}
+        ]
+        found = gives_way([*residents(), *outside], lambda number: self._pool_of(number).n_blocks)
+        self._taken = found is not None
+        return None if found is None else found[0]
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def release(self, request: str) -> list[KvSlice]:
-        """Free all blocks of a request and withdraw what it waits for; return its parked slices."""
+    def release(self, request: str) -> None:
+        """Free all blocks of a request and withdraw what it waits for."""
         for number, lease in self._leases.pop(request, {}).items():
             self._pool_of(number).free(lease)
             self._freed(number)
         self._admission.forget(request)
         for waiting in self._waiting.values():
             waiting.pop(request, None)
-        keys = [key for key in self._parked if key[1] == request]
-        return [kv_slice for key in keys for kv_slice in self._parked.pop(key)]
 
     def spread(self, request: str, group: Iterable[int], tokens: int) -> None:
         """Keep the KV of a request that has left the scheduler of a group."""

@@ -123,8 +123,8 @@ class ClusterSimulation(EventLoop):
     def on_instant_end(self) -> None:
         wake_s = self.controller.settle(self.now)
         kv = self.backend.kv
-        # requests that wait for each other's blocks: the last of them gives way, which may start events again
-        while kv is not None and self.idle and (name := kv.blocked()) is not None:
+        # requests that wait for each other's blocks: the youngest gives way
+        while kv is not None and (name := kv.gives_way(self.backend.claims)) is not None:
             why = "waits for KV room that no other request will free"
             self.controller.drop(self.controller.requests[name], why, self.now)
             wake_s = self.controller.settle(self.now)
