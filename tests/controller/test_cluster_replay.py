@@ -119,34 +119,15 @@ def test_first_different_decision_is_reported() -> None:
     assert "decision" in str(difference)
 
 
-def test_changed_predictions_in_the_log_change_decisions() -> None:
+def test_other_predictions_in_the_log_change_decisions() -> None:
     """With other predicted times in the log, the replay follows the log and reports that decisions differ."""
     lines = recorded("tetris", made("tetris"))
     later = [msgspec.json.decode(line) for line in lines]
     for line in later:
-        # the time line is laid out by the predicted seconds of spans
-        if line.get("answer_to", "").startswith("span_s"):
-            line["value"] *= 3.0
+        if "put" in line:
+            line["to"][0] *= 3.0
     difference = ReplayResult([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
     assert difference is not None
-
-
-def test_log_of_the_schema_before_replays() -> None:
-    """The same lines with the names of `headway.cluster.log/2`."""
-    keys = {"receive_backends": "backends", "lost": "gone", "answer_to": "said", "value": "is", "finished": "over"}
-    words = {"left_scheduler": "stayed", "deliver_events": "tell", "prefill_estimate": "prefill_estimate"}
-    lines = []
-    for line in recorded("fifo", made("fifo")):
-        old = msgspec.json.decode(line)
-        finished = old.pop("finished") if old.get("do") == "left_scheduler" else None
-        old = {keys.get(key, key): words.get(value, value) if key in ("do", "answer_to") else value
-               for key, value in old.items()}  # fmt: skip
-        if finished is not None:
-            old["finished"] = finished
-        lines.append(msgspec.json.encode(old | ({"schema": "headway.cluster.log/2"} if "schema" in old else {})))
-    replay = ReplayResult(lines, lambda _: made("fifo"))
-    assert replay.run() is None
-    assert replay.decisions > 100
 
 
 def test_truncated_log_replays_up_to_its_end() -> None:
@@ -168,8 +149,8 @@ def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> 
     assert ReplayResult([*lines, garbage], lambda _: made("fifo")).run() is None
 
 
-@pytest.mark.parametrize("line", [{"do": "lost"}, {"do": "arrive", "t": 0.0}, {"do": "lost", "t": 0.0, "instance": 99}])
-def test_incomplete_callback_is_refused_with_its_line(line: dict[str, object]) -> None:
+@pytest.mark.parametrize("line", [{"put": 1}, {"event": ["RequestArrived", {}], "t": 0.0}, {"remove": 99}])
+def test_incomplete_line_is_refused_with_its_number(line: dict[str, object]) -> None:
     lines = recorded("fifo", made("fifo"))
     lines[40] = msgspec.json.encode(line) + b"\n"
     with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):

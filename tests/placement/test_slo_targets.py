@@ -27,8 +27,8 @@ def decided(name: str, ttft_s: float | None) -> tuple[list[object], set[Slo]]:
     result = simulate_cluster(spec, made(name), TRAFFIC, run, record=lines.append)
     assert all(record.ok for record in result.sim.records)
     for line in map(msgspec.json.decode, lines):
-        if line.get("do") == "arrive":
-            seen.add(msgspec.convert(line["request"]["slo"], Slo))
+        if line.get("event", [""])[0] == "RequestArrived":
+            seen.add(msgspec.convert(line["event"][1]["request"]["slo"], Slo))
     return [line["actions"] for line in map(msgspec.json.decode, lines) if "actions" in line], seen
 
 

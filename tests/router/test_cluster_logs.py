@@ -41,7 +41,12 @@ def test_a_decision_log_that_cannot_be_written_ends_without_an_error(caplog: pyt
 def test_a_file_that_is_not_a_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, log = tmp_path / "cluster.yaml", tmp_path / "log"
     file.write_text("pools: [{count: 1}]\n")
-    log.write_text(json.dumps({"schema": "headway.cluster.log/2"}) + "\n" + json.dumps({"x": 1}) + "\n")
+    log.write_text(
+        json.dumps({"schema": "headway.cluster.log/4", "instances": [], "lost": [], "links": {}, "about": {}})
+        + "\n"
+        + json.dumps({"x": 1})
+        + "\n"
+    )
     assert main(["cluster", str(file), "--replay", str(log)]) == 2
     said = capsys.readouterr().err
     assert said == f"headway: error: replay: {log}: line 2 of the log is not of a cluster's log\n"

@@ -166,7 +166,7 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
     log, lines, ring = tmp_path / "log", list[bytes](), cluster(2)
     fifo = make_placement("fifo", ring.policy_context, {})
     simulate_cluster(ring, fifo, [TraceRequest(0.0, 777, 1)], record=lines.append)
-    arrival = next(line for line in lines if b'"arrive"' in line)
+    arrival = next(line for line in lines if b'["RequestArrived"' in line)
     log.write_bytes(b"".join([lines[0], *(arrival.replace(b"r0", name) for name in (b"a#1", b"a#2", b"b#1"))]))
     assert _trace_of(log, tmp_path).read_text().split()[1:] == ["0,777,1", "0,777,1"]
     assert main([*arguments, "--lengths", str(log)]) == 0

@@ -130,10 +130,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     policies: list[PlacementChain] = []
 
     def make(replay: ReplayResult) -> PlacementChain:
-        def may(name: str, number: int) -> bool:
-            return number not in replay.controller.state.gone
-
-        policies.append(PlacementChain(lambda: make_placement(placement, context, options), may))
+        policies.append(PlacementChain(lambda: make_placement(placement, context, options), replay.may_use))
         return policies[-1]
 
     replay = ReplayResult(lines, make, lambda word: (word == "renew") and policies[-1].renew())
@@ -143,12 +140,15 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     assert b'"CommitSpans"' in log
     if placement == "pecsched" and kill is None:
         assert b'"PreemptRequest"' in log
-        paused = [line for line in map(msgspec.json.decode, lines) if line.get("do") == "span_paused"]
+        said = [line["event"] for line in map(msgspec.json.decode, lines) if "event" in line]
+        paused = [fields["progress"][0] for kind, fields in said if kind == "SpanPaused"]
         assert paused
         if rows:
-            assert any(line["tokens"] % (2 * 3) == 0 < line["tokens"] for line in paused), "in a later piece"
-            assert all(0 < line["share"] < 1 for line in paused)
-    assert (b'"do":"lost"' in log) == (kill is not None)
+            assert any(tokens % (2 * 3) == 0 < tokens for tokens in paused), "in a later piece"
+            shares = [line["share"] for line in map(msgspec.json.decode, lines) if line.get("share") is not None]
+            assert shares
+            assert all(0 < share < 1 for share in shares)
+    assert (b'["InstanceLost"' in log) == (kill is not None)
 
 
 def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:

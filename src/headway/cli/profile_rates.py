@@ -80,13 +80,13 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> int:
 
 def _trace_of(file: Path, folder: Path) -> Path:
     """Return a trace with the lengths of a cluster's log, written to `folder`; `file` itself if it is no such log."""
-    from headway.control.log_reader import read_log
+    from headway.control.decision_log import read_log
     from headway.sim.cluster_log import is_cluster_log
 
     if not is_cluster_log(file):
         return file
-    calls = read_log(file.read_bytes().splitlines(keepends=True)).callbacks
-    arrived = [call["request"] for _, call in calls if call["do"] == "arrive"]
+    events = [line["event"] for _, line in read_log(file.read_bytes().splitlines(keepends=True))[1] if "event" in line]
+    arrived = [fields["request"] for kind, fields in events if kind == "RequestArrived"]
     # another attempt at a request is no new one: they are named id#1, id#2, …
     prompts = {request["id"].rpartition("#")[0] or request["id"]: request for request in arrived}
     if not prompts:

@@ -45,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the events of an engine's log. Raises ConfigError for a router's log, which has no batches."""
-    from headway.control.log_reader import SCHEMAS
+    from headway.sim.cluster_log import names_cluster_log
 
     for event in events:
         # Only the first line of a controller's log has its schema.
-        if event.get("schema") in SCHEMAS:
+        if names_cluster_log(event):
             raise ConfigError(
                 f"{path} is the log of a cluster's router; those of its instances' schedulers are {path}.0, {path}.1 "
                 "and so on"

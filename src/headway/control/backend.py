@@ -1,8 +1,8 @@
 """The seam below `ClusterController`: everything that computes, moves bytes, or predicts how long that takes.
 
-The simulator's backend lets virtual time pass, the live one sends messages to instances, and a replay's reads a log. A
-backend reports outcomes later, through the controller's callbacks; during a call it only returns or raises (and may
-call `ClusterController.cancel` from `forget`).
+The simulator's backend lets virtual time pass, and the live one sends messages to instances. A backend reports outcomes
+later, through the controller's callbacks; during a call it only returns or raises (and may call
+`ClusterController.cancel` from `forget`).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class ClusterController:
         self._pending_events = self.state.pending_events
         self._migrations = KvMigrations(self.state)
         self._reservations = GroupReservations(self.state)
-        self._dispatcher = SpanDispatcher(self.state, self._migrations.begun)
+        self._dispatcher = SpanDispatcher(self.state, self._migrations.begun, self.span_left)
         self._residency = SchedulerResidency(self.state, self._reject)
         self._starter = EntryStarter(self.state, self._dispatcher, self._residency, self._reservations)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -173,9 +173,21 @@ class ClusterController:
         """End a request's transfers that are under way. Called from `InstanceBackend.forget`."""
         self.state.transfers.cancel(name)
 
+    def may_use(self, name: str, instance: int) -> bool:
+        """Return whether a request may be given to an instance: to none that is gone, and to one that is drained only
+        with something there already."""
+        state = self.state
+        if instance in state.gone:
+            return False
+        controlled = self.requests.get(name)
+        return instance not in state.closed or (controlled is not None and instance in state.places(controlled))
+
     def note(self, text: str) -> None:
         """Note an act of the driver on the policy that a replay must repeat. No effect here; `RecordingController` logs
-        it."""
+        it, and `span_left`."""
+
+    def span_left(self, entry: SpanEntry) -> None:
+        """A span, with those batched with it, ends, pauses or is stopped."""
 
     # -- instances come and go ----------------------------------------------------------------------------------------
 

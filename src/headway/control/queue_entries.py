@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class SpanEntry(QueueEntry):
     """A committed span of a request, from its commit to its end, with the point from which it continues."""
 
-    __slots__ = ("backend_state", "batch_leader", "batched_with", "controlled", "extra_s", "index", "last", "layer",
-                 "predicted_s", "resumed", "share", "span", "tokens")  # fmt: skip
+    __slots__ = ("backend_state", "batch_leader", "batched_with", "began_s", "controlled", "extra_s", "index", "last",
+                 "layer", "predicted_s", "resumed", "share", "span", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -39,6 +39,8 @@ class SpanEntry(QueueEntry):
         self.layer, self.tokens = 0, span.start
         # elapsed share of its time at that point; None: the layers' share
         self.share: float | None = None
+        # when it began or went on, seconds
+        self.began_s = 0.0
         # seconds to restore its state when it resumes
         self.extra_s = 0.0
         # it has been paused: its group has its state

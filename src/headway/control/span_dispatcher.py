@@ -14,10 +14,13 @@ from headway.policy.placement.base import CommitSpans, ResumeRequest, SpanPaused
 class SpanDispatcher:
     """Queue entries of committed spans. Raises ActionImpossible for actions that cannot be carried out."""
 
-    def __init__(self, state: ControllerState, begun: Callable[[SpanEntry], None]) -> None:
-        """`begun` is called with each span that begins, batched ones included, unless its request has ended."""
+    def __init__(
+        self, state: ControllerState, begun: Callable[[SpanEntry], None], left: Callable[[SpanEntry], None]
+    ) -> None:
+        """`begun` is called with each span that begins, batched ones included, unless its request has ended; `left`
+        with a span, or the first of a batch, that ends, pauses or is stopped."""
         self._state = state
-        self._on_begin = begun
+        self._on_begin, self._on_left = begun, left
 
     # -- actions ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class SpanDispatcher:
     def begin(self, entry: SpanEntry) -> None:
         """Begin a span whose turn has come, and those batched with it."""
         state = self._state
+        entry.began_s = state.now
         state.backend.begin(entry, state.now)
         for other in entry.batched_with:
             other.state = "running"
@@ -144,6 +148,7 @@ class SpanDispatcher:
     def end(self, entry: SpanEntry) -> None:
         """Take a completed span off its group."""
         state = self._state
+        self._on_left(entry)
         state.queues.finish(entry)
         for member in (entry, *entry.batched_with):
             member.state = "done"
@@ -161,6 +166,7 @@ class SpanDispatcher:
         state = self._state
         entry.layer, entry.extra_s, entry.resumed = layer, 0.0, True
         entry.tokens, entry.share = entry.span.start if tokens is None else tokens, share
+        self._on_left(entry)
         for other in entry.controlled.entries[entry.index :]:
             state.queues.unqueue(other)
             state.touch(other.group)
@@ -183,6 +189,7 @@ class SpanDispatcher:
         elif entry.batched_with:
             return
         if entry.state == "running":
+            self._on_left(entry)
             state.backend.stop(entry, state.now)
         state.subtract_tokens(entry)
         state.queues.unqueue(entry)

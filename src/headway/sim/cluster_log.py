@@ -14,11 +14,8 @@ from typing import Any
 
 import msgspec
 
-from headway.control.log_reader import SCHEMAS
-from headway.control.queue_entries import SpanEntry
-from headway.control.recorded_policy import RecordedPolicy
-from headway.control.replay import ReplayResult
-from headway.control.transfer_queue import KvSlice
+from headway.control.decision_log import SCHEMA
+from headway.control.decision_log import read_log as read_decisions
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.latency.eq1 import PrefillSample
@@ -72,23 +69,26 @@ def is_cluster_log(path: Path) -> bool:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return False
-    return first.get("schema") in SCHEMAS
+    return names_cluster_log(first)
+
+
+def names_cluster_log(line: Mapping[str, Any]) -> bool:
+    """Whether a log's first line is that of a router's log, of whatever version."""
+    return str(line.get("schema", "")).startswith(SCHEMA.rpartition("/")[0])
 
 
 def read_cluster(path: Path) -> ClusterLogRun:
     """Read a router's log and those of its instances beside it. Raises ConfigError."""
-    watcher = _ReplayObserver()
-    run = watcher.run
+    run, number = ClusterLogRun(), 1
     try:
-        replay = ReplayResult(path.read_bytes().splitlines(keepends=True), RecordedPolicy, observer=watcher)
-        run.instances = list(replay.controller.state.cluster.instances)
-        difference = replay.run()
+        header, lines = read_decisions(path.read_bytes().splitlines(keepends=True))
+        run.instances = msgspec.convert(header["instances"], list[ClusterInstance])
+        for number, line in lines:  # noqa: B007 - named in an error
+            _take(run, line)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: its first line is not that of a cluster's log: {error}") from None
-    if difference is not None:
-        raise ConfigError(f"{path}: this version's router does otherwise than the recorded one: {difference}")
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: line {number} is not that of a cluster's log: {error}") from None
     own = re.compile(re.escape(path.name) + r"\.(\d+)(\.\d+)*")
     for file in sorted(path.parent.glob(f"{path.name}.*")):
         match = own.fullmatch(file.name)
@@ -97,39 +97,21 @@ def read_cluster(path: Path) -> ClusterLogRun:
     return run
 
 
-class _ReplayObserver:
-    """Notes what happens in a replay."""
-
-    def __init__(self) -> None:
-        self.run = ClusterLogRun()
-        # By entry under way: when it began.
-        self._begun: dict[int, float] = {}
-
-    def span_begun(self, entry: SpanEntry, now: float) -> None:
-        self._begun[id(entry)] = now
-
-    def span_ended(self, entry: SpanEntry, now: float) -> None:
-        start_s = self._begun.pop(id(entry), None)
-        if start_s is None:
-            return
-        for one in (entry, *entry.batched_with):
-            self.run.spans.append(GroupSpan(one.owner, one.group, one.span.start, one.span.end, start_s, now, one.last))
-
-    def kv_sent(self, kv_slice: KvSlice, now: float) -> None:
-        moved = KvTransfer(kv_slice.source, kv_slice.target, kv_slice.began_s, now)
-        self.run.transfers.append((kv_slice.request, moved))
-
-    def called(self, call: dict[str, Any], now: float) -> None:
-        if call["do"] == "arrive":
-            request = msgspec.convert(call["request"], Request)
-            self.run.requests[request.id] = ClusterRequestLife(request)
-        life = self.run.requests.get(call.get("request", "")) if isinstance(call.get("request"), str) else None
-        if life is None:
-            return
-        if call["do"] == "drop":
-            life.end_s, life.error = now, call["why"]
-        elif call["do"] == "left_scheduler" and call["finished"]:
-            life.end_s = now
+def _take(run: ClusterLogRun, line: Mapping[str, Any]) -> None:
+    if "span" in line:
+        tokens, times = (line["start"], line["end"]), (line["began_s"], line["t"])
+        run.spans.append(GroupSpan(line["span"], tuple(line["group"]), *tokens, *times, line["last"]))
+    elif "sent" in line:
+        moved = KvTransfer(line["source"], line["target"], line["began_s"], line["t"])
+        run.transfers.append((line["sent"], moved))
+    elif "event" in line:
+        kind, fields = line["event"]
+        if kind == "RequestArrived":
+            request = msgspec.convert(fields["request"], Request)
+            run.requests[request.id] = ClusterRequestLife(request)
+        elif kind in ("RequestFinished", "RequestDropped"):
+            life = run.requests[fields["request"]]
+            life.end_s, life.error = line["t"], fields.get("why")
 
 
 def prefill_samples(run: ClusterLogRun) -> list[PrefillSample]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -75,6 +75,8 @@ class ClusterState:
             roles.setdefault(instance.role, []).append(instance.id)
         self.by_node = {node: tuple(ids) for node, ids in sorted(nodes.items())}
         self.by_role = {role: tuple(ids) for role, ids in roles.items()}
+        # called with each change: ("put" or "add", instance), ("remove", id), ("arrived", time)
+        self.on_change: Callable[[str, ClusterInstance | int | float], None] | None = None
         self.arrivals: list[float] = []
         self._memory_s = memory_s
         # bounded: a policy that asks about a version older than these must look at all instances
@@ -86,12 +88,16 @@ class ClusterState:
             return
         self.instances[instance.id] = instance
         self._changed(instance.id)
+        if self.on_change is not None:
+            self.on_change("put", instance)
 
     def remove(self, instance: int) -> None:
         """Take an instance out of its role and node. Its entry stays, so that ids keep their meaning."""
         self.by_role = {role: tuple(i for i in ids if i != instance) for role, ids in self.by_role.items()}
         self.by_node = {node: tuple(i for i in ids if i != instance) for node, ids in self.by_node.items()}
         self._changed(instance)
+        if self.on_change is not None:
+            self.on_change("remove", instance)
 
     def add(self, instance: ClusterInstance) -> None:
         """Add an instance: a removed one under its id, or a new one with the next id (else ConfigError)."""
@@ -108,11 +114,15 @@ class ClusterState:
         roles[instance.role] = tuple(sorted({*roles.get(instance.role, ()), i}))
         self.by_node, self.by_role = dict(sorted(nodes.items())), roles
         self._changed(i)
+        if self.on_change is not None:
+            self.on_change("add", instance)
 
     def arrived(self, at_s: float) -> None:
         """Record the arrival of a request. Times must not fall."""
         arrivals = self.arrivals
         arrivals.append(at_s)
+        if self.on_change is not None:
+            self.on_change("arrived", at_s)
         # trimmed only when half of it is too old: amortised constant time for each arrival
         if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - self._memory_s:
             del arrivals[: bisect_left(arrivals, at_s - self._memory_s)]

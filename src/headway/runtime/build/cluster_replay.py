@@ -11,7 +11,7 @@ from headway.core.errors import ConfigError
 from headway.policy.placement.tetris_rates import RateTable
 from headway.runtime.build.cluster_rules import policies_of, policy_context
 from headway.runtime.cluster.cluster_file import ClusterFile
-from headway.runtime.cluster.policies import RATES_NOTE, PlacementChain, may_of
+from headway.runtime.cluster.policies import RATES_NOTE, PlacementChain
 
 
 def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
@@ -26,7 +26,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
         # The log's first line has the policy; another one would differ at its first decision.
         if (about.get("placement"), about.get("options")) != (file.placement, file.options):
             raise ConfigError(f"it is of placement {about.get('placement')!r} with options {about.get('options')}")
-        chains.append(PlacementChain(policies_of(file, policy_context(file, model, about)), may_of(replay.controller)))
+        chains.append(PlacementChain(policies_of(file, policy_context(file, model, about)), replay.may_use))
         return chains[0]
 
     def on_note(word: str) -> None:

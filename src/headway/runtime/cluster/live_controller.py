@@ -24,7 +24,7 @@ from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LatencyOf, LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.membership import LiveMembership
-from headway.runtime.cluster.policies import PlacementChain, may_of
+from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.cluster.settling_loop import SettlingLoop
 
 log = logging.getLogger("headway.cluster")
@@ -77,12 +77,11 @@ class LiveController:
             lambda name: self.machine.cancel(name),
             clock,
         )
-        self.policies = PlacementChain(make, lambda name, number: self._may(name, number))
+        self.policies = PlacementChain(make, lambda name, number: self.machine.may_use(name, number))
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
         self.machine: ClusterController = kind(
             book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
         )
-        self._may = may_of(self.machine)
         self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
         settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from headway.control.controller import ClusterController
 from headway.policy.placement.base import (
     Action,
     CommitSpans,
@@ -153,19 +152,3 @@ def _instances(action: Action) -> list[int]:
     if isinstance(action, TransferKv):
         return [action.to]
     return list(action.group) if isinstance(action, EnqueueRequest | HoldGroup) else []
-
-
-def may_of(machine: ClusterController) -> Callable[[str, int], bool]:
-    """Return whether a request may be given to an instance: to none that is gone, and to one that is drained only with
-    something there already."""
-    state = machine.state
-
-    def may(name: str, number: int) -> bool:
-        if number in state.gone:
-            return False
-        if number not in state.closed:
-            return True
-        controlled = machine.requests.get(name)
-        return controlled is not None and number in state.places(controlled)
-
-    return may

@@ -17,7 +17,7 @@ from headway.control.controller import ClusterController
 from headway.core.errors import HeadwayError, RequestError, UnavailableError
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks, ClusterState
-from headway.runtime.cluster.policies import PlacementChain, may_of
+from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import FinishReason
 from headway.runtime.http_cluster.answer_stream import AnswerStream, read_answer, without_end_token
@@ -56,9 +56,8 @@ class HttpController:
         state = ClusterState([each.initial_instance for each in instances.values() if each.decodes], links)
         self._prefill = PrefillServers(instances)
         self.backend = HttpBackend(instances, latency, self._open, clock)
-        self._policies = PlacementChain(make, lambda name, number: self._may(name, number))
+        self._policies = PlacementChain(make, lambda name, number: self.machine.may_use(name, number))
         self.machine = ClusterController(state, self.backend, self._policies, layers=layers)
-        self._may = may_of(self.machine)
 
         def prefilling() -> list[int]:
             return [n for n, each in instances.items() if each.queue.unanswered and each.decodes]
