@@ -53,8 +53,14 @@ def test_affinity_weighs_what_is_cached_against_the_queue() -> None:
     state.put(msgspec.structs.replace(state.instances[2], free_at_s=5.01, queued=300, running=1))
     for queue in ("seconds", "tokens"):
         assert chosen(state, queue, (0, 0, 960)) == 0
-        assert chosen(state, queue, (0, 0, 960), affinity=True) == 2
+        # by seconds: the copy to an idle replica is faster than the wait at the one that has it
+        assert chosen(state, queue, (0, 0, 960), affinity=True) == (2 if queue == "tokens" else 0)
         assert chosen(state, queue, (0, 960, 960), affinity=True) == 1
+    slow = LINKS["ib-200"]
+    state.links = ClusterLinks(
+        inside=NET.inside, across=msgspec.structs.replace(slow, bytes_per_s=slow.bytes_per_s / 99)
+    )
+    assert chosen(state, "seconds", (0, 0, 960), affinity=True) == 2
     state.put(msgspec.structs.replace(state.instances[2], free_at_s=60.0, queued=5000))
     for queue in ("seconds", "tokens"):
         assert chosen(state, queue, (0, 0, 960), affinity=True) == 0

@@ -74,7 +74,7 @@ def test_improvement_rate_follows_the_load_and_can_be_replaced() -> None:
     [
         ({"rate": 1.5}, "rate must be below 1"),
         ({"rate": 0.1, "rates": [[1.0, 0.2]]}, "give one of"),
-        ({"speed": 3}, "speed is not a field; allowed here: mode, sizes, rate"),
+        ({"speed": 3}, "speed is not a field; allowed here: mode, affinity, sizes, rate"),
         ({"rate": "fast"}, "rate: .*valid number"),
         ({"mode": "quick"}, "mode must be 'default' or 'paper'"),
     ],

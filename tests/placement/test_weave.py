@@ -145,7 +145,7 @@ def test_other_policies_place_a_refused_commitment_again(name: str) -> None:
         ({"rho_min": 0.8}, "options of weave: `rho_min` must be at most"),
         ({"yields_to": -1.0}, "yields_to must be at least 0"),
         ({"anchored": False}, "for tetris alone"),
-        ({"speed": 1}, "speed is not a field; allowed here: mode, sizes"),
+        ({"speed": 1}, "speed is not a field; allowed here: mode, affinity, sizes"),
     ],
 )
 def test_bad_options_are_named_in_the_error(options: dict[str, Any], message: str) -> None:

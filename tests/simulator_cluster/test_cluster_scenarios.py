@@ -39,7 +39,7 @@ def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"placement": "tetra"}, "cluster: unknown placement 'tetra'; known are fifo"),
-        ({"options": {"speed": 1}}, "options of tetris: speed is not a field; allowed here: mode, sizes"),
+        ({"options": {"speed": 1}}, "options of tetris: speed is not a field; allowed here: mode, affinity, sizes"),
         ({"pools": []}, "cluster: a `placement` needs `pools`"),
         ({"placement": None}, "`pools` and `options` need a `placement`"),
         ({"pools": [{"role": "prefil", "count": 1}]}, r"cluster.pools\[0\].role must be 'prefill', 'decode' or"),

@@ -18,5 +18,8 @@ def check_capable(action: Action, has: frozenset[Capability], state: ControllerS
         request = state.request(action.request).request
         if len(action.spans) > 1 or action.spans[0].end != request.prompt_tokens or action.batched_with:
             raise ActionImpossible("its instances compute whole prompts")
+    prefix = action.prefix if isinstance(action, CommitSpans | EnqueueRequest) else None
+    if prefix is not None and prefix.copy_s > 0 and "prefix_copy" not in has:
+        raise ActionImpossible("its instances copy no cached prefixes")
     if isinstance(action, TransferKv) and "kv_transfer" not in has:
         raise ActionImpossible("its instances move no KV")

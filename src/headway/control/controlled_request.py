@@ -7,13 +7,14 @@ from typing import Any
 from headway.control.queue_entries import SchedulerEntry, SpanEntry
 from headway.core.request import Request
 from headway.core.span import Phase
+from headway.policy.placement.base import CachedPrefix
 
 
 class ControlledRequest:
     """A request from arrival to end."""
 
-    __slots__ = ("backend_state", "ended", "entries", "group", "kv_at", "output_tokens", "phase", "rejected", "request",
-                 "resident", "scheduler_entry", "transfer_targets")  # fmt: skip
+    __slots__ = ("backend_state", "ended", "entries", "group", "kv_at", "output_tokens", "phase", "prefix", "rejected",
+                 "request", "resident", "scheduler_entry", "transfer_targets")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -25,6 +26,7 @@ class ControlledRequest:
         self.output_tokens = 0  # as of when it last left a scheduler
         self.transfer_targets: dict[int, int] = {}  # target instance of spans that have not begun, by index
         self.kv_at: set[int] = set()  # instances to which all announced KV has been sent
+        self.prefix: CachedPrefix | None = None  # cached KV that its last action copies to its group
         self.ended = False
         self.rejected = False  # the policy, or a scheduler, refused it: set when it ends
         self.backend_state: Any = None  # the backend's own state of it

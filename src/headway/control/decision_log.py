@@ -113,6 +113,8 @@ def plain(item: Event | Action) -> list[Any]:
     for key in ("spans", "batched_with"):
         for span in fields.get(key, ()):
             span["request"] = span["request"]["id"]
+    if fields.get("prefix", 0) is None:
+        del fields["prefix"]
     return [type(item).__name__, fields]
 
 

@@ -22,7 +22,7 @@ State = Literal["waiting", "running", "unqueued", "done"]
 class QueueEntry:
     """An entry in the queues of a group of instances."""
 
-    __slots__ = ("after", "concurrent", "group", "kind", "owner", "planned_s", "rank", "state")
+    __slots__ = ("after", "concurrent", "group", "kind", "owner", "planned_s", "rank", "ready_s", "state")
 
     def __init__(
         self,
@@ -41,6 +41,8 @@ class QueueEntry:
         # place in the total order; set when the entry is queued
         self.rank = 0
         self.state: State = "unqueued"
+        # absolute time from which on it may compute: when the cached KV before it has been copied to its group
+        self.ready_s = 0.0
         # predicted absolute time of its end, in seconds (`FreeTimes`)
         self.planned_s = 0.0
 

@@ -56,8 +56,10 @@ class KvMigrations:
             self._announce(entry, to)
 
     def _announce(self, entry: SpanEntry, to: int) -> None:
-        span, share = entry.span, len(entry.group)
-        kv_slices = [KvSlice(entry.owner, i, to, span.start, span.end, share, entry) for i in entry.group]
+        span, share, prefix = entry.span, len(entry.group), entry.controlled.prefix
+        # the group sends its copy of a cached prefix along, unless the target is where that came from
+        start = 0 if prefix is not None and entry.index == 0 and to != prefix.instance else span.start
+        kv_slices = [KvSlice(entry.owner, i, to, start, span.end, share, entry) for i in entry.group]
         self._state.transfers.add(kv_slices, self._state.now)
         self._state.backend.announced(entry.controlled, to, self._state.now)
 

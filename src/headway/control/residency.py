@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from headway.control.backend import ActionImpossible
 from headway.control.controlled_request import ControlledRequest
 from headway.control.instance_queues import QueueEntry
@@ -31,11 +33,12 @@ class SchedulerResidency:
             raise ActionImpossible(f"{action.request} waits for its turn already")
         # from another scheduler it takes its KV along
         self.leave(controlled, "moved")
+        controlled.prefix, request = action.prefix, controlled.request
+        if action.prefix is not None:
+            request = msgspec.structs.replace(request, cached_tokens=action.prefix.tokens)
         if not action.concurrent and any(state.queues.blocked(i, action.request) for i in group):
             # a decode has no prompt tokens left to compute: it counts as one, and delays no span
-            tokens, seconds = (
-                (1, 0.0) if action.phase == "decode" else state.backend.prefill_estimate(controlled.request, group)
-            )
+            tokens, seconds = (1, 0.0) if action.phase == "decode" else state.backend.prefill_estimate(request, group)
             entry = controlled.scheduler_entry = SchedulerEntry(controlled, group, action.phase, tokens, seconds)
             state.queues.append(entry)
             state.timeline.extend(entry, state.now)

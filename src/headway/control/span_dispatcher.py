@@ -36,9 +36,12 @@ class SpanDispatcher:
         # all spans are checked before the first is queued: an action is refused whole
         self._check_spans(controlled, action, groups)
         before = controlled.entries[-1] if controlled.entries else None
+        controlled.prefix = action.prefix
         for span, group in zip(action.spans, groups, strict=True):
             seconds = state.backend.span_s((span,), self._nodes(group), before.group if before is not None else ())
             entry = SpanEntry(controlled, span, len(controlled.entries), group, seconds, before, action.concurrent)
+            if action.prefix is not None and entry.index == 0:
+                entry.ready_s = state.now + action.prefix.copy_s
             controlled.entries.append(entry)
             state.queues.append(entry)
             state.backend.committed(entry, state.now)
@@ -134,6 +137,8 @@ class SpanDispatcher:
         """Begin a span whose turn has come, and those batched with it."""
         state = self._state
         entry.began_s = state.now
+        # The group is held, and waits for cached KV that is still on its way
+        entry.extra_s = max(entry.extra_s, entry.ready_s - state.now)
         state.backend.begin(entry, state.now)
         for other in entry.batched_with:
             other.state = "running"

@@ -33,7 +33,7 @@ class FreeTimes:
         """Lay out an entry that was appended behind all others: O(group), the usual case."""
         # a group computes in lockstep: it begins when the last of its instances is free
         start = max(self._busy_s(entry), *(self.free_s[i] for i in entry.group))
-        start = max(start, now, entry.after.planned_s if entry.after is not None else now)
+        start = max(start, now, entry.ready_s, entry.after.planned_s if entry.after is not None else now)
         entry.planned_s = start + entry.remaining_s(self._layers)
         for i in entry.group:
             self.free_s[i] = entry.planned_s
@@ -75,6 +75,8 @@ class FreeTimes:
             for i in entry.group:
                 if free[i] > start:
                     start = free[i]
+            if entry.ready_s > start:
+                start = entry.ready_s
             if entry.after is not None and entry.after.state != "done":
                 start = max(start, entry.after.planned_s)
             entry.planned_s = start + entry.remaining_s(self._layers)

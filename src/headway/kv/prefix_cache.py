@@ -71,16 +71,28 @@ class PrefixCache:
 
     # -- waiting requests ---------------------------------------------------------------------------------------
 
-    def register(self, request: str, keys: Sequence[Hashable], prompt_tokens: int, *, restores: bool = False) -> int:
+    def register(
+        self,
+        request: str,
+        keys: Sequence[Hashable],
+        prompt_tokens: int,
+        *,
+        restores: bool = False,
+        brings_kv: bool = False,
+    ) -> int:
         """Look up a new request's prompt and return how many of its tokens are cached now.
 
         `keys`: of the prompt's full blocks, or of more blocks if its output is known; the list may grow with the
         answer, whose blocks are then cached too. `restores`: it is no request but a prefix that is about to be read
-        from elsewhere: others wait for it, and it is not counted. A request that is not registered neither shares
-        blocks nor leaves any."""
-        shareable = min(len(keys), (prompt_tokens - 1) // self._block_tokens)
+        from elsewhere: others wait for it, and it is not counted. `brings_kv`: it comes with its KV: it takes nothing
+        and is not counted, and its blocks are cached. A request that is not registered neither shares blocks nor leaves
+        any."""
+        shareable = 0 if brings_kv else min(len(keys), (prompt_tokens - 1) // self._block_tokens)
         entry = _PrefixEntry(keys, prompt_tokens, shareable, self.index.root)
         self._entries[request] = entry
+        if brings_kv:
+            entry.counted = True
+            return 0
         if restores:
             entry.counted = True
             self._restores.add(request)

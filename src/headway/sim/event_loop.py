@@ -36,11 +36,13 @@ class EventKind(IntEnum):
     """A batch leaves the last stage, or stage 0 becomes free."""
     KV_SENT = 2
     """A slice of KV has reached its target."""
-    TIMER = 3
+    PREFIX_COPIED = 3
+    """A cached prefix has reached the instance that asked for it."""
+    TIMER = 4
     """A placement policy asked to be called."""
-    CLIENT_LEAVES = 4
+    CLIENT_LEAVES = 5
     """A client times out or loses patience."""
-    NEXT_TURN = 5
+    NEXT_TURN = 6
     """A session's next request arrives."""
 
 

@@ -69,7 +69,7 @@ class SimulatedPrefixes:
 
     def __init__(self, block_manager: BlockManager, cache: PrefixCache) -> None:
         self._block_manager, self._cache = block_manager, cache
-        self._unique = 0
+        self._unique = self._copies = 0
 
     def cached_tokens(self, source: TraceRequest) -> int:
         """Return how many tokens of a prompt are cached now, without registering it."""
@@ -83,6 +83,34 @@ class SimulatedPrefixes:
         """Register a request and return it with the tokens that are cached now."""
         keys = self._text(request, source).keys(self._block_manager.block_tokens)
         return replace(request, cached_tokens=self._cache.register(request.id, keys, request.prompt_tokens))
+
+    def bring(self, request: Request, source: TraceRequest) -> None:
+        """Register a request whose KV was transferred here: what it leaves is cached."""
+        keys = self._text(request, source).keys(self._block_manager.block_tokens)
+        self._cache.register(request.id, keys, request.prompt_tokens, brings_kv=True)
+
+    def begin_copy(self, source: TraceRequest, tokens: int) -> str | None:
+        """Take blocks for the first `tokens` tokens of a prompt, which another instance sends: the request waits for
+        them. Return the name of the copy, for `end_copy`; None: there are too few blocks, or the text is not known."""
+        size = self._block_manager.block_tokens
+        if source.text is None:
+            return None
+        keys = source.text.cut(source.prompt_tokens).keys(size)[: tokens // size]
+        self._copies += 1
+        # no request's id has this character
+        name = f"\0copy-{self._copies}"
+        self._cache.register(name, keys, len(keys) * size + 1, restores=True)
+        if self._block_manager.reserve(name, len(keys) * size) is None:
+            self._cache.forget(name)
+            return None
+        return name
+
+    def end_copy(self, name: str) -> None:
+        """Cache the blocks of a copy that has arrived."""
+        lease = self._block_manager.lease(name)
+        self._block_manager.note_computed(name, lease.tokens)
+        self._block_manager.free(lease)
+        self._cache.forget(name)
 
     def forget(self, request: str) -> None:
         """Drop a request that the scheduler refused."""

@@ -83,7 +83,9 @@ class SimulatedEngine:
         """Admit a request. Raises RequestError when its KV can never fit, PredictedLateError if it asked for that."""
         name = track.request.id
         # what is cached without a look-up was transferred here
-        if self.prefixes is not None and not track.request.cached_tokens:
+        if self.prefixes is not None and track.request.cached_tokens:
+            self.prefixes.bring(track.request, track.source)
+        elif self.prefixes is not None:
             track.request = self.prefixes.look_up(track.request, track.source)
         try:
             refuse_late(self.scheduler, track.request, now)

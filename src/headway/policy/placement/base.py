@@ -32,6 +32,15 @@ class SpanProgress(NamedTuple):
     """The tokens after it are complete in the first `layer` layers; 0: the pause is at a chunk's edge."""
 
 
+class CachedPrefix(msgspec.Struct, frozen=True):
+    """KV of a prompt's first tokens that an instance has in its prefix cache."""
+
+    instance: int
+    tokens: int
+    copy_s: float = 0.0
+    """Predicted seconds to copy it to the request's group, from the action on; 0: it is there."""
+
+
 # -- what has happened -------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +163,8 @@ class CommitSpans(msgspec.Struct, frozen=True):
     batched_with: tuple[Span, ...] = ()
     """Spans of other requests to compute as one batch with this request's only span, on the same group. They begin and
     end together, SpanDone comes for each, and the batch cannot be preempted."""
+    prefix: CachedPrefix | None = None
+    """Cached KV behind which the first span begins; the span waits until the group has it."""
 
 
 class HoldGroup(msgspec.Struct, frozen=True):
@@ -191,6 +202,8 @@ class EnqueueRequest(msgspec.Struct, frozen=True):
     """"prefill": RequestPrefilled follows; "decode": the request's KV must be on the group."""
     concurrent: bool = False
     """Run together with the spans on these instances, instead of behind them."""
+    prefix: CachedPrefix | None = None
+    """Cached KV that another instance sends to this one's prefix cache; the request waits for it there."""
 
 
 class PreemptRequest(msgspec.Struct, frozen=True):

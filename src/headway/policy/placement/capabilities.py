@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-Capability = Literal["spans", "groups", "kv_transfer", "pause", "decode_pause"]
+Capability = Literal["spans", "groups", "kv_transfer", "pause", "decode_pause", "prefix_copy"]
 """`spans`: compute a part of a prompt. `groups`: compute together with other instances. `kv_transfer`: send KV to
 another instance, which continues there. `pause`: stop a prefill and continue it later. `decode_pause`: the same for a
-decode. All instances serve whole requests, and end one whose client has left."""
+decode. `prefix_copy`: say what of a prompt each of them has cached, and copy that to another. All instances serve whole
+requests, and end one whose client has left."""
 
 ALL_CAPABILITIES: frozenset[Capability] = frozenset(get_args(Capability))
+
+NATIVE_CAPABILITIES = ALL_CAPABILITIES - {"prefix_copy"}
+"""Of the instances of a live cluster: an engine that is one of several keeps no prefixes."""
 
 HTTP_CAPABILITIES: frozenset[Capability] = frozenset(("pause", "decode_pause"))
 """Of servers behind HTTP: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""
@@ -31,6 +35,8 @@ def missing_for(placement: str, options: Mapping[str, Any], has: frozenset[Capab
             wanted.append(f"`long_replicas: fixed`, {_ONE_INSTANCE}")
         if "kv_transfer" not in has and options.get("disaggregate", True):
             wanted.append("`disaggregate: false`")
-    elif placement in ("weave", "tetris", "loongserve", "fixed-sp", "context-parallel") and not has >= ALL_CAPABILITIES:
+    elif placement in ("weave", "tetris", "loongserve", "fixed-sp", "context-parallel") and not (
+        has >= NATIVE_CAPABILITIES
+    ):
         return "cannot work: it spreads prompts over instances and moves KV between them"
     return "needs the options " + ", ".join(wanted) if wanted else None

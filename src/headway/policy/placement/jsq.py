@@ -12,21 +12,25 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.request import Request
-from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
-from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.base import (
+    Action,
+    CachedPrefix,
+    EnqueueRequest,
+    Event,
+    PlacementPolicy,
+    RequestArrived,
+)
+from headway.policy.placement.prefix_reuse import AffinityOptions, PrefixStart, cheapest_start
+from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class JsqOptions(PolicyOptions):
+class JsqOptions(AffinityOptions):
     """Settings of `jsq`."""
 
     queue: Literal["seconds", "tokens", "requests"] = "seconds"
     """A queue's length: the predicted seconds of its prefills; their tokens, which leave out that attention is
     quadratic; or the number of requests with decodes, as a load balancer without predictions counts."""
-    affinity: bool = False
-    """Whether a replica's queue counts what the request itself would add there: less where its prefix is cached."""
 
     @model_validator(mode="after")
     def _measurable_affinity(self) -> Self:
@@ -39,7 +43,7 @@ class JoinShortestQueue(PlacementPolicy):
     """See the module. Ties go to the replica with fewer requests, then to the lower id."""
 
     def __init__(self, context: PolicyContext, options: JsqOptions) -> None:
-        self._queue, self._affinity, self._latency = options.queue, options.affinity, context.latency
+        self._queue, self._affinity, self._context = options.queue, options.affinity, context
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if not isinstance(event, RequestArrived):
@@ -47,18 +51,19 @@ class JoinShortestQueue(PlacementPolicy):
         replicas = view.with_role("mixed")
         if not replicas:
             raise ConfigError("jsq needs instances of role mixed: replicas that prefill and decode")
+        starts: dict[int, PrefixStart] = {}
         if self._affinity and event.cached:
-            own = {cached: self._work(event.request, cached) for cached in set(event.cached)}
-            added = [own[cached] for cached in event.cached]
-        else:
-            added = [0.0] * len(view.instances)
-        shortest = min(replicas, key=lambda i: (self._queue_length(view, i, added[i]), i))
-        return [EnqueueRequest(event.request.id, (shortest,))]
+            starts = {i: self._start(event, i, view) for i in replicas}
+        none = PrefixStart(None, 0.0)
+        shortest = min(replicas, key=lambda i: (self._queue_length(view, i, starts.get(i, none).seconds), i))
+        return [EnqueueRequest(event.request.id, (shortest,), prefix=starts.get(shortest, none).prefix)]
 
-    def _work(self, request: Request, cached: int) -> float:
-        """Return the prefill work of a request that begins with so many cached tokens, in the queue's unit."""
-        tokens = max(1, request.prompt_tokens - cached)
-        return tokens if self._queue == "tokens" else self._latency.prefill_s(cached, tokens, GroupShape(1))
+    def _start(self, event: RequestArrived, replica: int, view: ClusterSnapshot) -> PrefixStart:
+        """Return how the request would begin on a replica, with its work there in the queue's unit."""
+        if self._queue == "seconds":
+            return cheapest_start(event.request, event.cached, replica, view, self._context)
+        own = event.cached[replica]
+        return PrefixStart(CachedPrefix(replica, own) if own else None, max(1, event.request.prompt_tokens - own))
 
     def _queue_length(self, view: ClusterSnapshot, replica: int, added: float) -> tuple[float, int]:
         """Return (length in the chosen unit with `added` work, what decides between equal lengths)."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
+import msgspec
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
@@ -21,6 +22,7 @@ from headway.perf.latency.groups import GroupLatency
 from headway.policy.placement.base import (
     Action,
     ActionRefused,
+    CachedPrefix,
     CommitSpans,
     Event,
     PlacementPolicy,
@@ -33,12 +35,13 @@ from headway.policy.placement.cdsp_literal import LiteralPlanner
 from headway.policy.placement.cdsp_plan import ChunkAllocation
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.groups import prefill_instances
-from headway.policy.placement.registry import PolicyContext, PolicyOptions
+from headway.policy.placement.prefix_reuse import AffinityOptions, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
 from headway.policy.placement.view import ClusterSnapshot
 
 
-class TetrisOptions(PolicyOptions):
+class TetrisOptions(AffinityOptions):
     """Settings of `tetris`. At most one of `rate`, `rates` and `rates_file`; without them the rate is 0.3."""
 
     sizes: tuple[Count, ...] = ()
@@ -67,14 +70,24 @@ class TetrisOptions(PolicyOptions):
         return self
 
 
+class PrefixPlan(NamedTuple):
+    """A plan that begins behind a request's cached prefix, if that is sooner."""
+
+    request: Request
+    """With the cached tokens that the plan counts on."""
+    allocation: ChunkAllocation
+    prefix: CachedPrefix | None
+
+
 class TetrisPlacement(PlacementPolicy):
     """See the module."""
 
     def __init__(self, context: PolicyContext, options: TetrisOptions) -> None:
-        self._latency, self._options = context.latency, options
+        self._context, self._latency, self._options = context, context.latency, options
         self.rates = RateControl(_table(options), options.window_s, options.refresh_s)
         self._decodes = DecodePlacement()
         self._requests: dict[str, Request] = {}
+        self._cached: dict[str, tuple[int, ...]] = {}  # tokens that instances had when a request arrived
         self._planner: CdspPlanner | LiteralPlanner | None = None
         self._ids: tuple[int, ...] = ()  # instance of each position in the planner's pool
         self._own_free_s: list[float] = []  # by position, when all plans so far end; only if not anchored
@@ -82,12 +95,14 @@ class TetrisPlacement(PlacementPolicy):
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
+            self.note_cached(event)
             return self._place(event.request, view)
         if isinstance(event, ActionRefused) and event.action == "commit":
             self._decodes.withdraw(event.request)
             return self._place(self._requests[event.request], view)
         if isinstance(event, RequestFinished | RequestDropped):
             self._requests.pop(event.request, None)
+            self.forget_cached(event.request)
         return self._decodes.on_event(event)
 
     def replace_rates(self, table: RateTable) -> None:
@@ -95,12 +110,39 @@ class TetrisPlacement(PlacementPolicy):
         self.rates.replace(table)
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
-        plan = self.plan(request, view)
+        request, plan, prefix = self.plan_behind_prefix(request, view)
         spans = self.spans(plan, request, view)
         if not self._options.anchored:
             self._advance_own_time(plan, request, view.now_s)
         transfers = self._decodes.place(request, [span.group for span in spans], view)
-        return [CommitSpans(request.id, spans, view.version), *transfers]
+        return [CommitSpans(request.id, spans, view.version, prefix=prefix), *transfers]
+
+    def note_cached(self, event: RequestArrived) -> None:
+        """Remember what instances have cached of a new request, if plans count it."""
+        if self._options.affinity and event.cached:
+            self._cached[event.request.id] = event.cached
+
+    def forget_cached(self, request: str) -> None:
+        """Forget a request that has ended."""
+        self._cached.pop(request, None)
+
+    def plan_behind_prefix(self, request: Request, view: ClusterSnapshot) -> PrefixPlan:
+        """Return the plan of a request, behind its longest cached prefix where copying that to the plan's first group
+        gives an earlier first token than computing all of it."""
+        plan = self.plan(request, view)
+        longest = longest_prefix(self._cached.get(request.id, ()))
+        if longest is None:
+            return PrefixPlan(request, plan, None)
+        tokens, source = longest.tokens, longest.instance
+        behind = msgspec.structs.replace(request, cached_tokens=tokens)
+        # KV moves while the group is still busy: a copy only delays what could begin before it ends
+        copies_s = [copy_seconds(tokens, source, (i,), view, self._context) for i in self._ids]
+        reusing = self.plan(behind, view, copies_s)
+        if not copy_pays(reusing.ttft_s, plan.ttft_s):
+            return PrefixPlan(request, plan, None)
+        group = [self._ids[i] for i in reusing.chunks[0].group]
+        copy_s = copy_seconds(tokens, source, group, view, self._context)
+        return PrefixPlan(behind, reusing, CachedPrefix(source, tokens, copy_s))
 
     def spans(self, plan: ChunkAllocation, request: Request, view: ClusterSnapshot) -> tuple[Span, ...]:
         """Return the spans of a plan: its chunks on instances instead of positions."""
@@ -112,8 +154,9 @@ class TetrisPlacement(PlacementPolicy):
             start += tokens
         return tuple(spans)
 
-    def plan(self, request: Request, view: ClusterSnapshot) -> ChunkAllocation:
-        """Return the allocation of a request, on positions among the prefill instances."""
+    def plan(self, request: Request, view: ClusterSnapshot, not_before_s: Sequence[float] = ()) -> ChunkAllocation:
+        """Return the allocation of a request, on positions among the prefill instances. not_before_s: by position,
+        seconds from now before which it cannot begin there."""
         now = view.now_s
         planner = self._planner = self._planner or self._make_planner(view)
         if self._options.anchored:
@@ -121,6 +164,8 @@ class TetrisPlacement(PlacementPolicy):
             queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
         else:
             queue_s = [max(0.0, free - now) for free in self._own_free_s]
+        if not_before_s:
+            queue_s = [max(pair) for pair in zip(queue_s, not_before_s, strict=True)]
         tokens, rate = request.prompt_tokens - request.cached_tokens, self.rates.rate(view)
         if isinstance(planner, LiteralPlanner):
             planner.rate = rate

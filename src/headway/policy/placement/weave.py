@@ -34,6 +34,7 @@ from headway.policy.placement import tetris
 from headway.policy.placement.base import (
     Action,
     ActionRefused,
+    CachedPrefix,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -50,6 +51,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.cdsp_plan import ChunkAllocation
 from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.prefix_reuse import copy_seconds
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
@@ -114,6 +116,7 @@ class WeavePlacement(PlacementPolicy):
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
+            self.tetris.note_cached(event)
             return self._place(event.request, view)
         if isinstance(event, SpanPaused):
             self._set_pausing(event.request, False)
@@ -131,6 +134,7 @@ class WeavePlacement(PlacementPolicy):
             self._left_scheduler(event.request, view)
             self.groups.remove(event.request)
             self._requests.pop(event.request, None)
+            self.tetris.forget_cached(event.request)
         return self._decodes.on_event(event)
 
     def replace_rates(self, table: RateTable) -> None:
@@ -142,14 +146,17 @@ class WeavePlacement(PlacementPolicy):
     def _place(self, request: Request, view: ClusterSnapshot) -> list[Action]:
         if request.max_output_tokens > 1 and not view.with_role("decode"):
             raise ConfigError("weave needs instances of role decode: groups wait for decodes on their instances")
-        plan = self.tetris.plan(request, view)
+        request, plan, prefix = self.tetris.plan_behind_prefix(request, view)
         alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
+        if prefix is not None:
+            # the time of a copy to any one instance
+            alone_s += prefix.copy_s
         gap = self._best_gap(alone_s, plan.ttft_s, view) if self._options.yields_to else None
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
                 placed.delay(seconds)
-            actions = self._enqueue(request, gap.instance, alone_s, view, concurrent=True)
+            actions = self._enqueue(request, gap.instance, alone_s, view, prefix, concurrent=True)
             # one pause serves all prompts that enter during it
             if gap.to_pause is not None and not gap.to_pause.pausing:
                 gap.to_pause.pausing = True
@@ -158,13 +165,19 @@ class WeavePlacement(PlacementPolicy):
         spans = self.tetris.spans(plan, request, view)
         if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
             (instance,) = spans[0].group
-            return self._enqueue(request, instance, alone_s, view, concurrent=False)
+            return self._enqueue(request, instance, alone_s, view, prefix, concurrent=False)
         self.groups.add(self._placed_group(request, plan, spans, view))
         self._decodes.place(request, [span.group for span in spans], view)
-        return [CommitSpans(request.id, spans, view.version)]
+        return [CommitSpans(request.id, spans, view.version, prefix=prefix)]
 
     def _enqueue(
-        self, request: Request, instance: int, alone_s: float, view: ClusterSnapshot, concurrent: bool
+        self,
+        request: Request,
+        instance: int,
+        alone_s: float,
+        view: ClusterSnapshot,
+        prefix: CachedPrefix | None,
+        concurrent: bool,
     ) -> list[Action]:
         """Give a prompt to an instance's scheduler; not concurrent: behind the groups that were committed there."""
         self._decodes.place(request, [(instance,)], view)  # one transfer, when the prompt is complete
@@ -174,7 +187,11 @@ class WeavePlacement(PlacementPolicy):
             self._prefills_end_s[instance] = self._scheduler_idle_s(instance, view) + alone_s
         # with a single output token there is nothing to decode elsewhere
         phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
-        return [EnqueueRequest(request.id, (instance,), phase, concurrent)]
+        if prefix is not None:
+            # planned for a group that may be another
+            copy_s = copy_seconds(prefix.tokens, prefix.instance, (instance,), view, self._context)
+            prefix = CachedPrefix(prefix.instance, prefix.tokens, copy_s)
+        return [EnqueueRequest(request.id, (instance,), phase, concurrent, prefix)]
 
     def _placed_group(
         self, request: Request, plan: ChunkAllocation, spans: Sequence[Span], view: ClusterSnapshot

@@ -20,7 +20,7 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency, GroupShape, batch_s
 from headway.perf.latency.pause_points import pause_points_of
 from headway.policy.placement.base import Phase
-from headway.policy.placement.capabilities import ALL_CAPABILITIES
+from headway.policy.placement.capabilities import NATIVE_CAPABILITIES
 from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_load import InstanceLoad
@@ -41,7 +41,7 @@ class LiveBackend:
     `LiveController` empties `completed`, `over` and `ended` after each call of the `ClusterController`.
     """
 
-    capabilities = ALL_CAPABILITIES
+    capabilities = NATIVE_CAPABILITIES
 
     def __init__(
         self,

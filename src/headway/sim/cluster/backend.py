@@ -15,6 +15,7 @@ from headway.core.span import Phase, Span
 from headway.sim.cluster.busy_time import InstanceBusyTime
 from headway.sim.cluster.instance import SimulatedInstance
 from headway.sim.cluster.kv_room import SimulatedKvRoom
+from headway.sim.cluster.prefix_copies import SimulatedPrefixCopies
 from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.spans import SimulatedSpan, pause_points, predicted_s
 from headway.sim.cluster.transfers import SimulatedTransfers
@@ -22,7 +23,6 @@ from headway.sim.event_loop import EventKind
 from headway.sim.noise import NoiseSource
 from headway.sim.replica import SimulatedEngine
 from headway.sim.result import SpanWork
-from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
     from headway.sim.cluster.simulation import ClusterSimulation
@@ -43,6 +43,12 @@ class SimulatedBackend(InstanceBackend):
             simulation.state,
             lambda at_s, kv_slice: simulation.schedule(at_s, EventKind.KV_SENT, kv_slice),
         )
+        self.prefix_copies = SimulatedPrefixCopies(
+            self.engines,
+            len(simulation.spec.instances),
+            lambda at_s, *copy: simulation.schedule(at_s, EventKind.PREFIX_COPIED, copy),
+            self.on_batch_end,
+        )
         self._on: list[list[SimulatedInstance]] = [[] for _ in simulation.spec.instances]
         # engines, by index, that may start a batch at the end of this instant
         self._due: dict[int, SimulatedInstance] = {}
@@ -61,14 +67,6 @@ class SimulatedBackend(InstanceBackend):
 
     def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return self._engine(group).work(request)
-
-    def cached_tokens(self, source: TraceRequest) -> tuple[int, ...]:
-        """Return how many tokens of a prompt each instance has cached; empty where none has any."""
-        hits = [0] * len(self._on)
-        for engine in self.engines.values():
-            if engine.replica.prefixes is not None and len(engine.group) == 1:
-                hits[engine.group[0]] = engine.replica.prefixes.cached_tokens(source)
-        return tuple(hits) if any(hits) else ()
 
     def busy_s(self, group: tuple[int, ...]) -> float:
         at_s = 0.0
@@ -109,6 +107,7 @@ class SimulatedBackend(InstanceBackend):
         factor = self.noise.factor()
         for member in (entry, *entry.batched_with):
             member.backend_state = SimulatedSpan(factor)
+            self.prefix_copies.count_span(member)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         run: SimulatedSpan = entry.backend_state
@@ -130,7 +129,7 @@ class SimulatedBackend(InstanceBackend):
             request: SimRequest = member.controlled.backend_state
             # a request is scheduled with its first span; resuming does not change that
             if request.scheduled_s is None:
-                request.scheduled_s = now
+                request.scheduled_s, request.cached_tokens = now, member.span.start
         self.spans += 1
         self.simulation.schedule(due_s, EventKind.SPAN_END, ("done", entry, run.serial))
 
@@ -184,7 +183,7 @@ class SimulatedBackend(InstanceBackend):
         for sharing in {each.index: each for i in group for each in self._on[i]}.values():
             self._end_repeats(sharing, now)
         track = request.track_for(phase)
-        engine.add(track, now)
+        engine.add(track, now, self.prefix_copies.begin(engine, controlled.prefix, request.source, now))
         if self.kv is not None:
             # what a transfer has brought is leased by the scheduler from now on
             self.kv.release(controlled.request.id)
@@ -202,7 +201,7 @@ class SimulatedBackend(InstanceBackend):
         return len(request.times)
 
     def on_batch_end(self, engine: SimulatedInstance) -> None:
-        """Let the engine start its next batch at the end of this instant."""
+        """Let an engine start its next batch at the end of this instant."""
         self._due[engine.index] = engine
 
     def pump(self, now: float) -> None:

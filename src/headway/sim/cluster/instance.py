@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.efficient_chunks import reference_aim_s
@@ -27,11 +29,14 @@ class SimulatedInstance:
         self._prefill_backlog_s = 0.0
         self._times = PrefillCache(replica.spec.latency, reference_aim_s(replica.spec.config, replica.spec.latency))
 
-    def add(self, track: DecodeTrack, now: float) -> None:
-        """Admit a request. Raises RequestError when it can never be served here."""
+    def add(self, track: DecodeTrack, now: float, coming: int = 0) -> None:
+        """Admit a request, of whose prompt another instance sends `coming` tokens' KV. Raises RequestError when it can
+        never be served here."""
         self.replica.add(track, now)
         name, request = track.request.id, track.request
         self.resident[name] = track
+        if coming > request.cached_tokens:
+            request = msgspec.structs.replace(request, cached_tokens=coming)
         tokens, seconds = self.work(request)
         self._prefills[name] = (tokens, seconds)
         self.queued_tokens += tokens

@@ -60,9 +60,7 @@ class SimRequest:
                 cached_tokens=known - 1 if phase == "decode" else 0,
                 max_output_tokens=max(1, request.max_output_tokens - len(self.times)),
             )
-        # transferred KV is not looked up
-        text = None if phase == "decode" else self.source.text
-        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass, text=text)
+        source = TraceRequest(request.arrival_s, request.prompt_tokens, left, self.source.klass, text=self.source.text)
         return DecodeTrack(request, source)
 
     def take_tokens(self, track: DecodeTrack) -> None:

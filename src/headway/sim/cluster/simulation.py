@@ -103,6 +103,8 @@ class ClusterSimulation(EventLoop):
             self._batch_end(engine, batch)
         elif kind == EventKind.KV_SENT:
             self._kv_sent(what)
+        elif kind == EventKind.PREFIX_COPIED:
+            self.backend.prefix_copies.arrived(*what)
         elif kind == EventKind.TIMER:
             if what == self._timer_s:
                 self._timer_s = NEVER
@@ -116,7 +118,7 @@ class ClusterSimulation(EventLoop):
         request = SimRequest(self.request_of(source, len(self.requests)), source)
         self.requests.append(request)
         self.schedule_departure(
-            self.controller.arrive(request.request, self.now, request, self.backend.cached_tokens(source))
+            self.controller.arrive(request.request, self.now, request, self.backend.prefix_copies.cached_tokens(source))
         )
         self.controller.deliver_events()
 
@@ -271,4 +273,7 @@ class ClusterSimulation(EventLoop):
                 kv_peak_tokens=max(total.kv_peak_tokens, use.kv_peak_tokens),
                 prefix_cache=sum_of(total.prefix_cache, use.prefix_cache if first else None),
             )
+        if instance == 0:
+            spans = self.backend.prefix_copies.use_of_spans(self.backend.engines.values())
+            total = replace(total, prefix_cache=sum_of(total.prefix_cache, spans))
         return total

@@ -28,18 +28,19 @@ class StrategyChooser:
 
     def __init__(self, context: PolicyContext, tp: int, fast: bool) -> None:
         self._context, self._tp, self._fast = context, tp, fast
-        self._known: dict[tuple[int, int, int], StrategyChoice] = {}  # by (rounded length, replicas, nodes)
+        # by (rounded length, replicas, nodes, rounded cached tokens)
+        self._known: dict[tuple[int, int, int, int], StrategyChoice] = {}
 
-    def choose(self, tokens: int, replicas: int, nodes: int) -> StrategyChoice:
-        """Return the choice for a prompt on so many replicas, over so many nodes."""
-        key = (-(-tokens // _LENGTH_STEP), replicas, nodes)
+    def choose(self, tokens: int, replicas: int, nodes: int, cached: int = 0) -> StrategyChoice:
+        """Return the choice for a prompt on so many replicas, over so many nodes, behind its first `cached` tokens."""
+        key = (-(-tokens // _LENGTH_STEP), replicas, nodes, cached // _LENGTH_STEP)
         known = self._known.get(key)
         if known is None:
-            most = key[0] * _LENGTH_STEP
+            most, past = key[0] * _LENGTH_STEP, key[3] * _LENGTH_STEP
             groups = [GroupShape(replicas, nodes, strategy) for strategy in self._allowed(replicas, nodes)]
-            seconds = [self._context.latency.prefill_s(0, most, group) for group in groups]
+            seconds = [self._context.latency.prefill_s(past, most - past, group) for group in groups]
             best = min(range(len(groups)), key=seconds.__getitem__)
-            pause_interval_s = self._context.pause_interval_s(0, most, groups[best], seconds[best])
+            pause_interval_s = self._context.pause_interval_s(past, most, groups[best], seconds[best])
             known = self._known[key] = StrategyChoice(groups[best].strategy, seconds[best], pause_interval_s)
         return known
 
@@ -87,14 +88,17 @@ class GroupSizing:
     def replicas(self, prompt: int, whole: int) -> int:
         """Return the number for a request of `prompt` tokens, `whole` with its output; 0 if all replicas together
         cannot hold it."""
-        # rounded up; the output's KV counts too, as it stays on the group
-        least = -(-whole // self._capacity) if self._capacity else 1
+        least = self.least(whole)
         if least > self._most:
             return 0
         if self._rule == "memory":
             return least
         wanted = self._fixed if self._rule == "fixed" else self._fast_enough(-(-prompt // _LENGTH_STEP))
         return max(least, min(wanted, self._most))
+
+    def least(self, whole: int) -> int:
+        """Return the fewest replicas that hold so many tokens: the output's KV counts too, as it stays on the group."""
+        return -(-whole // self._capacity) if self._capacity else 1
 
     def _fast_enough(self, steps: int) -> int:
         """Return the fewest replicas that keep the target; all if none do. Assumes that more are never slower."""

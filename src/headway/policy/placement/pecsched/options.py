@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from headway.core.file_sections import Count, Positive, PositiveOrZero
-from headway.policy.placement.registry import PolicyOptions
+from headway.policy.placement.prefix_reuse import AffinityOptions
 
 
-class PecSchedOptions(PolicyOptions):
+class PecSchedOptions(AffinityOptions):
     """Settings of `pecsched`."""
 
     long_tokens: Count = 32_768

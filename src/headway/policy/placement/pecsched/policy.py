@@ -46,6 +46,7 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
+from headway.policy.placement.pecsched.cached_prefixes import CachedPrefixes
 from headway.policy.placement.pecsched.group_sizing import GroupSizing, StrategyChooser
 from headway.policy.placement.pecsched.long_groups import (
     AgeingPolicy,
@@ -79,6 +80,7 @@ class PecSched(PlacementPolicy):
         self._bounds_queues = options.mode != "paper"
         self._compares_waits = self._bounds_queues and options.counts_seconds
         self._index: ReplicaIndex | None = None
+        self._prefixes = CachedPrefixes(context, options.affinity, options.counts_seconds)
         self._shorts: dict[str, ShortRequest] = {}
         self._global_queue: dict[str, None] = {}  # short requests that wait, in order
         self._long_queue: deque[Request] = deque()
@@ -93,7 +95,7 @@ class PecSched(PlacementPolicy):
         self._handlers: dict[type, Callable[[Any, ClusterSnapshot], list[Action]]] = {
             RequestArrived: self._arrived,
             RequestPrefilled: self._prefilled,
-            KvReady: self._kv_ready,
+            KvReady: lambda event, _: [EnqueueRequest(event.request, (event.instance,), "decode")],
             SpanDone: self._span_done,
             SpanPaused: self._span_paused,
             RequestFinished: self._finished,
@@ -105,6 +107,7 @@ class PecSched(PlacementPolicy):
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         if self._index is None:
             self._set_up(view)
+        self._prefixes.view = view
         handler = self._handlers.get(type(event))
         return handler(event, view) if handler is not None else []
 
@@ -145,7 +148,8 @@ class PecSched(PlacementPolicy):
     def _arrived(self, event: RequestArrived, view: ClusterSnapshot) -> list[Action]:
         now = view.now_s
         request = event.request
-        if request.prompt_tokens > self._options.long_tokens:
+        self._prefixes.note(event)
+        if self._prefixes.is_long(request, self._options.long_tokens, self._sizes):
             self._long_queue.append(request)
             return self._commit_longs(view)
         name = request.id
@@ -172,9 +176,6 @@ class PecSched(PlacementPolicy):
             actions.append(TransferKv(event.request, self._decoding.place(short.request), overlapped=True))
         return self._end_prefill(short, view.now_s, actions)
 
-    def _kv_ready(self, event: KvReady, view: ClusterSnapshot) -> list[Action]:
-        return [EnqueueRequest(event.request, (event.instance,), "decode")]
-
     def _span_done(self, event: SpanDone, view: ClusterSnapshot) -> list[Action]:
         now = view.now_s
         group = self._groups.get(event.request)
@@ -183,7 +184,7 @@ class PecSched(PlacementPolicy):
         group.decoding, group.state, group.began_s = True, "decode", now
         actions: list[Action] = []
         if group.request.max_output_tokens > 1:
-            actions.append(EnqueueRequest(event.request, self._group_of(group), "decode", concurrent=True))
+            actions.append(EnqueueRequest(event.request, self._instances_of(group.replicas), "decode", concurrent=True))
         replicas = self._replicas()
         # co-located, its replicas take short prefills while it decodes; else (/CoL) it is preempted like a prefill
         if self._options.colocate:
@@ -208,6 +209,7 @@ class PecSched(PlacementPolicy):
     def _finished(self, event: RequestFinished | RequestDropped, view: ClusterSnapshot) -> list[Action]:
         now = view.now_s
         name = event.request
+        self._prefixes.forget(name)
         short = self._shorts.pop(name, None)
         if short is not None:
             self._global_queue.pop(name, None)
@@ -265,7 +267,7 @@ class PecSched(PlacementPolicy):
         queue."""
         replicas, options = self._replicas(), self._options
         short = self._shorts[name]
-        tokens, most, concurrent = short.request.prompt_tokens, options.batch_tokens, False
+        tokens, most, concurrent = self._prefixes.uncached_tokens(short.request), options.batch_tokens, False
         free = replicas.free.argmin()
         # 1. an idle replica: if the shortest queue is not empty, none is
         at = free if free >= 0 and not replicas.weight[free] else -1
@@ -282,15 +284,17 @@ class PecSched(PlacementPolicy):
             at = free
         if at < 0:
             return False
+        at, prefix = self._prefixes.place(short, at, self._ids, replicas, most if self._bounds_queues else None)
         short.replica = at
-        replicas.add_prefill(at, short.weight, tokens)
-        actions.append(EnqueueRequest(name, (self._ids[at],), "prefill", concurrent))
+        replicas.add_prefill(at, short.weight, short.tokens)
+        actions.append(EnqueueRequest(name, (self._ids[at],), "prefill", concurrent, prefix))
         return True
 
     def _preempt_for(self, short: ShortRequest, free: int, now: float, actions: list[Action]) -> int:
         """Return a replica of a paused group that may take the prompt, or of a group that is paused for it; `free`, if
         its queue ends before that (not in `paper` mode); -1 if there is none."""
-        replicas, tokens, most = self._replicas(), short.request.prompt_tokens, self._options.batch_tokens
+        tokens, most = self._prefixes.uncached_tokens(short.request), self._options.batch_tokens
+        replicas = self._replicas()
         at = replicas.paused.argmin()
         if at >= 0 and not replicas.fits(at, tokens, most):
             at = -1
@@ -326,7 +330,7 @@ class PecSched(PlacementPolicy):
         replicas, at = self._replicas(), short.replica
         if at < 0:
             return actions
-        replicas.end_prefill(at, short.weight, short.request.prompt_tokens)
+        replicas.end_prefill(at, short.weight, short.tokens)
         return self._use_room(at, now, actions)
 
     def _use_room(self, at: int, now: float, actions: list[Action]) -> list[Action]:
@@ -349,7 +353,8 @@ class PecSched(PlacementPolicy):
         actions: list[Action] = []
         while self._long_queue:
             request = self._long_queue[0]
-            size = self._sizes.replicas(request.prompt_tokens, request.prompt_tokens + request.max_output_tokens)
+            whole = request.prompt_tokens + request.max_output_tokens
+            size = self._sizes.replicas(self._prefixes.uncached_tokens(request), whole)
             if not size:
                 self._long_queue.popleft()
                 actions.append(RejectRequest(request.id, "all replicas together cannot hold it"))
@@ -359,19 +364,15 @@ class PecSched(PlacementPolicy):
             if taken is None:
                 break
             self._long_queue.popleft()
-            choice = self._strategies.choose(request.prompt_tokens, size, taken.nodes)
+            ids = self._instances_of(taken.replicas)
+            choice, prefix = self._prefixes.choose(request, ids, taken.nodes, self._strategies)
             self._committed_longs = order = self._committed_longs + 1
             group = SequenceParallelGroup(request, taken.replicas, order, choice.pause_interval_s, choice.prefill_s)
             replicas.occupy(group)
             self._groups[request.id] = group
-            span = Span(
-                request=request,
-                start=request.cached_tokens,
-                end=request.prompt_tokens,
-                group=self._group_of(group),
-                strategy=choice.strategy,
-            )
-            actions.append(CommitSpans(request.id, (span,), view.version))
+            start = request.cached_tokens if prefix is None else prefix.tokens
+            span = Span(request=request, start=start, end=request.prompt_tokens, group=ids, strategy=choice.strategy)
+            actions.append(CommitSpans(request.id, (span,), view.version, prefix=prefix))
             if not group.busy:
                 self._start(group, view.now_s)
         return actions
@@ -388,12 +389,11 @@ class PecSched(PlacementPolicy):
         self._replicas().move_to(group, None)
         self._start(group, now)
         if group.decoding:
-            return [EnqueueRequest(group.request.id, self._group_of(group), "decode", concurrent=True)]
+            return [EnqueueRequest(group.request.id, self._instances_of(group.replicas), "decode", concurrent=True)]
         return [ResumeRequest(group.request.id)]
 
-    def _group_of(self, group: SequenceParallelGroup) -> tuple[int, ...]:
-        """Return the instances of a group's replicas."""
-        return tuple(self._ids[replica] for replica in group.replicas)
+    def _instances_of(self, replicas: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._ids[replica] for replica in replicas)
 
     def _replicas(self) -> ReplicaIndex:
         assert self._index is not None

@@ -80,6 +80,10 @@ class ReplicaIndex:
         """Return whether a replica has short requests."""
         return bool(self.tokens[replica] or self.decodes[replica])
 
+    def is_free(self, replica: int) -> bool:
+        """Return whether a replica takes short requests and has no long one."""
+        return self._set_of[replica] is self.free
+
     def fits(self, replica: int, tokens: int, most: int) -> bool:
         """Return whether a prompt of `tokens` may join: the queue is empty, or stays within `most` tokens."""
         queued = self.tokens[replica]

@@ -15,11 +15,12 @@ UNITS_A_SECOND = 1e6
 class ShortRequest:
     """A short request until it decodes elsewhere or ends."""
 
-    __slots__ = ("replica", "request", "weight")
+    __slots__ = ("replica", "request", "tokens", "weight")
 
     def __init__(self, request: Request, weight: int) -> None:
         self.request = request
         self.weight = weight  # of its prefill, in the unit of queues
+        self.tokens = request.prompt_tokens  # of its prefill, without cached ones once it is placed
         self.replica = -1  # -1: in the global queue
 
 

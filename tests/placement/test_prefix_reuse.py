@@ -1,0 +1,213 @@
+"""Placements that see hits: where a cached prefix lies, what its copy takes, and what plans make of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from headway.control.backend import ActionImpossible
+from headway.control.capability_check import check_capable
+from headway.control.replay import ReplayResult
+from headway.core.errors import ConfigError
+from headway.core.request import Request
+from headway.perf.hardware.links import LINKS
+from headway.perf.hardware.models import model
+from headway.perf.latency import eq1
+from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.base import Action, CachedPrefix, CommitSpans, EnqueueRequest, RequestArrived
+from headway.policy.placement.capabilities import HTTP_CAPABILITIES, NATIVE_CAPABILITIES
+from headway.policy.placement.prefix_reuse import cheapest_start, copy_pays, copy_seconds, longest_prefix
+from headway.policy.placement.registry import PolicyContext, check_options, make_placement
+from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
+from headway.sim.cluster.build import cluster_of, placement_of
+from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.metrics.definitions import ttft_s
+from headway.sim.result import SimResult
+from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.prompt_text import PromptText, TextPiece
+
+CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
+NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
+ALONE = GroupShape(1)
+
+
+def slow(times: float) -> ClusterLinks:
+    across = msgspec.structs.replace(LINKS["ib-200"], bytes_per_s=LINKS["ib-200"].bytes_per_s / times)
+    return ClusterLinks(inside=across, across=across)
+
+
+def state_of(links: ClusterLinks = NET, prefill: int = 4, decode: int = 1) -> ClusterState:
+    roles = ["prefill"] * prefill + ["decode"] * decode
+    instances = [
+        ClusterInstance(id=i, node=i // 4, role=role, capacity=400_000)  # type: ignore[arg-type]
+        for i, role in enumerate(roles)
+    ]
+    return ClusterState(instances, links)
+
+
+def asked(tokens: int) -> Request:
+    return Request(id="r0", arrival_s=0.0, prompt_tokens=tokens, max_output_tokens=5)
+
+
+def decided(name: str, tokens: int, cached: tuple[int, ...], links: ClusterLinks = NET, **options: Any) -> Action:
+    policy = make_placement(name, CONTEXT, {"affinity": True, **options})
+    actions = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state_of(links), 0.0))
+    return actions[0]
+
+
+# -- costs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_charged_with_what_the_group_lacks_over_the_slowest_link() -> None:
+    view, per_token = ClusterSnapshot(state_of(), 0.0), CONTEXT.shape.kv_bytes_per_token
+    assert copy_seconds(1000, 4, (4,), view, CONTEXT) == 0.0
+    assert copy_seconds(0, 4, (0,), view, CONTEXT) == 0.0
+    assert copy_seconds(1000, 4, (0,), view, CONTEXT) == NET.across.transfer_s(1000 * per_token)
+    assert copy_seconds(1000, 1, (0,), view, CONTEXT) == NET.inside.transfer_s(1000 * per_token)
+    assert copy_seconds(1000, 1, (0, 1, 2, 3), view, CONTEXT) == NET.inside.transfer_s(750 * per_token)
+
+
+def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
+    assert copy_pays(1.0, 2.0)
+    assert not copy_pays(2.0, 2.0)
+    assert longest_prefix((0, 64, 64)) == CachedPrefix(1, 64)
+    assert longest_prefix(()) is None
+    request, view = asked(20_000), ClusterSnapshot(state_of(), 0.0)
+    start = cheapest_start(request, (0, 6400, 0, 0, 12_800), 1, view, CONTEXT)
+    copy_s = copy_seconds(6400, 4, (1,), view, CONTEXT)  # what instance 1 has is not sent
+    assert start.prefix == CachedPrefix(4, 12_800, copy_s)
+    # attention still reads the prefix
+    behind_s = CONTEXT.latency.prefill_s(12_800, 7200, ALONE)
+    assert start.seconds == copy_s + behind_s
+    assert behind_s > CONTEXT.latency.prefill_s(0, 7200, ALONE)
+    over_slow_links = cheapest_start(
+        request, (0, 6400, 0, 0, 12_800), 1, ClusterSnapshot(state_of(slow(1e4)), 0.0), CONTEXT
+    )
+    assert over_slow_links.prefix == CachedPrefix(1, 6400)
+    assert cheapest_start(request, (), 1, view, CONTEXT).prefix is None
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tetris", "weave"])
+def test_plans_begin_behind_a_prefix_that_is_copied_in_time(name: str) -> None:
+    action = decided(name, 100_000, (0, 0, 0, 0, 64_000))
+    assert isinstance(action, CommitSpans)
+    assert action.spans[0].start == 64_000
+    assert action.prefix is not None
+    view = ClusterSnapshot(state_of(), 0.0)
+    assert action.prefix == CachedPrefix(4, 64_000, copy_seconds(64_000, 4, action.spans[0].group, view, CONTEXT))
+    whole = decided(name, 100_000, (0, 0, 0, 0, 64_000), slow(1e4))
+    assert isinstance(whole, CommitSpans)
+    assert (whole.spans[0].start, whole.prefix) == (0, None)
+    unseen = decided(name, 100_000, (0, 0, 0, 0, 64_000), affinity=False)
+    assert isinstance(unseen, CommitSpans)
+    assert (unseen.spans[0].start, unseen.prefix) == (0, None)
+
+
+def test_weave_gives_a_prompt_with_a_short_rest_to_a_scheduler() -> None:
+    assert isinstance(decided("weave", 60_000, ()), CommitSpans)
+    action = decided("weave", 60_000, (0, 0, 59_968, 0, 0))
+    assert isinstance(action, EnqueueRequest)
+    assert action.prefix is not None
+    assert (action.prefix.instance, action.prefix.tokens) == (2, 59_968)
+    assert (action.prefix.copy_s > 0) == (action.group != (2,))
+
+
+def test_pecsched_counts_uncached_tokens() -> None:
+    assert isinstance(decided("pecsched", 60_000, ()), CommitSpans)
+    short = decided("pecsched", 60_000, (0, 0, 40_000, 0, 0))  # 20,000 are left: below `long_tokens`
+    assert isinstance(short, EnqueueRequest)
+    assert (short.group, short.prefix) == ((2,), CachedPrefix(2, 40_000))
+    long = decided("pecsched", 100_000, (0, 0, 40_000, 0, 0))
+    assert isinstance(long, CommitSpans)
+    assert long.spans[0].start == 40_000
+    assert long.prefix is not None
+    assert (long.prefix.copy_s > 0) == (long.spans[0].group != (2,))
+    whole = decided("pecsched", 100_000, (0, 0, 0, 0, 40_000), slow(1e4))
+    assert isinstance(whole, CommitSpans)
+    assert whole.spans[0].start == 0
+
+
+def test_pecsched_keeps_requests_long_that_no_replica_holds_alone() -> None:
+    action = decided("pecsched", 450_000, (0, 0, 0, 0, 449_984))
+    assert isinstance(action, CommitSpans)
+    assert len(action.spans[0].group) > 1
+
+
+def test_literal_modes_and_instances_without_copies_stay_as_they_are() -> None:
+    for name in ("jsq", "tetris", "weave", "pecsched"):
+        with pytest.raises(ConfigError, match="`affinity` is in no paper"):
+            check_options(name, {"affinity": True, "mode": "paper"})
+    remote = EnqueueRequest("r0", (0,), prefix=CachedPrefix(4, 640, 0.1))
+    here = EnqueueRequest("r0", (0,), prefix=CachedPrefix(0, 640))
+    for has in (NATIVE_CAPABILITIES, HTTP_CAPABILITIES):
+        with pytest.raises(ActionImpossible, match="copy no cached prefixes"):
+            check_capable(remote, has, None)  # type: ignore[arg-type]
+        check_capable(here, has, None)  # type: ignore[arg-type]
+
+
+# -- simulation ----------------------------------------------------------------------------------------------------
+
+
+def run(placement: str, prompt: int, links: float = 1.0, **options: Any) -> tuple[SimResult, list[bytes], Any]:
+    """Simulate ten requests with the same text, far apart, and one that shares half of it."""
+    pools = [{"count": 3}] if placement == "jsq" else [{"count": 3, "role": "prefill"}, {"count": 1, "role": "decode"}]
+    scenario = parse_scenario(
+        {
+            "cluster": {"placement": placement, "options": options, "pools": pools},
+            "prefix_cache": {},
+            "workload": {"mix": [{"prompt": "fixed:2000", "output": "fixed:20"}], "requests": 1},
+        }
+    )
+    text = PromptText((TextPiece(prompt // 2, 1), TextPiece(prompt, 2)))
+    half = PromptText((TextPiece(prompt // 2, 1), TextPiece(prompt, 3)))
+    requests = [TraceRequest(100.0 * i, prompt, 20, text=text) for i in range(10)]
+    requests.append(TraceRequest(1000.0, prompt, 20, text=half))
+    spec = cluster_of(scenario, requests)
+    if links != 1.0:
+        spec = replace(spec, links=slow(links))
+    lines: list[bytes] = []
+    result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines.append)
+    assert all(record.ok for record in result.sim.records)
+    return result.sim, lines, (scenario, spec)
+
+
+@pytest.mark.parametrize("placement", ["jsq", "tetris", "weave", "pecsched"])
+@pytest.mark.parametrize("prompt", [4096, 65_536])
+def test_hits_shorten_prefills_wherever_they_are(placement: str, prompt: int) -> None:
+    sim, lines, (scenario, spec) = run(placement, prompt, affinity=True)
+    block = spec.engine([spec.instances[0]]).block_tokens
+    whole = (prompt - 1) // block * block
+    assert [record.cached_tokens for record in sim.records] == [0] + [whole] * 9 + [prompt // 2]
+    first, *others, half = [ttft_s(record) or 0.0 for record in sim.records]
+    assert max(others) < half < first
+    use = sim.use_json()["prefix_cache"]
+    assert use["queried_tokens"] == 11 * prompt
+    assert use["hit_tokens"] == 9 * whole + prompt // 2
+    # every decision is a function of its log
+    assert ReplayResult(lines, lambda _: placement_of(scenario, spec)).run() is None
+
+
+@pytest.mark.parametrize("placement", ["tetris", "weave"])
+def test_the_simulator_charges_copies_and_what_is_not_worth_one_is_computed(placement: str) -> None:
+    sim, lines, _ = run(placement, 65_536, 4.0, affinity=True)
+    commits: dict[str, float] = {}
+    for line in lines:
+        for _, fields in json.loads(line).get("actions", ()):
+            if "prefix" in fields:
+                commits[fields["request"]] = fields["prefix"]["copy_s"]
+    assert max(commits.values()) > 0.5
+    for record in sim.records:
+        copy_s = commits.get(record.id, 0.0)
+        assert (ttft_s(record) or 0.0) > copy_s
+    never, _, _ = run(placement, 65_536, 1e5, affinity=True)
+    unseen, _, _ = run(placement, 65_536, 1e5)
+    assert [record.cached_tokens for record in never.records] == [record.cached_tokens for record in unseen.records]
+    assert sum(ttft_s(record) or 0.0 for record in sim.records) < sum(ttft_s(r) or 0.0 for r in unseen.records)
