@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
@@ -85,10 +86,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--budget", default="20", help="seconds of the profile")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the profile and the server's event log there")
     arguments = parser.parse_args()
     print(f"{processor_name()}, {len(CORES)} cores")
-    with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "table.json"
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        table = folder / "table.json"
         if headway(["profile", "--budget", arguments.budget, "--out", str(table)]):
             return 1
         question = question_of(table, arguments.qps, arguments.requests)
@@ -106,6 +110,8 @@ def main() -> int:
             "--prefix-cache",
             "false",
         ]
+        if arguments.keep:
+            flags += ["--event-log", str(folder / "run.jsonl")]
         with ServerProcess([str(model_path()), *flags]) as server:
             records = asyncio.run(serve_all(server.url, workload_of(question, 0)))
     failed = [one.error for one in records if not one.ok]

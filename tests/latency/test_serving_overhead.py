@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headway.perf.latency import store
-from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.latency.serving_overhead import ServingOverhead, TimeSpread, spread_at, spreads_of
 from headway.perf.latency.table_latency import TableSource
 from headway.planning.answer import latency_note
 from headway.planning.question import parse_question
@@ -29,9 +29,11 @@ ADDED = ServingOverhead(request_s=0.007, idle_s=0.005, iteration_s=0.001)
 SHAPE = {"layers": 1, "hidden": 64, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "mlp": 64, "vocab": 64}
 
 
-def served(folder: Path, serving: ServingOverhead | None, learns: bool = False) -> tuple[RequestRecord, ...]:
+def served(
+    folder: Path, serving: ServingOverhead | None, learns: bool = False, output: int = 3, **noise: object
+) -> tuple[RequestRecord, ...]:
     """Two requests of three tokens, a second apart: both find an idle engine, the first one at its very start."""
-    (folder / "trace.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,3\n1,100,3\n")
+    (folder / "trace.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n0,100,{output}\n{output},100,{output}\n")
     table = folder / "table.json"
     store.save(msgspec.structs.replace(BARE, serving=serving), table)
     data = {
@@ -40,6 +42,7 @@ def served(folder: Path, serving: ServingOverhead | None, learns: bool = False) 
         "latency": {"source": "table", "file": str(table), "learns": learns},
         "memory": {"kv_tokens": 4096},
         "workload": {"trace": str(folder / "trace.csv")},
+        "run": {"noise": noise},
     }
     return run_scenario(parse_scenario(data, "test"), 0).sim.records
 
@@ -88,3 +91,40 @@ def test_the_plan_says_what_it_holds(tmp_path: Path, serving: ServingOverhead | 
         }
     )
     assert says in latency_note(question, None)
+
+
+def test_iterations_vary_as_those_of_their_length_did() -> None:
+    # Short iterations took up to twice as predicted, long ones at most a tenth more.
+    short, long = [0.01] * 200, [0.1] * 200
+    measured = [0.01 * (1 + i / 199) for i in range(200)] + [0.1 * (1 + 0.1 * i / 199) for i in range(200)]
+    spreads = spreads_of(short + long, measured)
+    assert [one.most_s for one in spreads] == [0.01, 0.1]
+    assert spread_at(spreads, 0.002) is spreads[0]
+    assert spread_at(spreads, 9.0) is spreads[-1]
+    assert spreads[0].at(1.0) == pytest.approx(2.0)
+    assert spreads[1].at(1.0) == pytest.approx(1.1)
+    assert TimeSpread(1.0, (1.0, 2.0, 4.0)).at(0.75) == pytest.approx(3.0)
+
+
+def test_too_few_iterations_have_no_spread() -> None:
+    assert spreads_of([0.01] * 49, [0.02] * 49) == ()
+    # Too few long ones for a class of their own.
+    (only,) = spreads_of([0.01] * 50 + [1.0] * 49, [0.02] * 50 + [1.0] * 49)
+    assert (only.most_s, only.at(0.0), only.at(1.0)) == (1.0, 1.0, 2.0)
+
+
+def test_simulated_iterations_have_the_measured_spread_and_can_be_without(tmp_path: Path) -> None:
+    factors = tuple(1.0 + i / 10 for i in range(11))
+    spread = msgspec.structs.replace(ADDED, spread=(TimeSpread(0.01, factors),))
+    gaps = tbt_s(served(tmp_path, spread, output=2000)[1])
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(0.011 * 1.5, rel=0.03)
+    assert sorted(gaps)[int(0.99 * len(gaps))] == pytest.approx(0.011 * 1.99, rel=0.01)
+    # Seeded: the same again.
+    assert tbt_s(served(tmp_path, spread, output=2000)[1]) == gaps
+    assert tbt_s(served(tmp_path, spread, output=20, measured=False)[1]) == pytest.approx([0.011] * 19)
+
+
+def test_words_name_the_tail() -> None:
+    assert "in a hundred" not in ADDED.words()
+    spread = msgspec.structs.replace(ADDED, spread=(TimeSpread(0.01, (1.0, 3.0)),))
+    assert "one iteration in a hundred takes up to 3 times" in spread.words()

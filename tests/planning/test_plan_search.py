@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -264,6 +265,48 @@ def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> N
     assert whole.ratio(question.demand_list()) <= 1
     assert whole.seeds[0].missed == BACKLOG
     assert not whole.meets(question.demand_list())
+
+
+def longer_question(seed: int) -> PlanQuestion:
+    """400 requests: enough for a busiest half that candidates are ordered by, and for runs to be stopped."""
+    section = random_question(seed).model_dump(mode="json", by_alias=True, exclude_none=True)
+    section["accelerators"] = [{"name": "a100-80gb", "most": 2}]
+    section["workload"] |= {"requests": 400}
+    section["demands"] = {"all": {"ttft_p90_s": random.Random(seed).choice((0.15, 0.4, 1.0, 3.0))}}
+    section["search"] |= {"busiest_part": 2, "t_target_s": [0.03, 0.1]}
+    return parse_question(section)
+
+
+def stops_of_races(seeds: Sequence[int]) -> dict[str, int]:
+    """Compare with brute force on each seed; count what ended candidates early, and problems without a plan."""
+    stops = dict.fromkeys(("bound", "peak", OUTRUN, "late", BACKLOG, "no plan"), 0)
+    for seed in seeds:
+        question = longer_question(seed)
+        result, truth = PlanSearch(question).run(), brute_force(question)
+        assert (result.best and result.best.candidate) == (truth and truth.candidate), seed
+        missed = [one.missed for measure in result.measures for one in measure.seeds]
+        stops["bound"] += result.bounded
+        stops["peak"] += result.missed_at_peak
+        for name in (OUTRUN, BACKLOG):
+            stops[name] += missed.count(name)
+        stops["late"] += sum(name not in ("", BACKLOG, OUTRUN) for name in missed)
+        stops["no plan"] += truth is None
+    return stops
+
+
+def test_race_equals_brute_force_where_candidates_are_stopped() -> None:
+    stops = stops_of_races([1, 8])
+    assert stops["peak"] > 0
+    assert stops[OUTRUN] > 0
+    assert stops["late"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", [range(25), range(25, 50)])
+def test_race_equals_brute_force_on_fifty_problems_with_every_kind_of_stop(seeds: range) -> None:
+    stops = stops_of_races(seeds)
+    assert all(stops.values()), stops
+    assert stops["no plan"] < len(seeds)
 
 
 @pytest.mark.long

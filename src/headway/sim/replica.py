@@ -334,8 +334,9 @@ class SimulatedEngine:
                 BatchLoad(load.tokens, load.decodes, load.decode_kv + count, load.chunk_s, load.chunk_past)
                 for load, count in zip(loads, counts, strict=True)
             ]
-            factor = noise.factor()
-            stage_s = max(load_s(model, load) for load in loads) * factor
+            predicted_s = max(load_s(model, load) for load in loads)
+            factor = noise.factor(predicted_s)
+            stage_s = predicted_s * factor
             if not single and self.pipeline.end_s(end_s, stage_s, rows) > quiet_s:
                 # not started: the factor goes to the next iteration, as without fast-forward
                 noise.keep(factor)
@@ -351,10 +352,10 @@ class SimulatedEngine:
     def _stage_s(self, batch: Batch) -> float:
         if self._exact:
             return batch.predicted_s
-        factor = self._noises[batch.parts[0].group].factor()
-        if self._actual_latency is None and not self.spec.learns:
-            return batch.predicted_s * factor
-        return parts_s(self._actual_latency or self.spec.latency, batch.parts, self.spec.exchange) * factor
+        predicted_s = batch.predicted_s
+        if self._actual_latency is not None or self.spec.learns:
+            predicted_s = parts_s(self._actual_latency or self.spec.latency, batch.parts, self.spec.exchange)
+        return predicted_s * self._noises[batch.parts[0].group].factor(predicted_s)
 
     def _complete_prompt(
         self, chunk: Chunk, now: float, results: list[RequestProgress], ended: list[DecodeTrack]

@@ -233,6 +233,9 @@ class NoiseSection(FileSection):
         default=0.0, description="standard deviation of ln, or half width"
     )
     bias: Positive = Field(default=1.0, description="iterations take so many times what was predicted")
+    measured: bool = Field(
+        default=True, description="iterations vary as those of the server that a measured table was corrected by"
+    )
 
 
 class RunSection(FileSection):

@@ -64,7 +64,7 @@ class InstanceSimulation(EventLoop):
     ) -> SimulatedEngine | SimulatedVllm:
         """Return the engine of one replica."""
         spec, run = self.instance, self.run_spec
-        noise = NoiseSource(run.noise, f"noise {run.seed} {index}")
+        noise = NoiseSource(run.noise, f"noise {run.seed} {index}", spec.serving.spread)
         if spec.vllm is not None:
             if log is not None:
                 raise ConfigError("an event log is written of Headway's own engine: leave out `engine: vllm`")

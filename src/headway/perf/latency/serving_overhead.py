@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import median
 
@@ -12,10 +13,52 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 
 _LEAST = 5
 """Measurements below which a term is left at zero."""
+_LEAST_SPREAD = 50
+"""Fewest iterations of similar length whose times are taken as a distribution."""
+_QUANTILES = 256
+"""Most quantiles of one class."""
+
+
+class TimeSpread(msgspec.Struct, frozen=True):
+    """How much the times of iterations of similar length varied, other things being equal."""
+
+    most_s: float
+    """Predicted seconds up to which it holds; of the last class, any."""
+    factors: tuple[float, ...]
+    """Measured over predicted time at equal steps from the least to the greatest."""
+
+    def at(self, share: float) -> float:
+        """Return the factor below which `share` of the measured ones lie, 0 to 1."""
+        place = share * (len(self.factors) - 1)
+        low = min(int(place), len(self.factors) - 2)
+        return self.factors[low] + (place - low) * (self.factors[low + 1] - self.factors[low])
+
+
+def spreads_of(predicted: Sequence[float], measured: Sequence[float]) -> tuple[TimeSpread, ...]:
+    """Return the spreads of iterations by predicted length, shortest first; empty where there are too few.
+
+    A class is as wide as a factor of two, or as `_LEAST_SPREAD` iterations need: the same pause is a larger share of a
+    short iteration."""
+    pairs = sorted(pair for pair in zip(predicted, measured, strict=True) if pair[0] > 0)
+    spreads, first = [], 0
+    while len(pairs) - first >= _LEAST_SPREAD:
+        end = max(bisect_left(pairs, (2 * pairs[first][0], 0.0)), first + _LEAST_SPREAD)
+        if len(pairs) - end < _LEAST_SPREAD:
+            end = len(pairs)
+        ratios = [took / said for said, took in pairs[first:end]]
+        factors = np.quantile(ratios, np.linspace(0.0, 1.0, min(_QUANTILES, len(ratios))))
+        spreads.append(TimeSpread(pairs[end - 1][0], tuple(map(float, factors))))
+        first = end
+    return tuple(spreads)
+
+
+def spread_at(spreads: Sequence[TimeSpread], predicted_s: float) -> TimeSpread:
+    """Return the spread that holds for an iteration of this predicted length."""
+    return spreads[min(bisect_left(spreads, predicted_s, key=lambda one: one.most_s), len(spreads) - 1)]
 
 
 class ServingOverhead(msgspec.Struct, frozen=True):
-    """Medians of a run, seconds."""
+    """Medians of a run, seconds, and how iterations vary."""
 
     request_s: float = 0.0
     """From the client's sending to the engine's queue, and from the first token's end to the client, together: HTTP,
@@ -25,6 +68,9 @@ class ServingOverhead(msgspec.Struct, frozen=True):
     wake, caches are cold."""
     iteration_s: float = 0.0
     """The engine's own time between two iterations in a row."""
+    spread: tuple[TimeSpread, ...] = ()
+    """Of an iteration and the engine's own time before it, over what is predicted of both, by predicted length. Empty:
+    not measured, so that every iteration takes what is predicted."""
 
     @classmethod
     def of(cls, requests: Sequence[float], idle: Sequence[float], between: Sequence[float]) -> ServingOverhead:
@@ -37,8 +83,14 @@ class ServingOverhead(msgspec.Struct, frozen=True):
         """Return it for people."""
         return (
             f"{self.request_s * 1e3:.1f} ms a request on its way in and out, {self.idle_s * 1e3:.1f} ms after idling, "
-            f"{self.iteration_s * 1e3:.2f} ms between iterations"
+            f"{self.iteration_s * 1e3:.2f} ms between iterations" + self._spread_words()
         )
+
+    def _spread_words(self) -> str:
+        if not self.spread:
+            return ""
+        worst = max(one.at(0.99) for one in self.spread)
+        return f"; one iteration in a hundred takes up to {worst:.2g} times what is predicted"
 
 
 def _typical(seconds: Sequence[float]) -> float:

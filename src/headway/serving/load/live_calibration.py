@@ -1,8 +1,9 @@
 """Live calibration, the second half of `headway profile`: serve for some seconds, and correct the table by the times.
 
-The load is chats and occasional documents, with pauses, over HTTP on this host as `headway bench` sends it. The engine
-learns scales that include what a table measured point by point lacks: cold caches, wake-ups, the server and its client
-on the same cores. `perf.latency.calibrated_table` applies the scales to the table.
+The load is chats and occasional documents, over HTTP on this host as `headway bench` sends it: for half of the time
+several users at once, then one alone who pauses for long, since a host that was idle is slower. The engine learns
+scales that include what a table measured point by point lacks: cold caches, wake-ups, the server and its client on the
+same cores. `perf.latency.calibrated_table` applies the scales to the table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import mul
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +23,7 @@ from headway.core.settings import print_config
 from headway.perf.latency import store
 from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.latency.serving_overhead import ServingOverhead, spreads_of
 from headway.perf.latency.table_latency import TableSource
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
 from headway.serving.load.endpoint import first_model
@@ -38,6 +40,19 @@ _MIN_ITERATIONS = 50
 """Iterations below which the table is not corrected."""
 _MAX_OUTPUT = 48
 """Most output tokens of a request."""
+_BUSY_PAUSES = (0.5, 3.0)
+"""Least and greatest pause of a user among others, in times of the answer before it."""
+_LONG_PAUSES = (3.0, 10.0)
+"""The same of the user alone."""
+
+
+class _CalibrationRecords(NamedTuple):
+    """Requests by what they met."""
+
+    busy: list[RequestRecord]
+    """Of several users at once."""
+    alone: list[RequestRecord]
+    """Of one user, each long after the answer before it."""
 
 
 def calibrate_live(
@@ -60,7 +75,7 @@ def calibrate_live(
             records = asyncio.run(_serve(server.url, vocabulary, seconds, seed))
         run = replay(read_log(log))
         learned, iterations = learned_table(source, run)
-        return msgspec.structs.replace(learned, serving=overhead_of(run, records)), iterations
+        return msgspec.structs.replace(learned, serving=overhead_of(run, *records)), iterations
     finally:
         folder.close()
 
@@ -74,48 +89,78 @@ def learned_table(source: TableSource, run: ReplayedRun) -> tuple[TableSource, i
     return bake(source, scales, f"corrected by {iterations:,} iterations of serving"), iterations
 
 
-def overhead_of(run: ReplayedRun, records: Sequence[RequestRecord]) -> ServingOverhead:
-    """Return what the server of a run added for the client that kept these records."""
+def overhead_of(
+    run: ReplayedRun, records: Sequence[RequestRecord], alone: Sequence[RequestRecord] = ()
+) -> ServingOverhead:
+    """Return what the server of a run added for the client that kept these records.
+
+    alone: of requests that met a server which had been idle; what these take longer on their way counts as idling."""
     engine_s = {one.id.partition("#")[0]: seconds for one in run.records if (seconds := ttft_s(one)) is not None}
-    sent = [one for one in records if one.token_s and one.sent_s is not None and one.id in engine_s]
-    return ServingOverhead.of(
-        [one.token_s[0] - (one.sent_s or 0.0) - engine_s[one.id] for one in sent],
+
+    def added_s(sent: Sequence[RequestRecord]) -> list[float]:
+        return [
+            one.token_s[0] - (one.sent_s or 0.0) - engine_s[one.id]
+            for one in sent
+            if one.token_s and one.sent_s is not None and one.id in engine_s
+        ]
+
+    overhead = ServingOverhead.of(
+        added_s(records),
         [one.woken_s - one.predicted_s for one in run.batches if one.woken_s is not None],
         [one.waited_s for one in run.batches if one.waited_s],
     )
+    woken = ServingOverhead.of(added_s(alone), (), ())
+    if woken.request_s > overhead.request_s > 0.0:
+        longer_s = woken.request_s - overhead.request_s
+        overhead = msgspec.structs.replace(overhead, idle_s=overhead.idle_s + longer_s)
+    scales = scales_of(run)
+    if scales is None:
+        return overhead
+    # after an idle engine the time before is not the engine's own
+    busy = [(each, each.terms) for each in run.batches if each.terms is not None and each.waited_s]
+    spread = spreads_of(
+        [sum(map(mul, terms, scales)) + overhead.iteration_s for _, terms in busy],
+        [each.elapsed_s + each.waited_s for each, _ in busy],
+    )
+    return msgspec.structs.replace(overhead, spread=spread)
 
 
-async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> list[RequestRecord]:
+async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> _CalibrationRecords:
     """Return the records of all requests."""
     served = first_model(url)
     most = int(served["max_model_len"])
     # A slow model must not extend the run by more than 5 s; a request that is cut off ends its user.
     endpoint = TargetEndpoint(base_url=url, model=str(served["id"]), timeout_s=seconds + 5.0)
     async with LoadClient(endpoint) as client:
-        until = time.monotonic() + seconds
+        half, end = (time.monotonic() + share * seconds for share in (0.5, 1.0))
         # Documents of up to half the context, at most 8K tokens; room is what the output leaves.
         longest = max(1, min(most // 2, 8192))
         lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
         room = max(1, most - _MAX_OUTPUT)
         users = [
-            _user(client, f"{seed}-{i}", vocabulary, until, min(low, room), min(high, room))
+            _user(client, f"{seed}-{i}", vocabulary, half, (min(low, room), min(high, room)), _BUSY_PAUSES)
             for i, (low, high) in enumerate(lengths)
         ]
-        return [record for records in await asyncio.gather(*users) for record in records]
+        busy = [record for records in await asyncio.gather(*users) for record in records]
+        short = (min(32, room), min(512, room))
+        return _CalibrationRecords(busy, await _user(client, f"{seed}-alone", vocabulary, end, short, _LONG_PAUSES))
 
 
 async def _user(
-    client: LoadClient, name: str, vocabulary: int, until: float, least: int, most: int
+    client: LoadClient,
+    name: str,
+    vocabulary: int,
+    until: float,
+    lengths: tuple[int, int],
+    pauses: tuple[float, float],
 ) -> list[RequestRecord]:
-    """Act as one user until the monotonic time `until`: a prompt of `least` to `most` tokens, its answer, a pause.
-
-    Pauses take 0.5 to 3 times as long as the answer. A request that times out is the last. Returns the records.
-    """
+    """Act as one user until the monotonic time `until`: a prompt of so many tokens, least and most, its answer, a pause
+    of so many times the answer's time. A request that times out is the last. Returns the records."""
     rng = random.Random(name)
     records: list[RequestRecord] = []
     while time.monotonic() < until:
         began = time.monotonic()
-        ids = [rng.randrange(vocabulary) for _ in range(rng.randint(least, most))]
+        ids = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
         job = LoadRequest(
             id=f"calibration-{name}-{len(records)}",
             prompt=msgspec.json.encode(ids),
@@ -127,5 +172,5 @@ async def _user(
             break
         if answer.error is not None:
             raise ServerError(f"a request of the live calibration failed: {answer.error}")
-        await asyncio.sleep(rng.uniform(0.5, 3.0) * (time.monotonic() - began))
+        await asyncio.sleep(rng.uniform(*pauses) * (time.monotonic() - began))
     return records

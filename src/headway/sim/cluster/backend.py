@@ -104,7 +104,7 @@ class SimulatedBackend(InstanceBackend):
         # the second span of a request (index 1) makes it a chunked one
         self.chunked += entry.index == 1
         # one factor for the span; requests that are batched with it take as long
-        factor = self.noise.factor()
+        factor = self.noise.factor(entry.predicted_s)
         for member in (entry, *entry.batched_with):
             member.backend_state = SimulatedSpan(factor)
             self.prefix_copies.count_span(member)

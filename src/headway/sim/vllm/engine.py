@@ -119,7 +119,8 @@ class SimulatedVllm:
     def _start(self, step: VllmStep, now: float) -> float:
         """Put a step in flight behind those that are. Return its end."""
         load = self._load(step, self._actual_latency)
-        seconds = load_s(self._actual_latency, load) * self._noise.factor()
+        seconds = load_s(self._actual_latency, load)
+        seconds *= self._noise.factor(seconds)
         start_s = max(now, self._free_s)
         self._free_s = end_s = start_s + seconds
         self._busy_s += seconds
