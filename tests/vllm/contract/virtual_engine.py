@@ -90,13 +90,16 @@ class VirtualEngine:
         cache.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
         kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        grammars = mock.Mock()
+        # Asked up to vLLM 0.29.
+        grammars.should_advance.return_value = False
         chosen: Any = (AsyncScheduler if asynchronous else StockScheduler) if stock else headway.vllm.Scheduler
         # Not this machine's, which differ from one to the next.
         with mock.patch.object(latency, "machine_rates", return_value=rates):
             self.scheduler: Any = chosen(
                 vllm_config=config,
                 kv_cache_config=kv,
-                structured_output_manager=mock.Mock(),
+                structured_output_manager=grammars,
                 block_size=BLOCK,
                 hash_block_size=BLOCK,
                 log_stats=True,

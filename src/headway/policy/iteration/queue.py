@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ _FEW = 256
 _AHEAD_S = (60.0, 4.0, 0.25)
 """How far ahead it is asked whether the first members stay the first, seconds."""
 
+_Slots = npt.NDArray[np.bool_]
 QueueKey = tuple[int, float, int]
 """What members are ordered by: (priority, urgency, order of arrival)."""
 
@@ -300,16 +301,24 @@ class PrefillQueue(_QueueCounts):
             return float("inf")
         if self._prioritised:
             return float("-inf")
-        # Lines that do not meet at two times do not meet between them.
-        return next((now + ahead_s for ahead_s in _AHEAD_S if self._apart(slots, others, now, now + ahead_s)), -np.inf)
-
-    def _apart(self, slots: list[int], others: npt.NDArray[np.bool_], *times: float) -> bool:
-        """Whether the members in `slots` are more urgent than the others at each of these times, rounding aside."""
+        last = self._lines[max(first, key=lambda member: self.key(member, now)).slot]
         n = len(others)
-        for now in times:
-            keys = self._intercept[:n] - self._slope[:n] * now
-            most = float(keys[slots].max())
-            margin = 1e-9 * (1.0 + abs(most) + float(self._slope[:n].max()) * abs(now))
-            if not most + margin < float(keys[others].min()):
-                return False
-        return True
+        # Equal lines keep their order of arrival.
+        tied = (self._intercept[:n] == last.intercept) & (self._slope[:n] == last.slope)
+        ahead = np.zeros(n, dtype=bool)
+        ahead[slots] = True
+        pairs = ((ahead, others & ~tied), (ahead & ~tied, others))
+        # Lines that do not meet at two times do not meet between them.
+        if not self._apart(pairs, now):
+            return float("-inf")
+        return next((now + ahead_s for ahead_s in _AHEAD_S if self._apart(pairs, now + ahead_s)), float("-inf"))
+
+    def _apart(self, pairs: Iterable[tuple[_Slots, _Slots]], now: float) -> bool:
+        """Whether the first members of each pair are all more urgent at a time than the second, rounding aside."""
+        n = len(self._members)
+        keys = self._intercept[:n] - self._slope[:n] * now
+        margin = 1e-9 * (1.0 + float(np.abs(self._intercept[:n]).max()) + float(self._slope[:n].max()) * abs(now))
+        return all(
+            float(keys[ahead].max(initial=-np.inf)) + margin < float(keys[behind].min(initial=np.inf))
+            for ahead, behind in pairs
+        )
