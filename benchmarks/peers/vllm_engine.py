@@ -1,9 +1,12 @@
-"""The native engine against vLLM on CPU: the same prompts on the same checkpoint, by turns in one run, as ratios.
+"""The native engine, or Headway inside vLLM, against vLLM on CPU: the same prompts, by turns in one run, as ratios.
 
 make vllm
 python scripts/make_checkpoint.py --dtype float32 --out out/reference-fp32
 python benchmarks/peers/vllm_engine.py --model out/reference-fp32 --dtype float32 --python .venv-vllm/bin/python \
     --json out/engines.json
+
+With `--plugged 150` the first of the two is vLLM with Headway inside at an aim of 150 ms: what the plug-in costs
+where nothing has to wait (a chat alone, a long prompt alone, decodes only).
 
 Both servers are up all the time and idle while the other one answers, so that other work on the machine slows both.
 Beside it the machine's limits: matrix products at the model's shapes, and copies of memory.
@@ -19,7 +22,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +34,7 @@ from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import vllm_server
+from vllm_server import flags_of, vllm_server
 
 DECODED = 32
 """Output tokens by which a decode step is measured."""
@@ -149,6 +153,7 @@ def main() -> int:
     parser.add_argument(
         "--eager", action="store_true", help="vLLM without compilation: starts sooner, steps are slower"
     )
+    parser.add_argument("--plugged", metavar="AIM_MS", help="Headway inside vLLM in place of the native engine")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
     lengths = [int(n) for n in a.prompts.split(",")]
@@ -158,20 +163,34 @@ def main() -> int:
     about = {"machine": machine(), "isa": capability, "versions": versions(), "dtype": a.dtype, "threads": a.threads}
     about["limits"] = limits(a.model, a.dtype, a.threads)
     print(json.dumps(about))
-    ours = [str(a.model), "--served-model-name", "peer", "--dtype", a.dtype, "--max-model-len", str(room),
-            "--threads", str(a.threads), "--no-prefix-cache"]  # fmt: skip
-    flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]
     with (
-        vllm_server(
-            a.python, str(a.model), flags, dtype=a.dtype, max_model_len=room, threads=a.threads,
-            log=a.json.with_suffix(".vllm.log"),
-        ) as theirs,
-        ServerProcess(ours) as server,
-    ):  # fmt: skip
+        _vllm(a, room, "vllm") as theirs,
+        _vllm(a, room, f"headway:{a.plugged}") if a.plugged else _native(a, room) as ours,
+    ):
         print("| what | Headway, ms | vLLM, ms | Headway / vLLM, median (range) |\n|---|---|---|---|", flush=True)
-        rows = asyncio.run(compare({"headway": server.url, "vllm": theirs}, probes(lengths), a.rounds))
+        rows = asyncio.run(compare({"headway": ours, "vllm": theirs}, probes(lengths), a.rounds))
     a.json.write_text(json.dumps({"schema": "headway.peers/1", **about, "rows": rows}, indent=1))
     return 0
+
+
+def _vllm(a: argparse.Namespace, room: int, run: str) -> AbstractContextManager[str]:
+    """Return a vLLM server, by default or for a run of `vllm_server.flags_of`, without prefix cache."""
+    flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]
+    if run != "vllm":
+        flags += flags_of(run)
+    log = a.json.with_suffix(f".{run.partition(':')[0]}.log")
+    return vllm_server(
+        a.python, str(a.model), flags, dtype=a.dtype, max_model_len=room, kv_gib=2, threads=a.threads, log=log
+    )
+
+
+@contextmanager
+def _native(a: argparse.Namespace, room: int) -> Iterator[str]:
+    """Run the native engine's server, without prefix cache."""
+    flags = [str(a.model), "--served-model-name", "peer", "--dtype", a.dtype, "--max-model-len", str(room),
+             "--threads", str(a.threads), "--no-prefix-cache"]  # fmt: skip
+    with ServerProcess(flags) as server:
+        yield server.url
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
 
 vLLM's real scheduler, prefix cache and block pool (asynchronous scheduling, prefix caching on) around a model runner
 whose steps take what the roofline of an 8B model on an H100 says; every run has the same requests. Prompts are cut to
-`--most-tokens` and answers to `--most-output`, since the tokens are really hashed. Sessions are closed: a turn comes its
-think time after the answer before it, and begins with the tokens that the trace says were cached; chats of 200/64 come
-beside them. Goodput counts the requests whose TTFT is within the larger of 1 s and five times what the prompt takes
-alone, uncached, and whose tokens come 60 ms apart in the mean or less.
+`--most-tokens` and answers to `--most-output`, since the tokens are really hashed. Sessions are closed: a turn comes
+its think time after the answer before it, and begins with the tokens that the trace says were cached; chats of 200/64
+come beside them. Goodput counts the requests whose TTFT is within the larger of 1 s and five times what the prompt
+takes alone, uncached, and whose tokens come 60 ms apart in the mean or less.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import logging
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,10 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="folder with the traces (shared data)")
     parser.add_argument("--runs", default="default,2048,512,headway", help="stock, thresholds, the plug-in")
-    parser.add_argument("--conversations", type=int, default=400, help="requests of Mooncake's trace")
+    parser.add_argument("--conversations", type=int, default=300, help="requests of Mooncake's trace")
     parser.add_argument("--qps", type=float, default=1.2, help="their rate")
-    parser.add_argument("--sessions", type=int, default=24, help="agent sessions")
-    parser.add_argument("--turns", type=int, default=20, help="requests of each session, the first")
+    parser.add_argument("--sessions", type=int, default=40, help="agent sessions")
+    parser.add_argument("--session-rate", type=float, default=0.4, help="sessions that begin, a second")
+    parser.add_argument("--turns", type=int, default=15, help="requests of each session, the first")
     parser.add_argument("--most-tokens", type=int, default=28_000)
     parser.add_argument("--most-output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=28_000, help="of 16 tokens: the KV that an H100 has beside 8B")
@@ -88,7 +90,9 @@ def as_table(model: LatencyModel) -> TableSource:
     """Return a model's times as a profile, from which the plug-in starts and by which steps take their time."""
     sizes = sorted({1, 2, 4, *(int(8 * 1.2**i) for i in range(42)), 16_384})
     at = 16_384
-    attention = [(c, one_chunk_s(model, 0, c), (one_chunk_s(model, at, c) - one_chunk_s(model, 0, c)) / at) for c in sizes]
+    attention = [
+        (c, one_chunk_s(model, 0, c), (one_chunk_s(model, at, c) - one_chunk_s(model, 0, c)) / at) for c in sizes
+    ]
     none, one, more = model.decode_s(1, 0), model.decode_s(2, 0), model.decode_s(1, 1_000_000)
     return TableSource(
         fingerprint="8B on an H100", provenance="roofline", tokens=tuple((r, model.rows_s(r)) for r in [0, *sizes]),
@@ -101,28 +105,26 @@ def conversations(a: argparse.Namespace) -> list[TraceRequest]:
     trace = read_trace(a.traces / "mooncake-conversation" / "conversation_0-2400s.jsonl.gz")
     first = spread_batches(trace.requests[: a.conversations], np.random.default_rng(1))
     clipped = clip_lengths(rescale_to_rate(first, a.qps), a.most_tokens, a.most_output)
-    return [r if r.klass else _of_class(r, "long" if r.prompt_tokens > 8192 else "short") for r in clipped]
+    return [replace(r, klass="long" if r.prompt_tokens > 8192 else "short") for r in clipped]
 
 
 def agents(a: argparse.Namespace) -> list[TraceRequest]:
     """Return closed agent sessions, shortened, and chats beside them."""
     trace = read_trace(a.traces / "claude-code-weka" / "requests.csv.gz")
-    whole = [r for r in with_session_texts(trace.requests) if r.prompt_tokens <= a.most_tokens]
-    by_length = {r.session for r in whole}
-    clipped = clip_lengths([r for r in whole if r.session in by_length], None, a.most_output)
+    fitting = [r for r in with_session_texts(trace.requests) if r.prompt_tokens <= a.most_tokens]
     rng = np.random.default_rng(2)
     turns = close_sessions(
-        clipped, PoissonArrivals(0.5), rng, count=a.sessions, turns=a.turns, think=0.2, max_think_s=10.0
+        clip_lengths(fitting, None, a.most_output),
+        PoissonArrivals(a.session_rate),
+        rng,
+        count=a.sessions,
+        turns=a.turns,
+        think=0.2,
+        max_think_s=10.0,
     )
     last_s = max(r.arrival_s for r in turns) + 5.0
     chats = [TraceRequest(float(at), 200, 64, klass="chat") for at in PoissonArrivals(1.0).times(rng, int(last_s))]
-    return sorted([*(_of_class(r, "turn") for r in turns), *chats], key=lambda r: r.arrival_s)
-
-
-def _of_class(request: TraceRequest, name: str) -> TraceRequest:
-    import dataclasses
-
-    return dataclasses.replace(request, klass=name)
+    return sorted([*(replace(r, klass="turn") for r in turns), *chats], key=lambda r: r.arrival_s)
 
 
 def tokens_of(request: TraceRequest, number: int) -> list[int]:
