@@ -34,6 +34,8 @@ class BlockedRun(NamedTuple):
     """`WaitingQueue.waiting_changes` then."""
     until_s: float
     """When another request may have become more urgent than these, or one of them has waited too long."""
+    closes: bool
+    """Whether it is one request, which has waited too long, so that short ones pass it only within its headroom."""
 
 
 class _Walk:
@@ -116,6 +118,8 @@ class PrefillCandidates:
         admission, queue, now = self._admission, self._queue, walk.now
         decisions, free = admission.decisions, admission.free_blocks
         asked = [s for s in run.members if s.asked_again <= decisions or s.needed_blocks <= free]
+        if run.closes and (asked or admission.spare_blocks(run.members[0])):
+            return
         if not asked:
             yield from self._begun(now, walk.iterations, (), ())
             walk.ended = True
@@ -197,7 +201,9 @@ class PrefillCandidates:
         if state.skipped_since is None:
             state.skipped_since = now
         if now - state.skipped_since >= self._config.admission_age_s:
-            walk.spare, walk.run = admission.spare_blocks(state), None
+            walk.spare = admission.spare_blocks(state)
+            if walk.spare or walk.run:
+                walk.run = None
         if walk.run is not None:
             walk.run.append(state)
         walk.closed = walk.blocked >= MAX_BLOCKED or walk.spare == 0
@@ -211,10 +217,12 @@ class PrefillCandidates:
         if not run or not self._admission.answers_hold:
             return
         queue = self._queue
-        oldest_s = min(state.skipped_since or 0.0 for state in run)
-        until_s = min(queue.first_until(run, now), oldest_s + self._config.admission_age_s - 1e-6)
+        closes, until_s = walk.spare is not None, queue.first_until(run, now)
+        if not closes:
+            oldest_s = min(state.skipped_since or 0.0 for state in run)
+            until_s = min(until_s, oldest_s + self._config.admission_age_s - 1e-6)
         if until_s > now:
-            self._run = BlockedRun(run, queue.waiting_changes, until_s)
+            self._run = BlockedRun(run, queue.waiting_changes, until_s, closes)
 
     def _begun(
         self, now: float, iterations: int, skip: Collection[str], seen: Collection[int]
