@@ -18,6 +18,7 @@ import json
 import logging
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -55,13 +56,15 @@ def main() -> None:
     parser.add_argument("--runs", default="default,2048,512,headway", help="stock, thresholds, the plug-in")
     parser.add_argument("--conversations", type=int, default=300, help="requests of Mooncake's trace")
     parser.add_argument("--qps", type=float, default=1.2, help="their rate")
-    parser.add_argument("--sessions", type=int, default=40, help="agent sessions")
-    parser.add_argument("--session-rate", type=float, default=0.4, help="sessions that begin, a second")
+    parser.add_argument("--sessions", type=int, default=60, help="agent sessions")
+    parser.add_argument("--session-rate", type=float, default=1.0, help="sessions that begin, a second")
     parser.add_argument("--turns", type=int, default=15, help="requests of each session, the first")
+    parser.add_argument("--chats", type=int, default=150, help="beside the sessions, one a second")
     parser.add_argument("--most-tokens", type=int, default=28_000)
     parser.add_argument("--most-output", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=28_000, help="of 16 tokens: the KV that an H100 has beside 8B")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--workloads", default="conversations,agents")
     a = parser.parse_args()
     logging.disable(logging.INFO)
     results: dict[str, Any] = {}
@@ -70,7 +73,8 @@ def main() -> None:
         profile = Path(folder) / "profile.json"
         save(source, profile)
         model = model_config(Path(folder))
-        for name, requests in (("conversations", conversations(a)), ("agents", agents(a))):
+        for name in a.workloads.split(","):
+            requests = {"conversations": conversations, "agents": agents}[name](a)
             print(f"{name}: {len(requests)} requests, {sum(r.prompt_tokens for r in requests):,} prompt tokens")
             for run in a.runs.split(","):
                 settings = {"profile": str(profile)} if run == "headway" else None
@@ -111,7 +115,10 @@ def conversations(a: argparse.Namespace) -> list[TraceRequest]:
 def agents(a: argparse.Namespace) -> list[TraceRequest]:
     """Return closed agent sessions, shortened, and chats beside them."""
     trace = read_trace(a.traces / "claude-code-weka" / "requests.csv.gz")
-    fitting = [r for r in with_session_texts(trace.requests) if r.prompt_tokens <= a.most_tokens]
+    texts = with_session_texts(trace.requests)
+    # Subagents begin hours later in some sessions: the session's first thread only.
+    first = {r.session: r.thread for r in reversed(texts)}
+    fitting = [r for r in texts if r.prompt_tokens <= a.most_tokens and r.thread == first[r.session]]
     rng = np.random.default_rng(2)
     turns = close_sessions(
         clip_lengths(fitting, None, a.most_output),
@@ -122,8 +129,7 @@ def agents(a: argparse.Namespace) -> list[TraceRequest]:
         think=0.2,
         max_think_s=10.0,
     )
-    last_s = max(r.arrival_s for r in turns) + 5.0
-    chats = [TraceRequest(float(at), 200, 64, klass="chat") for at in PoissonArrivals(1.0).times(rng, int(last_s))]
+    chats = [TraceRequest(float(at), 200, 64, klass="chat") for at in PoissonArrivals(1.0).times(rng, a.chats)]
     return sorted([*(replace(r, klass="turn") for r in turns), *chats], key=lambda r: r.arrival_s)
 
 
@@ -216,8 +222,12 @@ class TracedEngine(VirtualEngine):
 
     def on_token(self, name: str, count: int) -> None:
         if name in self._last:
-            self.gaps.setdefault(self.requests[int(name)].klass, []).append(self.now - self._last[name])
+            self.gaps.setdefault(name, []).append(self.now - self._last[name])
         self._last[name] = self.now
+
+    def gaps_of(self, names: Iterable[str]) -> list[float]:
+        """Return all gaps between tokens of these requests, seconds."""
+        return [gap for name in names for gap in self.gaps.get(name, ())] or [0.0]
 
     def summary(self) -> dict[str, Any]:
         """Return latencies by class in seconds, goodput, and the share of prompt tokens that was computed."""
@@ -226,7 +236,7 @@ class TracedEngine(VirtualEngine):
         for klass in sorted({r.klass for r in self.requests}):
             names = [str(n) for n, r in enumerate(self.requests) if r.klass == klass]
             ttft = np.array([self.ttft_s(name) for name in names])
-            gaps = self.gaps.get(klass, [0.0])
+            gaps = self.gaps_of(names)
             shown[klass] = {
                 "ttft": [round(float(np.percentile(ttft, q)), 3) for q in (50, 99)],
                 "tbt": [round(float(np.percentile(gaps, q)), 4) for q in (50, 99)],
