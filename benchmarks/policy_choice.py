@@ -1,6 +1,4 @@
-"""Compare the default with the best policy of each cell of docs/reference/policy-table.md: `python -m
-benchmarks.policy_choice`. Writes the comparison into docs/reference/policies.md, between its two markers.
-"""
+"""Compare the default with the best policy of each cell of docs/reference/policy-table.md, which has the comparison."""
 
 from __future__ import annotations
 
@@ -9,10 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
-TABLE, PAGE = REFERENCE / "policy-table.md", REFERENCE / "policies.md"
+TABLE = REFERENCE / "policy-table.md"
 DEFAULT = "lars, default"
 WITHIN = 0.05
-BEGIN, END = "<!-- benchmarks/policy_choice.py: do not edit -->", "<!-- end -->"
+TITLE = "## The default against the best"
+WORDS = (
+    "The default's value and, where it is more than 5% better, the best of the table with its policy. Bold: the\n"
+    "default is within 5% of the best.\n\n"
+)
 
 
 class TableRow(NamedTuple):
@@ -54,7 +56,7 @@ def default_is_best(cell: list[TableRow]) -> bool:
 
 
 def comparison(text: str) -> str:
-    """Return the comparison as a table in Markdown."""
+    """Return the comparison as a section in Markdown."""
     lines = [
         "| workload | load | in time: default, best | short P99, s | long P99, s |",
         "|---|---|---|---|---|",
@@ -67,7 +69,7 @@ def comparison(text: str) -> str:
         short = _against(cell, lambda row: row.short[1])
         long = _against(cell, lambda row: row.long[1]) if mine.long else "–"
         lines.append(f"| {workload} | {load} | {share} | {short} | {long} |")
-    return "\n".join(lines)
+    return f"{TITLE}\n\n{WORDS}" + "\n".join(lines) + "\n"
 
 
 def _against(cell: list[TableRow], value: Callable[[TableRow], float]) -> str:
@@ -79,13 +81,3 @@ def _against(cell: list[TableRow], value: Callable[[TableRow], float]) -> str:
 
 def _times(cell: str) -> tuple[float, ...]:
     return () if cell == "–" else tuple(float(value) for value in cell.split("/"))
-
-
-def main() -> None:
-    page = PAGE.read_text()
-    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-    PAGE.write_text(f"{before}\n\n{comparison(TABLE.read_text())}\n\n{after}")
-
-
-if __name__ == "__main__":
-    main()

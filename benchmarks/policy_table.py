@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.policy_choice import comparison
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
@@ -217,7 +218,8 @@ def main() -> None:
     lines = table(rows)
     print("\n".join(lines))
     if not arguments.quick and not arguments.workloads:
-        PAGE.write_text(HEAD + "\n".join(lines) + "\n")
+        text = HEAD + "\n".join(lines) + "\n\n"
+        PAGE.write_text(text + comparison(text))
 
 
 if __name__ == "__main__":

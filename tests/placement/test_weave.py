@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import cluster
 
+from headway import simulate
 from headway.core.errors import ConfigError
-from headway.core.request import Request
+from headway.core.request import Request, Slo
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.base import (
     Action,
@@ -29,7 +30,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
-from headway.policy.placement.weave_groups import PlacedGroup
+from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -50,8 +51,8 @@ def ask(policy: Any, book: ClusterState, event: Event, now: float) -> list[Actio
     return list(policy.on_event(event, ClusterSnapshot(book, now)))
 
 
-def request(name: str, tokens: int, at: float = 0.0) -> Request:
-    return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=1)
+def request(name: str, tokens: int, at: float = 0.0, ttft_s: float | None = None) -> Request:
+    return Request(id=name, arrival_s=at, prompt_tokens=tokens, max_output_tokens=1, slo=Slo(ttft_s=ttft_s))
 
 
 def book_of(spec: ClusterSpec) -> ClusterState:
@@ -91,10 +92,10 @@ def test_running_group_is_paused_for_a_short_prompt_and_resumed_after_it() -> No
 
 
 def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
-    def entered(options: dict[str, Any], tokens: int, count: int = 1) -> int:
+    def entered(options: dict[str, Any], tokens: int, count: int = 1, ttft_s: float = 60.0) -> int:
         (policy, book), inside = with_running_group(options), 0
         for k in range(count):
-            actions = ask(policy, book, RequestArrived(request(f"s{k}", tokens)), 1.0)
+            actions = ask(policy, book, RequestArrived(request(f"s{k}", tokens, 1.0, ttft_s)), 1.0)
             inside += any(isinstance(action, EnqueueRequest) and action.concurrent for action in actions)
         return inside
 
@@ -105,6 +106,34 @@ def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
     given = [entered({"rho_min": share, "rho_max": share}, 1000, 60) for share in (0.1, 0.3, 0.6)]
     assert given == sorted(set(given))
     assert given[-1] < 60
+    late = {"rho_min": 0.1, "rho_max": 0.1}
+    assert entered(late, 1000, 10, ttft_s=2.5) > entered(late, 1000, 10), "what would be late enters all the same"
+    assert entered({}, 3000, ttft_s=0.1) == 0, "but only before much longer work"
+
+
+@pytest.mark.parametrize(("qps", "seed"), [(6.0, 0), (6.0, 2), (8.0, 2)])
+def test_short_prompts_do_not_wait_for_a_saturated_prefill_pool(qps: float, seed: int) -> None:
+    """Eight A100s, near and past what six can prefill. At 8 requests/s shorts entered instances that computed another
+    group than the policy thought, and waited 33 s."""
+
+    def short_p99_s(cluster: dict[str, Any]) -> float:
+        mix = [
+            {"class": "chat", "share": 0.97, "prompt": "lognormal:median=600,p90=3000,max=8K", "output": "fixed:64"},
+            {"class": "document", "share": 0.03, "prompt": "uniform:60K-200K", "output": "fixed:64"},
+        ]
+        scenario = {
+            "name": "saturated", "model": "llama-3-8b", "latency": {"source": "roofline"},
+            "policy": {"policy": "lars", "chunking": "adaptive", "t_target_s": 0.25},
+            "cluster": {"accelerator": "a100-80gb", **cluster},
+            "workload": {"qps": qps, "requests": int(120 * qps), "mix": mix},
+        }  # fmt: skip
+        records = [r for r in simulate(scenario, seed=seed).records if r.klass == "chat"]
+        return sorted(r.token_s[0] - r.arrival_s for r in records)[int(0.99 * len(records))]
+
+    pools = [{"role": "prefill", "count": 6}, {"role": "decode", "count": 2}]
+    weave = short_p99_s({"placement": "weave", "options": {"rate": 0.3}, "pools": pools})
+    jsq = short_p99_s({"placement": "jsq", "pools": [{"role": "mixed", "count": 8}]})
+    assert weave < 2 * jsq
 
 
 def test_share_of_yielding_follows_relative_slack_down_to_the_least() -> None:
@@ -247,3 +276,17 @@ def test_long_prompt_on_one_instance_is_a_group_of_one_that_can_be_paused() -> N
     batched = made({"batch_s": 9.0})
     state.put(msgspec.structs.replace(state.instances[0], free_at_s=0.0))
     assert ask(batched, state, RequestArrived(request("long", 4000)), 0.0) == [EnqueueRequest("long", (0,), "all")]
+
+
+def test_a_resumed_prompt_comes_before_what_waits_and_behind_what_runs() -> None:
+    state, groups = book_of(cluster(4, decode=1, per_node=4)), PlacedGroups()
+    view = ClusterSnapshot(state, 0.0)
+    for name, group in (("a", (0,)), ("b", (1,)), ("c", (0, 1)), ("d", (2, 3))):
+        groups.add(PlacedGroup(name, [group], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0))
+    groups.resume("c", view)
+    assert [placed.request for placed in groups.on(0)] == ["a", "c"], "a runs there"
+    state.put(msgspec.structs.replace(state.instances[1], running=1))
+    groups.add(PlacedGroup("e", [(1,), (1, 2)], [0.0] * 2, [0.1] * 2, 10.0, work_s=10.0, deadline_s=50.0))
+    groups.resume("e", ClusterSnapshot(state, 1.0))
+    assert [placed.request for placed in groups.on(1)] == ["e", "b", "c"]
+    assert [placed.request for placed in groups.on(2)] == ["d", "e"], "with the spans to come, on other instances too"

@@ -10,8 +10,8 @@ others waiting.
 Instead a group yields in time: a much shorter prompt goes before it while it waits, and pauses it at a layer's edge
 while it runs, if that gives an earlier first token than the plan, and as long as the group stays within its share of
 yielding (`weave_groups`), which follows its relative slack as space sharing does. Entering an idle instance of a group
-that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again,
-so that nothing starves.
+that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again
+but for prompts that would miss their own deadlines: without that, shorts wait for minutes once groups fill the pool.
 
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
 be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
@@ -20,6 +20,7 @@ with a group's span would block its sender while the group is paused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Self
 
@@ -120,6 +121,7 @@ class WeavePlacement(PlacementPolicy):
             return self._place(event.request, view)
         if isinstance(event, SpanPaused):
             self._set_pausing(event.request, False)
+            self.groups.resume(event.request, view)
             # at once: its exclusive span waits anyway until the prompts let in have left the schedulers
             return [ResumeRequest(event.request, self._options.lost_s)]
         if isinstance(event, RequestPrefilled):
@@ -151,7 +153,13 @@ class WeavePlacement(PlacementPolicy):
         if prefix is not None:
             # the time of a copy to any one instance
             alone_s += prefix.copy_s
-        gap = self._best_gap(alone_s, plan.ttft_s, view) if self._options.yields_to else None
+        gap = None
+        if self._options.yields_to:
+            gap = self._best_gap(alone_s, plan.ttft_s, view)
+            due_s = request.arrival_s + self._due_s(request, alone_s)
+            # Late where it would go: groups yield beyond their shares, as schedulers under `jsq` would.
+            if (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) > due_s:
+                gap = self._best_gap(alone_s, plan.ttft_s, view, shares=False)
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
@@ -207,13 +215,15 @@ class WeavePlacement(PlacementPolicy):
             pause_intervals_s.append(self._context.pause_interval_s(span.start, span.end, shape, seconds))
             work_s += seconds
             now = start_s + seconds
-        due_s = request.slo.ttft_s
-        if due_s is None:
-            due_s = max(self._options.deadline_base_s, self._options.deadline_factor * work_s)
+        deadline_s = request.arrival_s + self._due_s(request, work_s)
         groups = [span.group for span in spans]
-        return PlacedGroup(
-            request.id, groups, starts_s, pause_intervals_s, now, work_s, deadline_s=request.arrival_s + due_s
-        )
+        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, deadline_s)
+
+    def _due_s(self, request: Request, work_s: float) -> float:
+        """Return the seconds within which a request's first token is due. work_s: the prompt's own time."""
+        if request.slo.ttft_s is not None:
+            return request.slo.ttft_s
+        return max(self._options.deadline_base_s, self._options.deadline_factor * work_s)
 
     @staticmethod
     def _tokens(request: Request) -> int:
@@ -221,10 +231,10 @@ class WeavePlacement(PlacementPolicy):
 
     # -- before groups -----------------------------------------------------------------------------------------------
 
-    def _best_gap(self, alone_s: float, plan_s: float, view: ClusterSnapshot) -> QueueGap | None:
+    def _best_gap(self, alone_s: float, plan_s: float, view: ClusterSnapshot, shares: bool = True) -> QueueGap | None:
         """Return the place before groups with the earliest first token, of equal ones that which stops the fewest
         instances; None if the plan is as good. alone_s: the prompt's time on one instance. plan_s: seconds until the
-        plan's first token."""
+        plan's first token. shares: whether groups keep to their shares of yielding."""
         now, options = view.now_s, self._options
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[str, tuple[float, float]] = {}
@@ -232,7 +242,7 @@ class WeavePlacement(PlacementPolicy):
             # below any charge, 0 included, unless the prompt is much shorter than the group's work
             left_s = -1.0  # too short to yield to this prompt
             if alone_s <= options.yields_to * placed.work_s:
-                left_s = placed.yieldable_s(now, options.rho_min, options.rho_max)
+                left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if shares else math.inf
             # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
             # before the schedulers of its instances are empty
             begins_s = now if self._can_stop(placed, view) else max(now, placed.starts_s[placed.index])

@@ -68,7 +68,8 @@ class PlacedGroup:
 
 
 class PlacedGroups:
-    """All committed prompts that have not ended; on each instance in order of commitment, which is their turn."""
+    """All committed prompts that have not ended; on each instance in the order of their turn: that of commitment, but
+    for what was resumed."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, PlacedGroup] = {}
@@ -103,6 +104,16 @@ class PlacedGroups:
         if placed is not None:
             for i in placed.groups[-1]:
                 self._on[i].remove(placed)
+
+    def resume(self, request: str, view: ClusterSnapshot) -> None:
+        """Note that a paused prompt goes on: all of its spans that are left come before everything that waits."""
+        placed = self._by_request.get(request)
+        if placed is None:
+            return
+        ahead = {id(each) for each in self.all() if each.pausing or self.is_running(each, view)}
+        for i in placed.groups[-1]:
+            self._on[i].remove(placed)
+            self._on[i].insert(bool(self._on[i]) and id(self._on[i][0]) in ahead, placed)
 
     def is_running(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Return whether a span of it runs now: it is next on all its instances, and their schedulers are empty."""
