@@ -8,7 +8,11 @@ import pytest
 from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
 
+from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware.models import model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import Mode, SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.faults import small_machine
@@ -151,3 +155,15 @@ def test_a_tbt_target_holds_where_a_token_waits_for_the_first_stage(stages: int)
         longest[mode] = max(tbt_s(chat))
     assert longest["default"] <= 0.06 * (1 + 1e-6)
     assert stages == 1 or longest["paper"] > 0.06 * 1.1
+
+
+@pytest.mark.parametrize("stages", [4, 6])
+def test_a_target_between_tokens_is_kept_under_a_pipeline(stages: int) -> None:
+    """A token passes all stages and may wait for the first: a stage's iteration takes target / (stages + 1) at most."""
+    latency = fitted(accelerator("a100-80gb"), model("llama-3-8b"), ParallelLayout(tp=1, stages=stages), 0)
+    config = SchedulerConfig.named("default", stages=stages)
+    instances = InstanceSpec(config=config, latency=latency, kv_tokens=440_000)
+    chat, document = TraceRequest(0.0, 200, 120, klass="chat"), TraceRequest(0.5, 60_000, 4, klass="document")
+    records = simulate(instances, [chat, document], RunSpec(targets={"chat": SloTargets(tbt_s=0.2)})).records
+    longest_s = max(tbt_s(records[0]))
+    assert 0.13 < longest_s <= 0.2 * 1.01
