@@ -195,3 +195,26 @@ def test_losses_are_forgotten_with_their_requests() -> None:
     assert tracker.record_loss(["b"], ["b"], 1) == []
     assert tracker.record_loss(["a", "b"], ["a", "b"], 1) == ["b"]
     assert tracker.record_loss(["a"], ["a", "b"], 1) == ["a", "b"]
+
+
+def test_losses_further_apart_than_the_rate_are_never_given_up() -> None:
+    restarts, now = RestartLimit(3, "it", window_s=60.0), 0.0
+    for _ in range(50):
+        restarts.spend(now, "gone")
+        restarts.record_up(now + 5.0)
+        now += 5.0 + 21.0
+    with pytest.raises(GaveUpError, match="3 times within 60 s of running"):
+        for _ in range(4):
+            restarts.spend(now, "gone")
+            restarts.record_up(now)
+            now += 19.0
+
+
+def test_an_operator_s_rate_lets_a_service_outlive_many_kills() -> None:
+    restarts, now = RestartLimit(100, "it", window_s=60.0), 0.0
+    for _ in range(100):
+        restarts.spend(now, "gone")
+        restarts.record_up(now)
+        now += 0.5
+    with pytest.raises(GaveUpError):
+        restarts.spend(now, "gone")
