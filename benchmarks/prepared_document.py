@@ -86,9 +86,19 @@ def line(name: str, times_s: list[float]) -> None:
     print(f"{name:>44} {statistics.median(times_s) * 1000:>8.0f} {p99 * 1000:>8.0f} ms   of {len(times_s)}")
 
 
-async def measure(folder: Path, document: str, alone_s: float) -> None:
+async def measure(folder: Path, document: str, alone_s: float, more: list[str]) -> None:
     """Run all of it and print the rows."""
-    flags = ["--kv-spill", str(folder), "--dtype", "float32", "--kv-cache-memory", "1G", "--max-model-len", "128k"]
+    flags = [
+        "--kv-spill",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        "1G",
+        "--max-model-len",
+        "128k",
+        *more,
+    ]
     rng = np.random.default_rng(1)
     question = {"messages": [{"role": "user", "content": QUESTION}]}
     with ServerProcess(flags) as server:
@@ -116,11 +126,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=64_000, help="about so many of the document")
     parser.add_argument("--alone", type=float, default=20.0, metavar="S", help="seconds of chats alone, twice")
+    parser.add_argument("--background-wait", metavar="MS", help="the server's --background-wait-ms")
     arguments = parser.parse_args()
+    more = [] if arguments.background_wait is None else ["--background-wait-ms", arguments.background_wait]
     print(f"{processor_name()}, {len(CORES)} cores")
     document = "".join(f"{i}. {WORDS}" for i in range(max(1, arguments.tokens // 29)))
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder) / "kv", document, arguments.alone))
+        asyncio.run(measure(Path(folder) / "kv", document, arguments.alone, more))
 
 
 if __name__ == "__main__":

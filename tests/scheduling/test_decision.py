@@ -7,8 +7,8 @@ from tests.helpers.policy_alone import CountedPool, beside
 from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import small_machine
 
-from headway.core.request import Request
-from headway.perf.latency.base import decode_load
+from headway.core.request import BACKGROUND_PRIORITY, Request
+from headway.perf.latency.base import decode_load, load_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 
@@ -102,3 +102,26 @@ def test_skipped_requests_get_no_tokens_and_admission_can_be_closed() -> None:
     assert [quota.request for quota in policy.pick(empty, 0.0, skip={"a"}).quotas] == ["b"]
     policy.moved("b", 8)
     assert [quota.request for quota in policy.pick(empty, 0.0, admits_new=False).quotas] == ["b"]
+
+
+@pytest.mark.parametrize("wait_s", [None, 0.004, 0.03])
+@pytest.mark.parametrize("beside", ["nothing", "a chat", "decodes"])
+def test_an_iteration_with_tokens_of_a_background_request_is_short(wait_s: float | None, beside: str) -> None:
+    def iteration(priority: int) -> tuple[dict[str, int], float]:
+        policy = policy_of(CountedPool(10_000, 16), t_target_s=0.05, background_wait_s=wait_s)
+        policy.enter(request("document", 40_000, priority=priority))
+        if beside == "a chat":
+            policy.enter(request("chat", 20))
+        decodes = decode_load(policy.latency, 4, 400) if beside == "decodes" else decode_load(policy.latency, 0, 0)
+        decision = policy.pick(decodes, 0.0)
+        return {each.request: each.tokens for each in decision.quotas}, load_s(policy.latency, decision.load)
+
+    bound_s = 0.01 if wait_s is None else wait_s
+    quotas, seconds = iteration(BACKGROUND_PRIORITY)
+    assert quotas["document"] >= 8
+    assert 0.5 * bound_s < seconds <= bound_s
+    if beside == "a chat":
+        assert quotas["chat"] == 20
+    others, longer_s = iteration(1)
+    assert others["document"] > quotas["document"]
+    assert bound_s < longer_s <= 0.05

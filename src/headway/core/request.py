@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+BACKGROUND_PRIORITY = 2**63 - 1
+"""Of requests that no client waits for, such as prepared documents: the last of all."""
+
 
 class Slo(msgspec.Struct, frozen=True):
     """Latency targets of a request. None: the policy's own default applies."""

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import HeadwayError, RequestError
+from headway.core.request import BACKGROUND_PRIORITY
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 from headway.serving.access_control import RequestOwner
@@ -37,8 +38,6 @@ from headway.serving.request_bodies import MAX_SALT, Messages, Raw, RequestBody,
 log = logging.getLogger("headway.server")
 router = APIRouter()
 
-_BACKGROUND = 2**63 - 1
-"""The last of all priorities."""
 _LONGEST_S = 30 * 86_400.0
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -131,8 +130,8 @@ def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> 
     """Have a document computed and kept."""
     kept = PreparedContext(record, storage="memory" if server.context_files is None else "writing")
     submit = SubmitRequest(
-        id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(), priority=_BACKGROUND,
-        cache_salt=salt_of(record.owner, record.cache_salt), pin=True,
+        id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(),
+        priority=BACKGROUND_PRIORITY, cache_salt=salt_of(record.owner, record.cache_salt), pin=True,
     )  # fmt: skip
     deltas = cast("AsyncGenerator[OutputDelta, None]", server.engine.generate(submit, prompt.data))
     server.contexts[record.owner, record.id] = kept
@@ -144,6 +143,9 @@ def resume_all(server: ServerContext) -> None:
     """Begin to prepare again what an earlier server kept: its KV is read from disk, or computed where it is not."""
     if server.context_files is not None and (records := server.context_files.load()):
         log.info("%d prepared documents are taken up again", len(records))
+        for record in records:
+            # known from the first request on, while texts are still read
+            server.contexts[record.owner, record.id] = PreparedContext(record)
         server.active.begin(_resume(server, records))
 
 
@@ -156,8 +158,11 @@ async def _resume(server: ServerContext, records: list[ContextRecord]) -> None:
         except RequestError as error:
             log.warning("the prepared document %s is dropped: %s", record.id, error)
             _remove(server, record.id)
+            server.contexts.pop((record.owner, record.id), None)
             continue
-        _hold(server, found, prompt)
+        # not deleted meanwhile
+        if (record.owner, record.id) in server.contexts:
+            _hold(server, found, prompt)
 
 
 def _remove(server: ServerContext, name: str) -> None:

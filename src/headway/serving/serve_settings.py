@@ -163,9 +163,13 @@ class EngineSettings(SettingsModel):
     )
 
 
-_MILLISECONDS = {"t_target_s": "t_target_ms", "newcomer_wait_s": "newcomer_wait_ms"}
+_MILLISECONDS = {
+    "t_target_s": "t_target_ms",
+    "newcomer_wait_s": "newcomer_wait_ms",
+    "background_wait_s": "background_wait_ms",
+}
 """`SchedulerConfig` fields in seconds that users write in milliseconds."""
-_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}}
+_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}, "background_wait_s": {"gt": 0}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
 _SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+import msgspec
+
+from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.chunk_allocation import PackCandidate
 from headway.policy.iteration.config import SchedulerConfig
@@ -13,6 +16,10 @@ from headway.policy.iteration.queue import WaitingQueue
 
 MAX_BLOCKED = 32
 """Most requests without enough KV that one decision looks at: a bound on its time."""
+
+
+BACKGROUND_WAIT_S = 0.01
+"""Longest iteration with tokens of a background request by default, seconds."""
 
 
 class RemoteCost(NamedTuple):
@@ -136,7 +143,8 @@ class PrefillCandidates:
                 continue
             walk.seen.add(state.order)
             if not (state.is_long and self.long_taken):
-                candidate = self._candidate(state, now, walk.iterations - state.last_progress)
+                stalled = walk.iterations - state.last_progress
+                candidate = self._bounded(self._candidate(state, now, stalled), state)
                 if candidate.remaining > 0:
                     yield candidate
         walk.ended = True
@@ -172,7 +180,7 @@ class PrefillCandidates:
                 # A request that has not begun counts from the last progress of any prefill: it is not stalled while
                 # others advance.
                 stalled = walk.iterations - (state.last_progress if holds_kv else walk.advanced)
-                candidate = self._candidate(state, walk.now, stalled)
+                candidate = self._bounded(self._candidate(state, walk.now, stalled), state)
                 # 0: its shard is full and no group has taken over yet.
                 if candidate.remaining > 0:
                     yield candidate
@@ -231,9 +239,16 @@ class PrefillCandidates:
         for state in self._queue.begun_ordered(now):
             if state.order in seen or (state.is_long and self.long_taken) or state.request.id in skip:
                 continue
-            candidate = self._candidate(state, now, iterations - state.last_progress)
+            candidate = self._bounded(self._candidate(state, now, iterations - state.last_progress), state)
             if candidate.remaining > 0:
                 yield candidate
+
+    def _bounded(self, candidate: PackCandidate, state: PrefillState) -> PackCandidate:
+        """Return the candidate with the bound on iterations of background requests."""
+        if state.request.priority < BACKGROUND_PRIORITY:
+            return candidate
+        longest_s = self._config.background_wait_s
+        return msgspec.structs.replace(candidate, longest_s=BACKGROUND_WAIT_S if longest_s is None else longest_s)
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
         """Return one prefill as `chunk_allocation` sees it."""

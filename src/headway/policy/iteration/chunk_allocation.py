@@ -47,6 +47,8 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Seconds that each row costs to exchange with other groups."""
     yields: bool = True
     """Whether a long request leaves time to shorts that wait: not where all of them have a lower priority."""
+    longest_s: float = float("inf")
+    """Longest iteration, seconds, with tokens of this request: those of a background request are short."""
 
 
 class PackRules(msgspec.Struct, frozen=True, gc=False):
@@ -226,7 +228,7 @@ class _Filling:
         budget_s = rules.t_target_s
         if self._yields_to_shorts(candidate):
             budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
-        return budget_s - candidate.reserved_s
+        return min(budget_s - candidate.reserved_s, candidate.longest_s)
 
     def _yields_to_shorts(self, candidate: PackCandidate) -> bool:
         return self._yields_time and candidate.is_long and candidate.yields

@@ -38,6 +38,11 @@ class SchedulerConfig:
         "longest iteration while nothing decodes, seconds: a request that arrives waits for its end; default: what an "
         "efficient chunk takes, and up to 1 s where arrivals are rare; paper: 0 (never above t_target_s)",
     )
+    background_wait_s: float | None = _f(
+        None,
+        "longest iteration with tokens of a document that is prepared, seconds: requests that arrive or run wait for "
+        "its end; longer ones prepare faster; default: 10 ms",
+    )
     max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")
     least_gain: float = _f(
@@ -86,6 +91,7 @@ class SchedulerConfig:
         make_chunking(self.chunking)
         need(self.t_target_s is None or self.t_target_s > 0, "t_target_s", "above 0")
         need(self.newcomer_wait_s is None or self.newcomer_wait_s >= 0, "newcomer_wait_s", "0 or more")
+        need(self.background_wait_s is None or self.background_wait_s > 0, "background_wait_s", "above 0")
         need(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
         need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
