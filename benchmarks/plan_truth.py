@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--qps", type=float, default=2.0)
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--budget", default="20", help="seconds of the profile")
+    parser.add_argument("--serve-for", default="20", help="seconds of serving that the profile is corrected by")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the profile and the server's event log there")
     arguments = parser.parse_args()
@@ -93,7 +94,7 @@ def main() -> int:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         table = folder / "table.json"
-        if headway(["profile", "--budget", arguments.budget, "--out", str(table)]):
+        if headway(["profile", "--budget", arguments.budget, "--serve-for", arguments.serve_for, "--out", str(table)]):
             return 1
         question = question_of(table, arguments.qps, arguments.requests)
         plan = PlanSearch(question).run().best

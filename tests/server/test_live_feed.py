@@ -23,7 +23,7 @@ from headway.runtime.engine.protocol import (
 )
 from headway.serving.live import feed as limits
 from headway.serving.live.feed import FollowedRequest, LiveFeed
-from headway.serving.live.history import MOST_BUCKETS, DurationHistogram
+from headway.serving.live.history import MOST_BUCKETS, DurationHistogram, LatencyHistory
 from headway.sim.explanation import LifeInterval, explain, shares
 from headway.sim.replay import _ReplayState, replay
 from headway.sim.workload import TraceRequest
@@ -37,6 +37,20 @@ def test_a_quantile_of_the_histogram_is_within_five_per_cent(values: list[float]
     rank = min(len(values) - 1, max(0, -int(-share * len(values) // 1) - 1))
     exact = sorted(values)[rank]
     assert exact * 0.94 <= (histogram.quantile(share) or 0.0) <= exact * 1.06
+
+
+def test_percentiles_of_the_last_minute_are_of_all_its_values_and_of_no_older_ones() -> None:
+    history = LatencyHistory()
+    history.at(3.0).ttft.add(50.0)
+    for second in range(60, 110):
+        history.at(float(second)).ttft.add(0.1)
+    # One of 51 values, alone in its bucket: not the minute's P90.
+    history.at(112.0).ttft.add(9.0)
+    history.at(112.0).gaps.add(0.02, 7)
+    minute = history.latencies(50.0)
+    assert minute == {"ttft_p50_s": pytest.approx(0.1, rel=0.05), "ttft_p99_s": pytest.approx(9.0, rel=0.05),
+                      "tbt_p99_s": pytest.approx(0.02, rel=0.05)}  # fmt: skip
+    assert history.latencies(200.0) == {"ttft_p50_s": None, "ttft_p99_s": None, "tbt_p99_s": None}
 
 
 def test_kv_groups_have_lanes_of_their_own_and_explanations() -> None:

@@ -263,6 +263,7 @@ class LiveFeed:
             "waiting": waiting,
             "running": running,
             "history": self._history.rows(bucket),
+            "minute": self._history.latencies(now - 60.0),
             "met": self.met_total,
             "missed": self.missed_total,
         }

@@ -24,6 +24,10 @@ class DurationHistogram:
         """Add a duration so many times."""
         self._counts[round(math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S)) / _STEP)] += count
 
+    def merge(self, other: DurationHistogram) -> None:
+        """Add the other's durations."""
+        self._counts.update(other._counts)
+
     def quantile(self, share: float) -> float | None:
         """Return the duration below which this share lies, within 5%; None of nothing."""
         left = share * self._counts.total()
@@ -75,6 +79,19 @@ class LatencyHistory:
     def rows(self, since: int) -> list[list[float | int | None]]:
         """Return the rows of all buckets from a number on; the newest may still change."""
         return [bucket.row() for bucket in self._buckets if bucket.number >= since]
+
+    def latencies(self, since_s: float) -> dict[str, float | None]:
+        """Return percentiles of TTFT and of gaps over all buckets that begin after a time, in seconds."""
+        ttft, gaps = DurationHistogram(), DurationHistogram()
+        for bucket in self._buckets:
+            if bucket.number * BUCKET_S > since_s:
+                ttft.merge(bucket.ttft)
+                gaps.merge(bucket.gaps)
+        return {
+            "ttft_p50_s": ttft.quantile(0.5),
+            "ttft_p99_s": ttft.quantile(0.99),
+            "tbt_p99_s": gaps.quantile(0.99),
+        }
 
     @property
     def newest(self) -> int:

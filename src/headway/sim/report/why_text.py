@@ -160,7 +160,7 @@ def _beside(one: LifeInterval) -> str:
     if len(one.beside) > _MOST_NAMES:
         names.append(f"{len(one.beside) - _MOST_NAMES} more prompts")
     if one.decodes:
-        names.append(f"{one.decodes} decodes")
+        names.append(f"{one.decodes} decode{'s' if one.decodes > 1 else ''}")
     return ", ".join(names)
 
 

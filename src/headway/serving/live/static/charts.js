@@ -1,12 +1,12 @@
 // Charts of the last minutes: latencies, KV in use and queue, throughput. A row of the history is
 // [start, ttft p50, ttft p99, tbt p50, tbt p99, kv share, waiting, running, prefill rate, decode rate, met, missed].
-import { count, make, seconds, share, theme } from "./format.js";
+import { count, make, seconds, share, theme, tick } from "./format.js";
 
 const KINDS = [
-  { title: "Time to first token", unit: seconds, series: [["median", 1, "#0072B2"], ["P99", 2, "#D55E00"]] },
-  { title: "Time between tokens", unit: seconds, series: [["median", 3, "#0072B2"], ["P99", 4, "#D55E00"]] },
-  { title: "Requests, and KV in use", unit: count, series: [["waiting", 6, "#D55E00"], ["running", 7, "#0072B2"], ["KV", 5, "#009E73", share]] },
-  { title: "Tokens a second", unit: count, series: [["prompt", 8, "#E69F00"], ["output", 9, "#0072B2"]] },
+  { title: "Time to first token", unit: seconds, series: [["median", 1, "accent"], ["P99", 2, "bad"]] },
+  { title: "Time between tokens", unit: seconds, series: [["median", 3, "accent"], ["P99", 4, "bad"]] },
+  { title: "Requests and KV in use", unit: count, series: [["waiting", 6, "bad"], ["running", 7, "accent"], ["KV", 5, "short", share]] },
+  { title: "Tokens a second", unit: count, series: [["prompt", 8, "warn"], ["output", 9, "accent"]] },
 ];
 
 // The values of a column: null where there was none for a while, which ends the line, undefined in shorter pauses.
@@ -38,10 +38,11 @@ export class Charts {
     if (!this.made.length) this.build();
     const rows = [...this.rows.values()].sort((a, b) => a[0] - b[0]);
     for (const { kind, plot } of this.made) {
-      const columns = kind.series.map(([, place]) => column(rows, place));
+      // Rates of the newest row are not known before it ends.
+      const columns = kind.series.map(([, place]) => column(rows, place).map((value, i) => (place >= 8 && i === rows.length - 1 ? undefined : value)));
       plot.setData([rows.map((row) => row[0] - this.now), ...columns]);
       // Values of now, unless the pointer asks for others.
-      if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: rows.findLastIndex((row) => row[kind.series[0][1]] !== null) });
+      if (plot.cursor.idx === null || plot.cursor.idx === undefined) plot.setLegend({ idx: columns[0].findLastIndex((value) => value !== null && value !== undefined) });
     }
   }
 
@@ -54,10 +55,14 @@ export class Charts {
       const options = {
         width: card.clientWidth - 30, height: 190, cursor: { y: false, drag: { x: false, y: false } },
         scales: { x: { time: false }, y: kind.unit === seconds ? { distr: 3 } : { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] }, part: { range: [0, 1] } },
-        axes: [{ ...axis, values: (_, ticks) => ticks.map(back), space: 56, size: 30 }, { ...axis, values: (_, ticks) => ticks.map(kind.unit), size: 58, ...(kind.unit === seconds ? { splits: decades, filter: (_, ticks) => ticks } : {}) }],
-        legend: { markers: { fill: (_, i) => kind.series[i - 1]?.[2] } },
-        series: [{ label: "time", value: (_, t) => (t === null ? "" : back(t)) }, ...kind.series.map(([label, , stroke, unit]) => ({
-          label, stroke, width: 1.8, scale: unit ? "part" : "y", points: { show: false },
+        axes: [
+          { ...axis, values: (_, ticks) => ticks.map(back), space: 56, size: 30 },
+          { ...axis, values: (_, ticks) => ticks.map(kind.unit === seconds ? tick : kind.unit), size: 58, ...(kind.unit === seconds ? { splits: decades, filter: (_, ticks) => ticks } : {}) },
+          ...(kind.series.some((one) => one[3]) ? [{ ...axis, scale: "part", side: 1, grid: { show: false }, values: (_, ticks) => ticks.map(share), splits: () => [0, 0.5, 1], size: 44 }] : []),
+        ],
+        legend: { markers: { fill: (_, i) => (i > 0 ? theme(kind.series[i - 1][2]) : "") } },
+        series: [{ label: "time", value: (_, t) => (t === null ? "" : back(t)) }, ...kind.series.map(([label, , colour, unit]) => ({
+          label, stroke: () => theme(colour), width: 1.8, scale: unit ? "part" : "y", points: { show: false },
           value: (_, v) => (v === null || v === undefined ? "–" : (unit || kind.unit)(v)),
         }))],
       };

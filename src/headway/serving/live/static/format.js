@@ -8,6 +8,9 @@ export const seconds = (s) => {
   return size < 99.5 ? `${s.toFixed(size < 9.95 ? 2 : 1)} s` : `${(s / 60).toFixed(1)} min`;
 };
 
+// On an axis: 0.003 is "3 ms", 100 is "100 s".
+export const tick = (s) => (s < 0.9995 ? `${Number((s * 1e3).toPrecision(2))} ms` : `${Number(s.toPrecision(2))} s`);
+
 export const count = (n) => {
   if (n === null || n === undefined) return "–";
   const size = Math.abs(n);

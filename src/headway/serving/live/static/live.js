@@ -59,16 +59,14 @@ const tiles = (told) => {
   const total = told.instances.reduce((sum, one) => sum + one.kv_total, 0), kv = total ? used / total : null;
   const met = minute.reduce((sum, row) => sum + row[10], 0), missed = minute.reduce((sum, row) => sum + row[11], 0);
   const kept = met + missed ? met / (met + missed) : null;
-  const over = (place, pick) => { const known = minute.map((row) => row[place]).filter((v) => v !== null); return known.length ? pick(known) : null; };
-  const most = (values) => Math.max(...values), middle = (values) => values.sort((a, b) => a - b)[values.length >> 1];
   const rate = (place) => latest(charts.recent(12).slice(0, -1).map((row) => row[place]));
   const shown = [
-    [count(told.waiting), "wait", told.waiting > 20 ? "bad" : ""],
-    [count(told.running), "decode"],
-    [seconds(over(1, middle)), "TTFT, median"],
-    [seconds(over(2, most)), "TTFT, P99"],
-    [seconds(over(4, most)), "TBT, P99"],
-    [share(kept), met + missed ? `of ${met + missed} SLOs kept` : "SLOs: none asked", kept === null ? "" : kept < 0.9 ? "bad" : "good"],
+    [count(told.waiting), "waiting", told.waiting > 20 ? "bad" : ""],
+    [count(told.running), "decoding"],
+    [seconds(told.minute.ttft_p50_s), "TTFT, median"],
+    [seconds(told.minute.ttft_p99_s), "TTFT, P99"],
+    [seconds(told.minute.tbt_p99_s), "TBT, P99"],
+    [share(kept), met + missed ? `of ${count(met + missed)} SLOs kept` : "SLOs: none asked", kept === null ? "" : kept < 0.9 ? "bad" : "good"],
     [`${count(rate(8))} + ${count(rate(9))}`, "tokens/s in + out"],
     [share(kv), total ? `KV: ${count(used)} of ${count(total)}` : "KV: not in the log", "", kv],
   ];
@@ -94,15 +92,16 @@ const legend = () => {
 const rows = (told) => {
   const early = told.requests.filter((one) => one.ttft_s === null && one.ended_s === null);
   const late = told.requests.filter((one) => one.ttft_s !== null || one.ended_s !== null);
-  element("waiting-count").textContent = early.length ? `${told.waiting}, by arrival` : "none waits";
-  element("recent-count").textContent = `${told.running} decode`;
-  refresh(element("waiting"), early.slice(0, 60), waitingRow);
-  refresh(element("recent"), late.slice(0, 60), recentRow);
+  element("waiting-count").textContent = early.length ? `${told.waiting}, by arrival` : "";
+  element("recent-count").textContent = `${told.running} decoding`;
+  refresh(element("waiting"), early.slice(0, 60), waitingRow, "No request waits for its first token.");
+  refresh(element("recent"), late.slice(0, 60), recentRow, "No request has a token yet.");
 };
 
 // Rows are made anew only where the pointer or the focus is not: a click must find what it was aimed at.
-const refresh = (box, requests, row) => {
+const refresh = (box, requests, row, none) => {
   if (box.matches(":active")) return;
+  if (!requests.length) { box.replaceChildren(make("p", { class: "empty" }, none)); return; }
   const at = box.scrollTop, focus = box.contains(document.activeElement) ? document.activeElement.dataset.id : null;
   box.replaceChildren(...requests.map(row));
   box.scrollTop = at;
@@ -128,7 +127,7 @@ const waitingRow = (one) => {
 };
 
 const recentRow = (one) => {
-  const end = one.ended_s === null ? "decodes" : one.reason, kept = one.met === null ? "" : one.met ? "good" : "bad";
+  const end = one.ended_s === null ? "decoding" : one.reason, kept = one.met === null ? "" : one.met ? "good" : "bad";
   return button(
     one, named(one), make("span", { class: "num wide" }, `${count(one.prompt)} + ${count(one.output)}`),
     make("span", { class: `num ${kept}` }, `TTFT ${seconds(one.ttft_s)}`),
