@@ -31,7 +31,9 @@ from headway.serving.load.endpoint import first_model
 from headway.serving.load.open_loop import run_open_loop
 from headway.serving.load.prompts import PromptPool
 from headway.serving.load.server_process import ServerProcess
+from headway.sim.calibration import scales_of
 from headway.sim.metrics import RequestRecord
+from headway.sim.replay import read_log, replay
 from headway.sim.workload import TraceRequest
 
 KV_TOKENS = 200_000
@@ -49,6 +51,7 @@ def question_of(table: Path, qps: float, requests: int) -> PlanQuestion:
     data: dict[str, Any] = {
         "name": "This machine",
         "model": str(model_path()),
+        # a name has to stand here: the table predicts iterations, `kv_tokens` the cache; only the MFU would be wrong
         "accelerators": [{"name": "a100-80gb", "most": 1}],
         "workload": {"qps": qps, "requests": requests, "mix": [chats, documents]},
         "demands": DEMANDS,
@@ -78,6 +81,18 @@ def percentile_of(demand: LatencyDemand, records: list[RequestRecord]) -> float:
     """Return a demand's percentile over the records of its class, in seconds."""
     values = [value for one in records if one.klass == demand.klass for value in values_of(demand, one)]
     return float(np.percentile(values, demand.percent))
+
+
+def drift(log: Path) -> str:
+    """Return how much faster or slower the machine was than while it was profiled: no plan can know that."""
+    scales = scales_of(replay(read_log(log)))
+    return (
+        "too few"
+        if scales is None
+        else ", ".join(
+            f"{name} {scale:.2f}" for name, scale in zip(("fixed", "rows", "decodes", "chunks"), scales, strict=True)
+        )
+    )
 
 
 def main() -> int:
@@ -111,10 +126,11 @@ def main() -> int:
             "--prefix-cache",
             "false",
         ]
-        if arguments.keep:
-            flags += ["--event-log", str(folder / "run.jsonl")]
+        log = folder / "run.jsonl"
+        flags += ["--event-log", str(log)]
         with ServerProcess([str(model_path()), *flags]) as server:
             records = asyncio.run(serve_all(server.url, workload_of(question, 0)))
+        print(f"iterations took so many times what the profile says: {drift(log)}")
     failed = [one.error for one in records if not one.ok]
     assert not failed, failed[:3]
     rows = []

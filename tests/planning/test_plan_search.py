@@ -229,6 +229,19 @@ def test_impossible_demands_get_the_nearest_plan_with_its_real_latencies() -> No
     assert 0.001 < result.nearest.worst_s(0) < 60
 
 
+def test_nearest_plan_of_impossible_gaps_is_not_the_one_that_ran_longest_because_it_is_slow() -> None:
+    section = longer_question(1).model_dump(mode="json", by_alias=True, exclude_none=True)
+    section["demands"] = {"all": {"tbt_p50_s": 0.001}}
+    section["search"] |= {"split": False, "t_target_s": [0.03], "busiest_part": 1}
+    question = parse_question(section)
+    demands = question.demand_list()
+    result = PlanSearch(question).run()
+    assert result.best is None
+    assert result.nearest is not None
+    everything = [measure(SimulationJob(question, one, to_the_end=True)) for one in candidates_of(question)]
+    assert result.nearest.ratio(demands) == min(one.ratio(demands) for one in everything if one.complete())
+
+
 def test_layouts_without_memory_are_named_with_the_numbers() -> None:
     question = random_question(0).model_copy(update={"model": "llama-3-70b"})
     faults = memory_faults(question, list(candidates_of(question)), workload_of(question, 0))

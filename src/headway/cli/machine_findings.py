@@ -32,6 +32,8 @@ EXTRAS = {
     "serve": ("torch", "serve models"),
     "nixl": ("nixl", "move KV by NIXL between instances"),
     "fit": ("pyarrow", "read Parquet in `headway profile fit`"),
+    "otel": ("opentelemetry.exporter.otlp.proto.http", "send traces to a collector (`--otlp-traces-endpoint`)"),
+    "completion": ("shtab", "print completion scripts for shells (`headway completion`)"),
 }
 """Extras: the package that shows whether one is installed, and what it is for."""
 
@@ -151,8 +153,16 @@ def _kernels() -> MachineFinding:
     return MachineFinding("compiled kernels", "limited", why.splitlines()[0], "install g++ 12 or later, then try again")
 
 
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        # a package of a name with dots, whose parent is not there
+        return False
+
+
 def _extra(extra: str, package: str, purpose: str) -> MachineFinding:
-    if importlib.util.find_spec(package) is not None:
+    if _installed(package):
         return MachineFinding(f"extra {extra}", "ok", f"to {purpose}")
     return MachineFinding(f"extra {extra}", "absent", f"to {purpose}", f"pip install 'headway[{extra}]'")
 

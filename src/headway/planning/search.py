@@ -198,12 +198,13 @@ class PlanSearch:
 
     def _nearest(self, fitting: Sequence[DeploymentCandidate]) -> CandidateMeasure | None:
         """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
-        stopped; where the bound removed all, of those with most accelerators that prefill."""
+        stopped, and of those with most accelerators that prefill, in the largest instances (gaps between tokens are
+        missed later the slower a deployment is)."""
         tried = self._measures or self._missed_at_peak
         far = sorted(tried.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
-        chosen = [one.candidate for one in far if one.seeds][:_NEAREST]
-        if not chosen:
-            chosen = sorted(fitting, key=lambda c: -(c.accelerators - c.decoders * c.tp * c.stages))[:_NEAREST]
+        large = sorted(fitting, key=lambda c: (-(c.accelerators - c.decoders * c.tp * c.stages), c.replicas))
+        furthest = [one.candidate for one in far if one.seeds][: _NEAREST - 1]
+        chosen = list(dict.fromkeys([*furthest, *large]))[:_NEAREST]
         done = [one for one in self._measures.values() if one.complete()]
         done += self._measure(
             [SimulationJob(self.question, candidate, None, to_the_end=True) for candidate in chosen], keep=False
