@@ -1,6 +1,7 @@
-"""The compiled fp32 attention against double precision: any heads, pasts, chunks and slots, in vectors of every width.
+"""Attention in fp32 arithmetic against double precision: any heads, pasts, chunks and slots, in vectors of every width.
 
-Bounds: answers within 1e-6 of the largest value times (1 + the largest score), log-sum-exps within 3e-6 of their size.
+Bounds: answers within 1e-6 of the largest value times (1 + the largest score), log-sum-exps within 3e-6 of their size;
+over bf16, whose own values are exact here, the same, and the rounding of an answer to bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from headway.core.native_build import LIBRARIES, build, find_compiler
 from headway.runtime.attention.base import BatchSegment, kernels_of
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import fp32_attention
-from headway.runtime.attention.native_prefill import attend_native
+from headway.runtime.attention.native import GENERAL_DIMS, general_kernels
+from headway.runtime.attention.native_prefill import NativeChunks, attend_native
 from headway.runtime.attention.primitive import attend
+from headway.runtime.attention.slots import cut_ranges
 
-pytestmark = pytest.mark.skipif(fp32_attention() is None, reason="no C++ compiler or no AVX2 here: nothing to test")
+FP32 = general_kernels(torch.float32)
+pytestmark = pytest.mark.skipif(FP32 is None, reason="no C++ compiler or no AVX2 here: nothing to test")
 PREBUILT = find_compiler() if platform.machine() == "x86_64" else None
 
 
@@ -93,6 +96,35 @@ def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
     check(backend.run(1, q, k[past:], v[past:], plan), exact(q, k, v, True)[0], q, k)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    rows=st.one_of(st.just(1), st.integers(1, 40), st.integers(120, 512)),
+    past=st.one_of(st.just(0), st.integers(0, 70), st.integers(5000, 9000)),
+    heads=st.sampled_from([(1, 1), (8, 2), (5, 1), (16, 1)]),
+    dim=st.sampled_from([16, 64, 80, 128, 256]),
+    block=st.sampled_from([7, 64, 2048]),
+    rounded=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_bf16_is_widened_as_it_is_read(
+    rows: int, past: int, heads: tuple[int, int], dim: int, block: int, rounded: bool, seed: int
+) -> None:
+    kernels = general_kernels(torch.bfloat16)
+    assert kernels is not None
+    assert dim in GENERAL_DIMS
+    q, k, v = (x.bfloat16() for x in inputs(seed, rows, past + rows, heads, dim))
+    wide, slots = in_pool(k.float(), v.float(), block, past + rows, seed)
+    pool = KvPool(2, heads[1], wide.slots, dim, torch.bfloat16)
+    pool.data.copy_(wide.data)
+    out = torch.empty(rows, heads[0], dim, dtype=torch.bfloat16 if rounded else torch.float32)
+    NativeChunks(kernels.prefill, [(0, rows)], [cut_ranges(slots, 0, past + rows)], pool).run(1, q, out)
+    wanted, _ = exact(q, k, v, True)
+    if rounded:
+        assert (out.double() - wanted).abs().max() <= (2**-8 + 1e-5) * float(wanted.abs().max())
+    else:
+        check(out, wanted, q, k)
+
+
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     rows=st.integers(1, 130),
@@ -149,7 +181,7 @@ def test_equal_scores_give_the_mean_and_nan_is_not_hidden() -> None:
 
 
 def test_what_computes_a_type_is_said() -> None:
-    assert "compiled attention (AVX" in kernels_of(CpuBackend(), torch.float32)
+    assert "compiled kernels (AVX" in kernels_of(CpuBackend(), torch.float32)
     assert kernels_of(CpuBackend(False), torch.float32) == "ATen"
 
 
@@ -160,7 +192,8 @@ def test_narrower_vectors_are_as_exact(tmp_path: Path, name: str, flags: tuple[s
     assert PREBUILT is not None
     build(PREBUILT, LIBRARIES["fp32-avx2"], library, flags)
     kernel = ctypes.CDLL(str(library)).headway_attend_fp32
-    kernel.argtypes, kernel.restype = fp32_attention().argtypes, None
+    assert FP32 is not None
+    kernel.argtypes, kernel.restype = FP32.prefill.argtypes, None
     for rows, keys, heads, dim in ((1, 300, (8, 2), 64), (2, 65, (3, 3), 24), (77, 400, (6, 2), 128)):
         q, k, v = inputs(rows, rows, keys, heads, dim)
         parts = [x.transpose(0, 1) for x in (q, k, v)]

@@ -90,4 +90,3 @@ def test_a_row_of_a_linear_layer_is_the_same_alone_and_among_any_others(shape: t
 def test_head_norms_and_odd_rotations_take_the_general_path() -> None:
     assert random_decoder(replace(CONFIG, qk_norm=True), torch.bfloat16)._compiled is None
     assert random_decoder(replace(CONFIG, rope=replace(CONFIG.rope, rotary_dim=16)), torch.bfloat16)._compiled is None
-    assert random_decoder(CONFIG, torch.float32)._compiled is None

@@ -126,7 +126,9 @@ def _torch() -> Iterator[MachineFinding]:
 
 def _kernels() -> MachineFinding:
     """Build the compiled kernels if they are not in the cache, and say why they are off where they are."""
-    from headway.runtime.attention.native import fp32_attention, kernels
+    import torch
+
+    from headway.runtime.attention.native import general_kernels, kernels
 
     messages: list[str] = []
     handler = logging.Handler()
@@ -136,17 +138,16 @@ def _kernels() -> MachineFinding:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        made, fp32 = kernels(), fp32_attention()
+        made, general = kernels(), general_kernels(torch.float32)
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
     if made is not None:
-        return MachineFinding("compiled kernels", "ok", "on, for bf16" + (" and fp32 attention" if fp32 else ""))
+        return MachineFinding("compiled kernels", "ok", "on, for bf16" + (" and fp32" if general else ""))
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return MachineFinding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
-    if fp32 is not None:
-        what = "fp32 attention only: those for bf16 need AVX-512 BF16"
-        return MachineFinding("compiled kernels", "limited", what, "serve with --dtype float32")
+    if general is not None:
+        return MachineFinding("compiled kernels", "ok", "on; bf16 is computed in fp32, for want of AVX-512 BF16")
     if "avx2" not in _flags():
         return MachineFinding("compiled kernels", "limited", "off: they need a processor with AVX2")
     why = messages[-1] if messages else "off: the compiler does not know AVX-512 BF16"

@@ -66,7 +66,7 @@ LIBRARIES = {
                 name=f"fp32-{name}",
                 folder=PACKAGE / "runtime" / "attention" / "native",
                 pattern="fp32_*.cpp",
-                what="compiled fp32 attention",
+                what="compiled fp32 kernels",
                 flags=("-fopenmp",),
                 portable=(f"-march=x86-64-{level}",),
             )
@@ -90,12 +90,13 @@ Done = Callable[[int, int], object]
 """Called with the steps that are done, and all, while a library is compiled."""
 
 
-def compiled(library: NativeLibrary, done: Done | None = None) -> ctypes.CDLL | None:
+def compiled(library: NativeLibrary, done: Done | None = None, native: bool = True) -> ctypes.CDLL | None:
     """Return a library, from the wheel or else compiled here; None where it cannot be, and a line in the log says why.
 
     The first call ever without a wheel's library compiles for some seconds. HEADWAY_NATIVE=0 in the environment turns
     all of it off. A compiled library is kept in the user's cache folder under its name and a hash of sources, compiler,
-    flags and processor; several processes may build it at once.
+    flags and processor; several processes may build it at once. native: with all that this processor has; otherwise as
+    in a wheel.
     """
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return None
@@ -110,7 +111,7 @@ def compiled(library: NativeLibrary, done: Done | None = None) -> ctypes.CDLL | 
         _log.info("no C++ compiler: %s are off", library.what)
         return None
     try:
-        return ctypes.CDLL(str(_cached(compiler, library, done)))
+        return ctypes.CDLL(str(_cached(compiler, library, done, ("-march=native",) if native else library.portable)))
     except (OSError, subprocess.SubprocessError) as error:
         _log.warning("%s are off: %s", library.what, getattr(error, "stderr", None) or error)
         return None
@@ -121,16 +122,16 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
-def _cached(compiler: str, library: NativeLibrary, done: Done | None) -> Path:
+def _cached(compiler: str, library: NativeLibrary, done: Done | None, processor: Sequence[str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
     # Everything that the machine code depends on.
-    identity = _hash([*library.texts(), compiler, *FLAGS, *library.flags, platform.machine(), _processor()])
+    identity = _hash([*library.texts(), compiler, *FLAGS, *library.flags, *processor, platform.machine(), _processor()])
     target = cache / f"{library.name}-{identity}.so"
     _make_private(cache)
     if _is_own(target):
         return target
     _log.info("compiling %s for this processor, once: it takes some seconds", library.name)
-    build(compiler, library, target, ("-march=native",), done)
+    build(compiler, library, target, processor, done)
     return target
 
 

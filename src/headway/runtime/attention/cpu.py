@@ -1,7 +1,7 @@
 """Attention on CPU: by the compiled kernels where they are available, else by ATen's flash kernel.
 
-Compiled, all decodes of a layer are one call and all chunks another, both over the pool; for fp32 one call takes both,
-a decode being a chunk of one row. With ATen, a chunk's history
+Compiled, all decodes of a layer are one call and all chunks another, both over the pool; for fp32, and without a unit
+for bf16, one call takes both, a decode being a chunk of one row. With ATen, a chunk's history
 needs no mask and its own square needs the top-left causal mask that the kernel has, so a chunk is one folded call for
 each slot range plus one causal call, merged; a decode is one call for each range, of which there is nearly always one.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import fp32_attention, kernels
+from headway.runtime.attention.native import DIMS, general_kernels, isa, kernels, linear_kernels
 from headway.runtime.attention.native_decode import NativeDecodes
 from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
 from headway.runtime.attention.primitive import attend, merge
@@ -65,10 +65,11 @@ class CpuBackend:
     def kernels_of(self, dtype: torch.dtype) -> str:
         """Return what computes a dtype here, in words."""
         if dtype == torch.bfloat16 and self._kernels is not None:
-            return "compiled kernels"
-        if dtype == torch.float32 and self._compiled and fp32_attention() is not None:
-            vectors = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
-            return f"compiled attention ({vectors}) and oneDNN"
+            return "compiled kernels" if linear_kernels(dtype) else "compiled attention, and oneDNN with AMX"
+        if self._compiled and general_kernels(dtype) is not None:
+            vectors = "AVX2" if isa() == "avx2" else "AVX-512"
+            widened = ", bf16 widened to fp32" if dtype == torch.bfloat16 else ""
+            return f"compiled kernels ({vectors}{widened})"
         return "ATen"
 
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> CpuPlan:
@@ -83,8 +84,8 @@ class CpuBackend:
         span_runs: list[list[tuple[int, int]]] = []
         kernel = pool_kernel(pool) if self._compiled else None
         by_kernel = kernel is not None
-        # The kernel of decodes is for bf16.
-        decodes_apart = self._kernels is not None and pool.dtype == torch.bfloat16
+        # The kernel of decodes is for bf16, with a unit for it.
+        decodes_apart = self._kernels is not None and pool.dtype == torch.bfloat16 and pool.head_dim in DIMS
         for segment in segments:
             # Keys in other pools too: only the write is planned here, the rows are attended by `partial`.
             if segment.shared:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import DIMS, FP32_DIMS, fp32_attention, kernels
+from headway.runtime.attention.native import DIMS, GENERAL_DIMS, general_kernels, kernels
 from headway.runtime.attention.native_decode import Runs
 
 
@@ -97,14 +97,14 @@ def chunk_table(chunks: Sequence[tuple[int, int, bool, Runs]]) -> np.ndarray[tup
 def chunk_kernel(dtype: torch.dtype, device: torch.device, dim: int) -> Any:
     """Return the compiled kernel that attends chunks of this type and head dimension, or None.
 
-    For bf16 (heads of 32, 64, 96 or 128) `headway_prefill`, for fp32 (multiples of 8 up to 256) `headway_attend_fp32`.
+    For bf16 with heads of 32, 64, 96 or 128 `headway_prefill` where the processor has it; else `headway_attend_*`, for
+    heads of a multiple of 8 up to 256.
     """
     if device.type != "cpu":
         return None
-    if dtype == torch.float32:
-        return fp32_attention() if dim in FP32_DIMS else None
     native = kernels() if dtype == torch.bfloat16 and dim in DIMS else None
-    return None if native is None else native.prefill
+    found = native or (general_kernels(dtype) if dim in GENERAL_DIMS else None)
+    return None if found is None else found.prefill
 
 
 def pool_kernel(pool: KvPool) -> Any:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import CompiledKernels
+from headway.runtime.attention.native import DIMS, CompiledKernels
 from headway.runtime.attention.native_decode import NativeDecodes
-from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
+from headway.runtime.attention.native_prefill import NativeChunks
 from headway.runtime.attention.primitive import attend, merge
 
 
@@ -39,7 +39,7 @@ class PartialAttention:
     """Partial attention of one iteration: planned at construction, `run` once a layer. kernels None: ATen computes."""
 
     def __init__(self, readings: Sequence[PartialRead], pool: KvPool, kernels: CompiledKernels | None) -> None:
-        self._kernels = kernels if pool.dtype == torch.bfloat16 and pool_kernel(pool) is not None else None
+        self._kernels = kernels if pool.dtype == torch.bfloat16 and pool.head_dim in DIMS else None
         self._pool = pool
         self._readings = tuple(readings)
         for reading in readings:

@@ -12,7 +12,7 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
 from headway.runtime.attention.base import AttentionBackend, kernels_of, make_backend
-from headway.runtime.attention.native import build_fp32_library, build_library
+from headway.runtime.attention.native import build_general_library, build_library
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
@@ -45,7 +45,7 @@ def load(config: EngineConfig) -> LoadedDecoder:
     if name == "cpu":
         with StepBar("compiling kernels for this processor, once: steps", shown=alone) as compiling:
             # The checkpoint's type is read with the weights, so both are built.
-            for build in (build_library, build_fp32_library):
+            for build in (build_library, build_general_library):
                 build(compiling)
     backend = make_backend(name)
     device = "cpu" if devices is None else f"cuda:{devices.first}"

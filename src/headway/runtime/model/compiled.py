@@ -1,6 +1,6 @@
 """The same decoder layer by the compiled kernels: six calls a layer instead of some thirty.
 
-Results are rounded to bf16 at the same places as the general path or fewer, so both agree within bf16's own error.
+Results are rounded at the same places as the general path or fewer, so both agree within the type's own error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.runtime.attention.base import AttentionBackend, AttentionPlan
-from headway.runtime.attention.native import CompiledKernels, kernels
+from headway.runtime.attention.native import GeneralKernels, linear_kernels
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.rope import RotaryTable
@@ -41,7 +41,7 @@ class _LayerAddresses(NamedTuple):
 class CompiledLayers:
     """Made once a decoder by `compiled_layers`; holds addresses into its weights, which the decoder keeps alive."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: CompiledKernels) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, native: GeneralKernels) -> None:
         self._config = config
         self._kernels = native
         self._layers = [_addresses(layer) for layer in weights.layers]
@@ -94,15 +94,16 @@ def compiled_layers(config: DecoderConfig, weights: DecoderWeights) -> CompiledL
 
     Called once, at the decoder's construction.
 
-    It needs bf16 weights in panels, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
+    It needs weights in panels, no head norms (Qwen3), and a rotation of a multiple of 32 dimensions.
     """
-    native = kernels()
+    dtype = weights.layers[0].attention_norm.dtype
+    native = linear_kernels(dtype)
     if native is None or config.qk_norm or config.rope.rotary_dim % 32:
         return None
     for layer in weights.layers:
         if any(part.panels is None for part in (layer.qkv, layer.out, layer.gate_up, layer.down)):
             return None
-        if layer.attention_norm.dtype != torch.bfloat16:
+        if layer.attention_norm.dtype != dtype:
             return None
     return CompiledLayers(config, weights, native)
 

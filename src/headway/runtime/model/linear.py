@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headway.runtime.attention.native import CompiledKernels, kernels
+from headway.runtime.attention.native import GeneralKernels, linear_kernels
 
 PANEL = 16
 """Columns of the result in a panel of `headway_linear`."""
@@ -15,8 +15,8 @@ PANEL = 16
 class PackedLinear:
     """y = x Wᵀ + b. Takes ownership of `weight` (out, in): a reference kept elsewhere holds its memory twice.
 
-    On CPU the weight is laid out once: in panels for the compiled kernel where it runs (bf16), and else for oneDNN,
-    which would otherwise re-lay it at every call, half of the time at 1 to 64 rows.
+    On CPU the weight is laid out once: in panels for the compiled kernel where it runs, and else for oneDNN, which
+    would otherwise re-lay it at every call, half of the time at 1 to 64 rows.
     """
 
     __slots__ = ("_native", "_packed", "_weight", "bias", "in_features", "out_features")
@@ -26,7 +26,7 @@ class PackedLinear:
         self._native = _kernels_for(weight)
         self._packed = self._native is None and _onednn_packs(weight)
         if self._native is not None:
-            weight = _panels(weight)
+            weight = _panels(weight, self._native.pairs)
         # 8: the rows that oneDNN is to optimise the layout for; results do not depend on it.
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if self._packed else weight
         self.bias = bias
@@ -54,7 +54,7 @@ class PackedLinear:
     def dense(self) -> Tensor:
         """Return the weight as (out, in), unpacked into a copy where it is laid out otherwise."""
         if self._native is not None:
-            # Undo `_panels`: (panels, in / 2, 16, 2) back to rows of `in`, without the padding of the last panel.
+            # Undo `_panels`: (panels, in / pairs, 16, pairs) back to rows of `in`, without the last panel's padding.
             return self._weight.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
         return self._weight.to_dense() if self._packed else self._weight
 
@@ -64,10 +64,10 @@ class PackedLinear:
         return self.out_features * (self.in_features + (self.bias is not None))
 
 
-def _kernels_for(weight: Tensor) -> CompiledKernels | None:
-    """Return the compiled kernels where they suit this weight and are the fastest: with AMX, oneDNN is faster."""
-    fits = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 32 == 0
-    return kernels() if fits and not torch.cpu._is_amx_tile_supported() else None
+def _kernels_for(weight: Tensor) -> GeneralKernels | None:
+    """Return the compiled kernels where they suit this weight and are the fastest."""
+    fits = weight.device.type == "cpu" and weight.shape[1] % 32 == 0
+    return linear_kernels(weight.dtype) if fits else None
 
 
 def _onednn_packs(weight: Tensor) -> bool:
@@ -78,10 +78,10 @@ def _onednn_packs(weight: Tensor) -> bool:
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """Re-lay (out, in) as (out / 16, in / 2, 16, 2), the last panel padded with zeros."""
+def _panels(weight: Tensor, pairs: int) -> Tensor:
+    """Re-lay (out, in) as (out / 16, in / pairs, 16, pairs), the last panel padded with zeros."""
     rows, inputs = weight.shape
     if rows % PANEL:
         weight = functional.pad(weight, (0, 0, 0, PANEL - rows % PANEL))
-    # Two inputs lie side by side for each output: vdpbf16ps multiplies pairs of bf16.
-    return weight.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+    # Two inputs lie side by side for each output where vdpbf16ps multiplies pairs of bf16.
+    return weight.view(-1, PANEL, inputs // pairs, pairs).transpose(1, 2).contiguous()

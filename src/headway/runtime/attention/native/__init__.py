@@ -2,29 +2,35 @@
 
 A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
 read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
-nearly that of many. Those for bf16 want AVX-512 BF16. For fp32 there is attention, in vectors of AVX2 or AVX-512;
-linear layers are oneDNN's, which reaches the processor's limit. Without a C++ compiler, or such a processor,
-`kernels()` and `fp32_attention()` are None and everything runs on ATen and oneDNN.
+nearly that of many. There are two libraries. `kernels()`, for bf16, multiplies pairs of bf16 and wants AVX-512 BF16.
+`general_kernels(dtype)`, for fp32, and for bf16 wherever the first does not apply, computes in fp32 by vectors of AVX2
+or AVX-512: bf16 is widened as it is read, so that its memory is half and its speed that of fp32. Without a C++
+compiler, or such a processor, both are None and everything runs on ATen and oneDNN.
+
+HEADWAY_ISA in the environment (avx2, avx512, avx512_bf16) is the newest instruction set that may be used: to test what
+other processors run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 import torch
 
+from headway.core.errors import ConfigError
 from headway.core.native_build import LIBRARIES, Done, compiled
 
 _P, _I, _F, _N = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "headway_linear": (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I),
-    "headway_rotate": (_P, _P, _P, _I, _I, _I, _I, _I),
-    "headway_decode": (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P),
-}
-_CHUNKS = (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F)
-_SIGNATURES["headway_prefill"] = _CHUNKS
+_LINEAR: tuple[Any, ...] = (_P, _P, _F, _N, _P, _P, _P, _P, _I, _I, _I)
+_ROTATE: tuple[Any, ...] = (_P, _P, _P, _I, _I, _I, _I, _I)
+_DECODE: tuple[Any, ...] = (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P)
+_CHUNKS: tuple[Any, ...] = (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F)
+
+ISAS = ("avx2", "avx512", "avx512_bf16")
+"""Instruction sets that kernels are compiled for, each with all before it."""
 
 TILE = 512
 """Most tokens in one tile of `headway_decode`."""
@@ -32,22 +38,45 @@ TILE = 512
 DIMS = (32, 64, 96, 128)
 """Head dimensions of the bf16 attention kernels."""
 
-FP32_DIMS = range(8, 257, 8)
-"""Head dimensions of the fp32 attention kernel."""
+GENERAL_DIMS = range(8, 257, 8)
+"""Head dimensions of the general attention kernels."""
 
 
-class CompiledKernels:
-    """The compiled functions; the .cpp files say what each argument is."""
+class GeneralKernels:
+    """The compiled functions for one type of weights and rows; the .cpp files say what each argument is."""
+
+    pairs = 1
+    """Inputs that lie side by side in a panel of weights."""
+
+    def __init__(self, linear: Any, rotate: Any, prefill: Any) -> None:
+        for function, arguments in ((linear, _LINEAR), (rotate, _ROTATE), (prefill, _CHUNKS)):
+            function.argtypes, function.restype = arguments, None
+        self.linear, self.rotate, self.prefill = linear, rotate, prefill
+
+
+class CompiledKernels(GeneralKernels):
+    """Those for bf16, with a kernel of decodes."""
+
+    pairs = 2
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        self.linear: Any = library.headway_linear
-        self.rotate: Any = library.headway_rotate
+        super().__init__(library.headway_linear, library.headway_rotate, library.headway_prefill)
         self.decode: Any = library.headway_decode
-        self.prefill: Any = library.headway_prefill
+        self.decode.argtypes, self.decode.restype = _DECODE, None
+
+
+@functools.cache
+def isa() -> str | None:
+    """Return the newest of `ISAS` that this processor has and HEADWAY_ISA allows; None: none of them."""
+    vectors = torch.backends.cpu.get_cpu_capability()
+    held = 2 if vectors.startswith("AVX512") else 1 if vectors == "AVX2" else 0
+    if held == 2 and torch.cpu._is_avx512_bf16_supported():
+        held = 3
+    wanted = os.environ.get("HEADWAY_ISA") or ISAS[-1]
+    if wanted not in ISAS:
+        raise ConfigError(f"HEADWAY_ISA must be one of {', '.join(ISAS)}, not {wanted!r}")
+    held = min(held, ISAS.index(wanted) + 1)
+    return ISAS[held - 1] if held else None
 
 
 @functools.cache
@@ -64,21 +93,27 @@ def kernels() -> CompiledKernels | None:
 
 
 @functools.cache
-def fp32_attention() -> Any:
-    """Return `headway_attend_fp32`, which takes decodes and chunks alike; None where it cannot be built or run."""
-    library = build_fp32_library()
+def general_kernels(dtype: torch.dtype) -> GeneralKernels | None:
+    """Return the kernels that compute this type in fp32; None where they cannot be built or run."""
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype)
+    library = build_general_library() if name else None
     if library is None:
         return None
-    function = library.headway_attend_fp32
-    function.argtypes, function.restype = _CHUNKS, None
-    return function
+    return GeneralKernels(*(getattr(library, f"headway_{what}_{name}") for what in ("linear", "rotate", "attend")))
 
 
-def build_fp32_library(done: Done | None = None) -> ctypes.CDLL | None:
-    """Return the library of `fp32_attention`; see `build_library`."""
-    sets = {"AVX2": "avx2", "AVX512": "avx512"}
-    name = sets.get(torch.backends.cpu.get_cpu_capability())
-    return None if name is None else compiled(LIBRARIES[f"fp32-{name}"], done)
+def linear_kernels(dtype: torch.dtype) -> GeneralKernels | None:
+    """Return the kernels of linear layers, or None where oneDNN's are as fast: those for bf16 with AMX."""
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa() == ISAS[-1]:
+        return None
+    return (kernels() if dtype == torch.bfloat16 else None) or general_kernels(dtype)
+
+
+def build_general_library(done: Done | None = None) -> ctypes.CDLL | None:
+    """Return the library of `general_kernels`; see `build_library`."""
+    name = {"avx2": "avx2", "avx512": "avx512", "avx512_bf16": "avx512"}.get(isa() or "")
+    # Code for this very processor would have all its instruction sets.
+    return None if name is None else compiled(LIBRARIES[f"fp32-{name}"], done, native="HEADWAY_ISA" not in os.environ)
 
 
 def build_library(done: Done | None = None) -> ctypes.CDLL | None:
@@ -88,6 +123,4 @@ def build_library(done: Done | None = None) -> ctypes.CDLL | None:
 
     done: called with the steps done, and all, while it is compiled.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    return compiled(LIBRARIES["kernels"], done)
+    return compiled(LIBRARIES["kernels"], done) if isa() == ISAS[-1] else None

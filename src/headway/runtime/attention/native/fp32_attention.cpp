@@ -1,4 +1,5 @@
-// Attention of chunks of any number of rows, decodes among them, over the fp32 keys and values of a pool.
+// Attention of chunks of any number of rows, decodes among them, over the fp32 or bf16 keys and values of a pool, by fp32
+// arithmetic. Those of bf16 are widened a block at a time.
 //
 // One source for every processor: vectors are the compiler's (`vector_size`), and only their width and the number of
 // accumulators depend on the instruction set. Lanes are query rows, as in the bf16 kernel: S^T = K Q^T takes keys as they
@@ -9,6 +10,7 @@
 #include <omp.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "fp32_few_rows.h"
 #include "jobs.h"
@@ -19,9 +21,7 @@ constexpr int kWide = 3;                   // vectors of rows in a tile, at most
 constexpr int kKeys = 64;                  // keys in a block
 constexpr i64 kBlock = kLanes * kWide * 8; // rows in a job, at most
 constexpr i64 kMostDim = 256;
-constexpr float kNever = -1e30f, kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-
-using Call = CallOf<float>;
+constexpr float kNever = -1e30f, kLn2 = 0.693147181f;
 
 // Rows of one KV head. A lane beyond the last row repeats it.
 struct Tile {
@@ -137,14 +137,15 @@ void attend(i64 dim, Tile& t, const Block& b, float* p) {
     weigh<N>(dim, t.o, p, b, end);
 }
 
-void open_tile(const Call& call, const Job& job, i64 first, Tile& t) {
+template <class T>
+void open_tile(const CallOf<T>& call, const Job& job, i64 first, Tile& t) {
     const Chunk& chunk = call.chunks[job.chunk];
     const float scale = call.scale * kLog2e;
     for (int i = 0; i < t.vectors * kLanes; i++) {
         const i64 r = std::min(first + i, job.first + job.rows - 1);
         const Place at = place(call, job.chunk, job.head, r);
-        const float* from = call.q + at.token * call.q_row + at.head * call.q_head;
-        for (i64 d = 0; d < call.dim; d++) t.q[d * t.vectors * kLanes + i] = from[d] * scale;
+        const T* from = call.q + at.token * call.q_row + at.head * call.q_head;
+        for (i64 d = 0; d < call.dim; d++) t.q[d * t.vectors * kLanes + i] = wide(from[d]) * scale;
         t.most = std::min(job.end, chunk.causal ? chunk.keys - chunk.rows + r / call.group + 1 : chunk.keys);
         if (i == 0) t.least = t.most;
         t.limit[i] = int32_t(t.most);
@@ -154,51 +155,71 @@ void open_tile(const Call& call, const Job& job, i64 first, Tile& t) {
     memset(t.o, 0, t.vectors * kLanes * call.dim * sizeof(float));
 }
 
+// Write a row's answer, in the call's type or in fp32.
+template <class T>
+void put(const CallOf<T>& call, Place at, const float* row) {
+    const i64 to = at.token * call.out_row + at.head * call.out_head;
+    if (call.wide) memcpy((float*)call.out + to, row, call.dim * sizeof(float));
+    else
+        for (i64 d = 0; d < call.dim; d++) narrow_one((T*)call.out + to + d, row[d]);
+}
+
 // Write row r, or its part, from weighted values that lie `step` apart. A row that saw no key is zeros with -inf.
-void close_row(const Call& call, const Job& job, i64 r, float high, float sum, const float* o, i64 step) {
+template <class T>
+void close_row(const CallOf<T>& call, const Job& job, i64 r, float high, float sum, const float* o, i64 step) {
     const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
     const float lse = sum == 0 ? -INFINITY : high * kLn2 + std::log(sum);
     const Place at = place(call, job.chunk, job.head, r);
-    float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
+    float row[kMostDim], *to = row;
     if (job.part >= 0) to = call.parts.get() + (job.part + r - job.first) * call.part_size(), to[call.dim] = lse;
-    else put_lse(call, at, lse);
     for (i64 d = 0; d < call.dim; d++) to[d] = o[d * step] * inverse;
+    if (job.part < 0) put(call, at, row), put_lse(call, at, lse);
 }
 
-void close_tile(const Call& call, const Job& job, i64 first, const Tile& t) {
+template <class T>
+void close_tile(const CallOf<T>& call, const Job& job, i64 first, const Tile& t) {
     const i64 step = t.vectors * kLanes, live = std::min<i64>(step, job.first + job.rows - first);
     for (i64 i = 0; i < live; i++) close_row(call, job, first + i, t.high[i], t.sum[i], t.o + i, step);
 }
 
-// Keys begin .. begin + held of a KV head: where they lie if that is side by side, else copied to the room.
-Block load_block(const Call& call, i64 head, Slots& slots, i64 begin, int held, Room& room) {
-    const float *keys = call.keys + head * call.kv_head, *values = call.values + head * call.kv_head;
+inline void widen_row(float* to, const float* from, i64 dim) { memcpy(to, from, dim * sizeof(float)); }
+inline void widen_row(float* __restrict to, const bf16* __restrict from, i64 dim) {
+    for (i64 d = 0; d < dim; d++) to[d] = wide(from[d]);
+}
+
+// Keys begin .. begin + held of a KV head: where they lie if they are fp32 and side by side, else widened in the room.
+template <class T>
+Block load_block(const CallOf<T>& call, i64 head, Slots& slots, i64 begin, int held, Room& room) {
+    const T *keys = call.keys + head * call.kv_head, *values = call.values + head * call.kv_head;
     i64 side, slot = slots.find(begin, side);
-    if (side >= (held + kStep - 1) / kStep * kStep)
-        return {keys + slot * call.kv_row, values + slot * call.kv_row, call.kv_row, begin, held};
+    if constexpr (std::is_same_v<T, float>)
+        if (side >= (held + kStep - 1) / kStep * kStep)
+            return {keys + slot * call.kv_row, values + slot * call.kv_row, call.kv_row, begin, held};
     for (int t = 0; t < held; t++) {
         slot = slots.find(begin + t, side);
-        memcpy(room.k + t * call.dim, keys + slot * call.kv_row, call.dim * sizeof(float));
-        memcpy(room.v + t * call.dim, values + slot * call.kv_row, call.dim * sizeof(float));
+        widen_row(room.k + t * call.dim, keys + slot * call.kv_row, call.dim);
+        widen_row(room.v + t * call.dim, values + slot * call.kv_row, call.dim);
     }
     return {room.k, room.v, call.dim, begin, held};
 }
 
 // Whether a job's rows are so few, and see the same keys.
-bool are_few(const Call& call, const Job& job) {
+template <class T>
+bool are_few(const CallOf<T>& call, const Job& job) {
     const Chunk& chunk = call.chunks[job.chunk];
     return job.rows <= kLanes / 2 && (chunk.rows == 1 || !chunk.causal) && call.dim % kLanes == 0;
 }
 
-void run_few(const Call& call, const Job& job, Room& room) {
+template <class T>
+void run_few(const CallOf<T>& call, const Job& job, Room& room) {
     const i64 dim = call.dim, quads = (job.rows + 3) / 4;
     alignas(64) float high[2 * kLanes], sum[2 * kLanes];
     static_assert(kLanes / 2 <= 8, "at most two quads");
     const float scale = call.scale * kLog2e;
     const auto at = [&](i64 r) { return place(call, job.chunk, job.head, job.first + std::min(r, job.rows - 1)); };
     for (i64 r = 0; r < 4 * quads; r++) {
-        const float* from = call.q + at(r).token * call.q_row + at(r).head * call.q_head;
-        for (i64 d = 0; d < dim; d++) room.q[r * dim + d] = from[d] * scale, room.o[r * dim + d] = 0.0f;
+        const T* from = call.q + at(r).token * call.q_row + at(r).head * call.q_head;
+        for (i64 d = 0; d < dim; d++) room.q[r * dim + d] = wide(from[d]) * scale, room.o[r * dim + d] = 0.0f;
     }
     for (i64 i = 0; i < quads * kLanes; i++) high[i] = kNever, sum[i] = 0.0f;
     Slots slots{call.runs + 2 * call.chunks[job.chunk].run};
@@ -214,7 +235,8 @@ void run_few(const Call& call, const Job& job, Room& room) {
     }
 }
 
-void run(const Call& call, const Job& job) {
+template <class T>
+void run(const CallOf<T>& call, const Job& job) {
     static thread_local std::unique_ptr<Room> kept(new Room);
     Room& room = *kept;
     if (are_few(call, job)) return run_few(call, job, room);
@@ -243,34 +265,27 @@ void run(const Call& call, const Job& job) {
 }
 
 // The answer of row i of a cut block from its pieces.
-void join(const Call& call, const Cut& cut, i64 i) {
+template <class T>
+void join(const CallOf<T>& call, const Cut& cut, i64 i) {
     const i64 size = call.part_size();
     const float* part = call.parts.get() + (cut.part + i) * size;
     const Place at = place(call, cut.chunk, cut.head, cut.first + i);
-    float* to = (float*)call.out + at.token * call.out_row + at.head * call.out_head;
-    float high = -INFINITY, total = 0.0f;
+    float row[kMostDim], high = -INFINITY, total = 0.0f;
     for (i64 s = 0; s < cut.pieces; s++) high = std::max(high, part[s * cut.rows * size + call.dim]);
     const float anchor = high == -INFINITY ? 0.0f : high;
     for (i64 s = 0; s < cut.pieces; s++) total += std::exp(part[s * cut.rows * size + call.dim] - anchor);
-    memset(to, 0, call.dim * sizeof(float));
+    memset(row, 0, call.dim * sizeof(float));
     for (i64 s = 0; s < cut.pieces; s++) {
         const float* piece = part + s * cut.rows * size;
         const float weight = total == 0 ? 0.0f : std::exp(piece[call.dim] - anchor) / total;
-        for (i64 d = 0; d < call.dim; d++) to[d] += weight * piece[d];
+        for (i64 d = 0; d < call.dim; d++) row[d] += weight * piece[d];
     }
+    put(call, at, row);
     put_lse(call, at, anchor + std::log(total));
 }
 
-}  // namespace
-
-// Softmax attention of `count` chunks: arguments as of headway_prefill, with fp32 elements. dim is a multiple of 8 up to
-// 256; out is always fp32.
-extern "C" void headway_attend_fp32(const float* q, i64 q_row, i64 q_head, const float* keys, const float* values,
-                                    i64 kv_row, i64 kv_head, void* out, i64 out_row, i64 out_head, int, float* lse,
-                                    i64 lse_row, i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads,
-                                    i64 kv_heads, i64 dim, float scale) {
-    Call call{q,   q_row,   q_head,   keys, values, kv_row, kv_head, out, out_row, out_head, 1,
-              lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
+template <class T>
+void prefill(CallOf<T>& call, i64 count, i64 kv_heads) {
     std::vector<Job> jobs;
     std::vector<Cut> cuts;
     divide(call, {kLanes, kBlock, kKeys}, count, kv_heads, omp_get_max_threads(), jobs, cuts);
@@ -283,4 +298,26 @@ extern "C" void headway_attend_fp32(const float* q, i64 q_row, i64 q_head, const
             for (i64 i = 0; i < cut.rows; i++) join(call, cut, i);
         }
     }
+}
+
+}  // namespace
+
+// Softmax attention of `count` chunks: arguments as of headway_prefill. dim is a multiple of 8 up to 256. fp32: out is
+// always fp32.
+extern "C" void headway_attend_fp32(const float* q, i64 q_row, i64 q_head, const float* keys, const float* values,
+                                    i64 kv_row, i64 kv_head, void* out, i64 out_row, i64 out_head, int, float* lse,
+                                    i64 lse_row, i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads,
+                                    i64 kv_heads, i64 dim, float scale) {
+    CallOf<float> call{q,   q_row,   q_head,   keys, values, kv_row, kv_head, out, out_row, out_head, 1,
+                       lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
+    prefill(call, count, kv_heads);
+}
+
+extern "C" void headway_attend_bf16(const bf16* q, i64 q_row, i64 q_head, const bf16* keys, const bf16* values, i64 kv_row,
+                                    i64 kv_head, void* out, i64 out_row, i64 out_head, int wide, float* lse, i64 lse_row,
+                                    i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads, i64 kv_heads,
+                                    i64 dim, float scale) {
+    CallOf<bf16> call{q,   q_row,   q_head,   keys, values, kv_row, kv_head, out, out_row, out_head, wide,
+                      lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
+    prefill(call, count, kv_heads);
 }

@@ -71,7 +71,8 @@ struct Slots {
 // How a kernel works: rows in a vector, rows in a job at most, keys in a block.
 struct Grain { i64 lanes, rows, keys; };
 
-// All work of a call: jobs, the dearest first, and the blocks that are in pieces. Depends on shapes and threads only.
+// All work of a call: jobs, the dearest first, and the blocks that are in pieces. Depends on shapes and threads only, and is
+// the same for one and two, so that an answer's bits do not change when a busy machine's second thread is left out.
 template <class T>
 void divide(CallOf<T>& call, Grain grain, i64 count, i64 kv_heads, i64 threads, std::vector<Job>& jobs,
             std::vector<Cut>& cuts) {
@@ -87,7 +88,8 @@ void divide(CallOf<T>& call, Grain grain, i64 count, i64 kv_heads, i64 threads, 
                 whole.push_back({i, h, from, to - from, 0, end, -1});
             }
     }
-    const i64 wanted = threads == 1 ? 1 : (kJobsPerThread * threads + i64(whole.size()) - 1) / i64(whole.size());
+    const i64 least = kJobsPerThread * std::max<i64>(2, threads);
+    const i64 wanted = (least + i64(whole.size()) - 1) / i64(whole.size());
     i64 parts = 0;
     for (Job job : whole) {
         const i64 blocks = (job.end + grain.keys - 1) / grain.keys;
