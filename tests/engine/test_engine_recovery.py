@@ -203,7 +203,7 @@ def test_losses_further_apart_than_the_rate_are_never_given_up() -> None:
         restarts.spend(now, "gone")
         restarts.record_up(now + 5.0)
         now += 5.0 + 21.0
-    for _ in range(3):
+    for _ in range(2):
         restarts.spend(now, "gone")
         restarts.record_up(now)
         now += 19.0
