@@ -8,6 +8,7 @@ import signal
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from tests.engine.test_engine_restarts import stream, tokens
@@ -17,10 +18,12 @@ from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.core.errors import ConfigError, UnavailableError
 from headway.core.sampling import SamplingParams
+from headway.runtime.build.start_measurements import remembered
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.launcher.engine_template import TemplatePool
 
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
@@ -152,3 +155,31 @@ def test_the_embedded_model_answers_the_same_in_a_fork_as_in_a_process_of_its_ow
         return received
 
     assert asyncio.run(generate(True)) == asyncio.run(generate(False))
+
+
+def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started:
+        def __init__(self, config: EngineConfig) -> None:
+            self.config, self.killed = config, False
+
+        def kill(self) -> None:
+            self.killed = True
+
+    monkeypatch.setattr("headway.runtime.launcher.engine_template.EngineTemplate", Started)
+    pool = TemplatePool()
+    one = pool.of(EngineConfig(model="m", standby=True, threads=1))
+    assert pool.of(EngineConfig(model="m", standby=True, threads=2, kv_cache_bytes=1 << 20)) is one
+    other = pool.of(EngineConfig(model="m", standby=True, dtype="bfloat16"))
+    assert other is not one
+    assert pool.of(EngineConfig(model="m")) is None
+    pool.close()
+    assert [template.killed for template in (one, other)] == [True, True]  # type: ignore[union-attr]
+
+
+def test_what_an_engine_measures_at_its_start_is_kept_for_the_next(tmp_path: Path) -> None:
+    file, measured = str(tmp_path / "kept.json"), iter([3, 4])
+    assert remembered(file, int, lambda: next(measured)) == 3
+    assert remembered(file, int, lambda: next(measured)) == 3
+    (tmp_path / "kept.json").write_text("{")
+    assert remembered(file, int, lambda: next(measured)) == 4, "a damaged file is measured anew"
+    assert remembered(None, int, lambda: 5) == 5
