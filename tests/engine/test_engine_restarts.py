@@ -82,6 +82,14 @@ def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None
     go(test, model="beating", engine_timeout_s=1.0)
 
 
+def test_an_iteration_that_never_ends_is_noticed_though_heartbeats_come() -> None:
+    async def test(client: ProcessEngineClient) -> None:
+        assert await tokens(stream(client, "a", [1, 2], 100)) == answer([1, 2], 100)
+        assert client.stats.engine_restarts_total == 1
+
+    go(test, model="stuck", worker_timeout_s=1.0)
+
+
 def test_draining_goes_on_after_a_restart() -> None:
     async def test(client: ProcessEngineClient) -> None:
         one = stream(client, "a", [1, 2], 3_000)

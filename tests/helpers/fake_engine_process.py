@@ -2,7 +2,7 @@
 
 fake: serves. beating: serves, and sends beats. broken: cannot start, and says why. silent: ends without a word. hangs:
 stops while it starts. gives up: says so soon after it has started. garbles: what it says cannot be understood.
-stumbles: the second of its kind cannot start.
+stumbles: the second of its kind cannot start. stuck: an iteration of the first of its kind never ends, while beats go on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from tests.helpers.engine_fixtures import INFO, make_core
 from tests.helpers.fake_executor import FakeExecutor
 
+from headway.core.batch import Batch
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
 
@@ -26,6 +27,13 @@ BLOCKS = 160_000
 class WallClock:
     def now(self) -> float:
         return time.monotonic()
+
+
+class StuckExecutor(FakeExecutor):
+    def submit(self, batch: Batch) -> None:
+        if len(self.batches) == 5:
+            time.sleep(3600.0)
+        super().submit(batch)
 
 
 def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
@@ -46,9 +54,10 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
         service.close()
         return 1
     info = msgspec.structs.replace(INFO, max_model_len=2_000_000, max_queued_requests=config.max_queued_requests)
-    core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
+    kind = StuckExecutor if config.model == "stuck" and endpoint.endswith("e0") else FakeExecutor
+    core = make_core(kind(blocks=BLOCKS), info, max_num_seqs=512)
     core._clock = clock
-    if config.model == "beating":
+    if config.model in ("beating", "stuck"):
         service.start_heartbeats(config.engine_timeout_s / 5)
     if config.model == "gives up":
         service._send(core.info)

@@ -54,8 +54,7 @@ class EngineCore:
         self.info = info
         self.draining = False
         self.iteration: tuple[float, float] | None = None
-        """When the iteration began that is computed in this process now, and its predicted seconds. Read by the
-        heartbeats' thread."""
+        """When the iteration began that this process computes, and its predicted seconds. Heartbeats read it."""
         self.sampler: IterationSampler | None = None
         """Fed by `log`; None: no live page."""
         self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
@@ -251,13 +250,12 @@ class EngineCore:
             batch = self.scheduler.schedule(now, 1, free)
             if batch is None:
                 return
-            self._batches[batch.id] = (batch, now)
+            self._batches[batch.id], self.iteration = (batch, now), (now, batch.predicted_s)
             # Logged only where some KV groups were busy.
             some = free is not None and len(free) < len(self.scheduler.block_managers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
             self._prefixes.save_evicted()
-            self.iteration = (self._clock.now(), batch.predicted_s)
             self.executor.submit(batch)
             self.iteration = None
 
