@@ -2,7 +2,7 @@
 
 fake: serves. beating: serves, and sends beats. broken: cannot start, and says why. silent: ends without a word. hangs:
 stops while it starts. gives up: says so soon after it has started. garbles: what it says cannot be understood.
-stumbles: the second of its kind cannot start. stuck: an iteration of the first of its kind never ends, while beats go on.
+stumbles: the second of its kind cannot start. stuck: an iteration of its first never ends; beats do not stop.
 """
 
 from __future__ import annotations
