@@ -111,10 +111,10 @@ def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
     assert entered({}, 3000, ttft_s=0.1) == 0, "but only before much longer work"
 
 
-@pytest.mark.parametrize(("qps", "seed"), [(6.0, 0), (6.0, 2), (8.0, 2)])
+@pytest.mark.parametrize(("qps", "seed"), [(8.0, 0), (8.0, 1), (7.0, 2), (8.0, 2)])
 def test_short_prompts_do_not_wait_for_a_saturated_prefill_pool(qps: float, seed: int) -> None:
-    """Eight A100s, near and past what six can prefill. At 8 requests/s shorts entered instances that computed another
-    group than the policy thought, and waited 33 s."""
+    """Eight A100s, past what six can prefill. Shorts waited 14 to 33 s on instances that computed another group than
+    the policy thought."""
 
     def short_p99_s(cluster: dict[str, Any]) -> float:
         mix = [
@@ -133,7 +133,7 @@ def test_short_prompts_do_not_wait_for_a_saturated_prefill_pool(qps: float, seed
     pools = [{"role": "prefill", "count": 6}, {"role": "decode", "count": 2}]
     weave = short_p99_s({"placement": "weave", "options": {"rate": 0.3}, "pools": pools})
     jsq = short_p99_s({"placement": "jsq", "pools": [{"role": "mixed", "count": 8}]})
-    assert weave < 2 * jsq
+    assert weave < 1.3 * jsq
 
 
 def test_share_of_yielding_follows_relative_slack_down_to_the_least() -> None:

@@ -110,10 +110,12 @@ class PlacedGroups:
         placed = self._by_request.get(request)
         if placed is None:
             return
-        ahead = {id(each) for each in self.all() if each.pausing or self.is_running(each, view)}
+        # What computes stays in front, on the instances of the span that runs.
+        others = (each for each in self.all() if each is not placed)
+        computes = {i for each in others if each.pausing or self.is_running(each, view) for i in each.group}
         for i in placed.groups[-1]:
             self._on[i].remove(placed)
-            self._on[i].insert(bool(self._on[i]) and id(self._on[i][0]) in ahead, placed)
+            self._on[i].insert(i in computes, placed)
 
     def is_running(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Return whether a span of it runs now: it is next on all its instances, and their schedulers are empty."""
