@@ -23,8 +23,8 @@ SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[
 CONVERSATIONS = SHARED / "mooncake-conversation" / "conversation_0-2400s.jsonl.gz"
 AGENTS = SHARED / "claude-code-weka" / "requests.csv.gz"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "prefix-cache-table.md"
-WINDOW_S = 600.0
-SESSIONS, TURNS, SESSIONS_A_SECOND, LONGEST = 24, 16, 0.05, 400_000
+WINDOW_S = 180.0
+SESSIONS, TURNS, SESSIONS_A_SECOND, LONGEST = 12, 10, 0.05, 400_000
 """Of the agents: sessions, the first requests of each, how often a session starts, and the longest prompt: a replica
 must hold it."""
 BLOCK = 64

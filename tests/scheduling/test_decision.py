@@ -8,7 +8,7 @@ from tests.helpers.random_worlds import random_world
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY, Request
-from headway.perf.latency.base import decode_load, load_s
+from headway.perf.latency.base import decode_load, load_s, one_chunk_s
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 
@@ -125,3 +125,19 @@ def test_an_iteration_with_tokens_of_a_background_request_is_short(wait_s: float
     others, longer_s = iteration(1)
     assert others["document"] > quotas["document"]
     assert bound_s < longer_s <= 0.05
+
+
+def test_background_iterations_are_longer_where_arrivals_are_rare_or_the_context_is_long() -> None:
+    def seconds(now: float, done: int = 0) -> float:
+        policy = policy_of(CountedPool(100_000, 16), t_target_s=None, newcomer_wait_s=None, min_chunk=1)
+        policy.enter(request("document", 1_000_000, priority=BACKGROUND_PRIORITY))
+        if done:
+            policy.moved("document", done)
+        return load_s(policy.latency, policy.pick(decode_load(policy.latency, 0, 0), now).load)
+
+    assert seconds(0.0) <= 0.01
+    # no other request has come for so long
+    assert 0.03 < seconds(2.0) <= 0.04
+    one_token_s = small_machine().rows_s(1) + one_chunk_s(small_machine(), 900_000, 1)
+    assert one_token_s > 0.01
+    assert one_token_s < seconds(0.0, 900_000) <= 2.0 * one_token_s

@@ -18,10 +18,6 @@ MAX_BLOCKED = 32
 """Most requests without enough KV that one decision looks at: a bound on its time."""
 
 
-BACKGROUND_WAIT_S = 0.01
-"""Longest iteration with tokens of a background request by default, seconds."""
-
-
 class RemoteCost(NamedTuple):
     """What other KV groups add to a chunk of a request whose earlier shards they hold."""
 
@@ -87,6 +83,8 @@ class PrefillCandidates:
         self.reserved_for: PrefillState | None = None
         # Whether no further long request is to be yielded in this decision, set by the caller: one gets tokens.
         self.long_taken = False
+        # Longest iteration with tokens of a background request, seconds, set by the caller.
+        self.background_s = float("inf")
         self._config = config
         self._queue = queue
         self._admission = admission
@@ -247,8 +245,7 @@ class PrefillCandidates:
         """Return the candidate with the bound on iterations of background requests."""
         if state.request.priority < BACKGROUND_PRIORITY:
             return candidate
-        longest_s = self._config.background_wait_s
-        return msgspec.structs.replace(candidate, longest_s=BACKGROUND_WAIT_S if longest_s is None else longest_s)
+        return msgspec.structs.replace(candidate, longest_s=self.background_s)
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
         """Return one prefill as `chunk_allocation` sees it."""

@@ -26,6 +26,10 @@ MAX_UNSCHEDULABLE = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
 
 
+BACKGROUND_GAIN = 2.0
+"""An iteration of a background request may take so many times what one of its tokens takes."""
+
+
 class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """A waiting prefill as input of `pack`; candidates come most urgent first. Tokens and seconds."""
 
@@ -228,7 +232,12 @@ class _Filling:
         budget_s = rules.t_target_s
         if self._yields_to_shorts(candidate):
             budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
-        return min(budget_s - candidate.reserved_s, candidate.longest_s)
+        budget_s -= candidate.reserved_s
+        if candidate.longest_s < budget_s:
+            # each pass reads the whole context: below this most of the time would go there
+            alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, candidate.past, 1)
+            budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
+        return budget_s
 
     def _yields_to_shorts(self, candidate: PackCandidate) -> bool:
         return self._yields_time and candidate.is_long and candidate.yields

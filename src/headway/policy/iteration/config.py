@@ -41,7 +41,7 @@ class SchedulerConfig:
     background_wait_s: float | None = _f(
         None,
         "longest iteration with tokens of a document that is prepared, seconds: requests that arrive or run wait for "
-        "its end; longer ones prepare faster; default: 10 ms",
+        "its end; longer ones prepare faster; default: 10 ms, more where arrivals are rare or the context is long",
     )
     max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")

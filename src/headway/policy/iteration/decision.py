@@ -204,6 +204,7 @@ class IterationPolicy:
             speed = prefill_speed(self.latency, load, self._rules.t_target_s)
             self.relegation.choose(now, self.queue, speed, self.urgency.line)
         shorts_wait = self.leaves_time(shorts_elsewhere)
+        self.candidates.background_s = self.budget.background_s(now)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)

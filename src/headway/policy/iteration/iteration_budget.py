@@ -27,6 +27,12 @@ _QUIET = 5.0
 """Without arrivals for so many such intervals they are expected to be rarer (probability 0.7% of Poisson arrivals)."""
 
 
+BACKGROUND_WAIT_S = 0.01
+"""Longest iteration by default with tokens of a background request, while other requests come often, seconds."""
+_BACKGROUND_SHARE = 0.02
+"""The same as a share of the expected time between arrivals."""
+
+
 class ArrivalGaps:
     """Expected time between arrivals, from the last few of them."""
 
@@ -88,6 +94,14 @@ class IterationBudget:
         if floor_s is None:
             floor_s = self._floor_s = config.least_gain * self._latency.rows_s(1)
         return max(bound_s, floor_s)
+
+    def background_s(self, now: float) -> float:
+        """Return the longest iteration with tokens of a background request, seconds: no client waits for these, but
+        arrivals and decodes wait for the iteration's end."""
+        configured_s = self._config.background_wait_s
+        if configured_s is not None:
+            return configured_s
+        return max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self._arrivals.expected_s(now))
 
     def observed(self, changed: bool) -> None:
         """Follow a latency model that has learned. `changed`: noticeably."""
