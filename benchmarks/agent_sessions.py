@@ -4,7 +4,8 @@ Sessions of the claude-code-weka trace (shared data) whose longest prompt is wit
 lengths and with short answers, one after another on the embedded model, with chats beside them. A turn's prompt begins
 with as much of the turn before, its answer included, as the trace says was cached. Prints per-turn times to first
 token, prompt tokens computed, the chats' times, and how many answers are equal. The second engine gets the prompts of
-the first. Prompts are random, so that logits tie now and then: where an answer differs, the gap between the best two
+the first. Float32. Prompts are source code (`embedded.passkey`); with `--random-ids` they are random, and logits tie
+now and then: where an answer differs, the gap between the best two
 tokens at the first difference is printed, which rounding must explain (chunks end at other places). Such a prompt is
 then served without a cache in chunks of other sizes: rounding alone must give the cached answer for some size.
 """
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.build.engine import assemble
 from headway.runtime.embedded import model_path
+from headway.runtime.embedded.passkey import make_document
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
@@ -74,7 +77,7 @@ class Server:
     def __init__(self, kv_tokens: int, cached: bool, chunk: int | None = None) -> None:
         """`chunk`: most tokens of an iteration; None: the default."""
         config = EngineConfig(
-            model=str(model_path()), kv_cache_bytes=kv_tokens * 1024, prefix_cache=cached, threads=1,
+            model=str(model_path()), dtype="float32", kv_cache_bytes=kv_tokens * 1024, prefix_cache=cached, threads=1,
             scheduler={} if chunk is None else {"max_num_batched_tokens": chunk},
         )  # fmt: skip
         self.core: EngineCore = assemble(config, WallClock())
@@ -120,13 +123,26 @@ class Server:
         self.answers.append(tuple(answer))
         return tuple(answer)
 
-    def play(self, session: list[Turn], seed: int) -> None:
+    def play(self, session: list[Turn], seed: int, random_ids: bool) -> None:
         """Serve a session's turns one after another."""
         rng, text = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
+        code = np.zeros(0, dtype=np.int64) if random_ids else source_code(sum(turn.prompt for turn in session), seed)
         for turn in session:
             kept = text[: min(turn.cached, turn.prompt - 1)]
-            ids = np.concatenate([kept, rng.integers(10, 2000, turn.prompt - len(kept))])
+            new = turn.prompt - len(kept)
+            added, code = (rng.integers(10, 2000, new), code) if random_ids else (code[:new], code[new:])
+            ids = np.concatenate([kept, added])
             text = np.concatenate([ids, np.array(self.ask(ids))])
+
+
+def source_code(tokens: int, seed: int) -> np.ndarray:
+    """Return at least so many token ids of source code."""
+    tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    ids: list[int] = []
+    while len(ids) < tokens:
+        document = make_document(tokens, seed, lambda text: len(text) // 3)
+        ids += tokenizer.encode(document.text, add_special_tokens=False).ids
+    return np.array(ids, dtype=np.int64)
 
 
 def differences(one: Server, other: Server) -> dict[int, float]:
@@ -168,6 +184,7 @@ def main() -> int:
     parser.add_argument("--most-tokens", type=int, default=24_000, help="longest prompt of a session")
     parser.add_argument("--sessions", type=int, default=10**6, help="most sessions")
     parser.add_argument("--kv-tokens", type=int, default=0, help="size of the KV pool; default: twice the longest")
+    parser.add_argument("--random-ids", action="store_true", help="prompts of random tokens")
     arguments = parser.parse_args()
     sessions = read_sessions(arguments.most_tokens, arguments.sessions)
     turns = [turn for session in sessions for turn in session]
@@ -176,7 +193,7 @@ def main() -> int:
     print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)")
     cached, plain = Server(kv_tokens, True), Server(kv_tokens, False)
     for seed, session in enumerate(sessions):
-        cached.play(session, seed)
+        cached.play(session, seed, arguments.random_ids)
     show("with", cached)
     for ids in cached.prompts:
         plain.ask(ids)
