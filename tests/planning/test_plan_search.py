@@ -242,6 +242,16 @@ def test_nearest_plan_of_impossible_gaps_is_not_the_one_that_ran_longest_because
     assert result.nearest.ratio(demands) == min(one.ratio(demands) for one in everything if one.complete())
 
 
+def test_lone_request_keeps_up_however_long_its_prompt_takes() -> None:
+    section = random_question(1).model_dump(mode="json", by_alias=True, exclude_none=True)
+    section["workload"] = {"qps": 1.0, "requests": 1, "mix": [{"prompt": "fixed:60000", "output": "fixed:5"}]}
+    section["demands"] = {"all": {"tbt_p90_s": 0.1}}
+    section["latency"] = {"source": "fitted"}
+    result = PlanSearch(parse_question(section)).run()
+    assert result.best is not None
+    assert result.best.keeps_up()
+
+
 def test_layouts_without_memory_are_named_with_the_numbers() -> None:
     question = random_question(0).model_copy(update={"model": "llama-3-70b"})
     faults = memory_faults(question, list(candidates_of(question)), workload_of(question, 0))

@@ -38,12 +38,15 @@ class HopelessError(Exception):
 
 def drained_by_s(demands: Sequence[LatencyDemand], requests: Sequence[TraceRequest]) -> float:
     """Return the virtual second at which a deployment that keeps up has answered everything: a tenth of the time of
-    arrivals after the last one, and what the longest answer may take by the demands."""
-    last_s = max(request.arrival_s for request in requests)
+    arrivals after the last one, and what the longest answer may take by the demands. Infinite where all requests arrive
+    at once: there is no rate to keep up with."""
+    first_arrival_s, last_s = (pick(request.arrival_s for request in requests) for pick in (min, max))
+    if first_arrival_s == last_s:
+        return math.inf
     gap_s = max((demand.limit_s for demand in demands if demand.metric in ("tbt", "max_tbt", "tpot")), default=0.2)
     first_s = max((demand.limit_s for demand in demands if demand.metric in ("ttft", "e2e")), default=0.0)
     longest = max(request.output_tokens for request in requests)
-    return last_s + 0.1 * (last_s - min(request.arrival_s for request in requests)) + longest * gap_s + first_s
+    return last_s + 0.1 * (last_s - first_arrival_s) + longest * gap_s + first_s
 
 
 def values_of(demand: LatencyDemand, record: RequestRecord) -> list[float]:

@@ -32,7 +32,7 @@ from headway.sim.calibration import scales_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.replay import read_log, replay
-from headway.sim.replayed_run import ReplayedRun
+from headway.sim.replayed_run import BatchTimes, ReplayedRun
 
 CHATS = 3
 """Concurrent users with short prompts, beside one with long prompts."""
@@ -104,23 +104,27 @@ def overhead_of(
             if one.token_s and one.sent_s is not None and one.id in engine_s
         ]
 
+    scales = scales_of(run)
+
+    def predicted_s(one: BatchTimes) -> float:
+        """Return an iteration's time by the corrected table, which simulations add to."""
+        return one.predicted_s if scales is None or one.terms is None else sum(map(mul, one.terms, scales))
+
     overhead = ServingOverhead.of(
         added_s(records),
-        [one.woken_s - one.predicted_s for one in run.batches if one.woken_s is not None],
+        [one.woken_s - predicted_s(one) for one in run.batches if one.woken_s is not None],
         [one.waited_s for one in run.batches if one.waited_s],
     )
     woken = ServingOverhead.of(added_s(alone), (), ())
     if woken.request_s > overhead.request_s > 0.0:
         longer_s = woken.request_s - overhead.request_s
         overhead = msgspec.structs.replace(overhead, idle_s=overhead.idle_s + longer_s)
-    scales = scales_of(run)
     if scales is None:
         return overhead
     # after an idle engine the time before is not the engine's own
-    busy = [(each, each.terms) for each in run.batches if each.terms is not None and each.waited_s]
+    busy = [each for each in run.batches if each.terms is not None and each.waited_s]
     spread = spreads_of(
-        [sum(map(mul, terms, scales)) + overhead.iteration_s for _, terms in busy],
-        [each.elapsed_s + each.waited_s for each, _ in busy],
+        [predicted_s(each) + overhead.iteration_s for each in busy], [each.elapsed_s + each.waited_s for each in busy]
     )
     return msgspec.structs.replace(overhead, spread=spread)
 
