@@ -55,7 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures" / "live-page.png")
     parser.add_argument("--width", type=int, default=1280)
-    parser.add_argument("--height", type=int, default=960)
+    parser.add_argument("--height", type=int, default=1010)
     parser.add_argument("--dark", action="store_true")
     parser.add_argument("--why", action="store_true", help="with the explanation of the request that waited longest")
     arguments = parser.parse_args()
