@@ -65,8 +65,8 @@ class EngineSettings(SettingsModel):
     )
     threads: WholeNumber | None = Field(
         None,
-        description="threads that compute, in each worker; default: torch's choice, or the cores divided by the "
-        "workers",
+        description="threads that compute, in each worker; default: measured at start, up to torch's choice, and one "
+        "while other processes are busy; or the cores divided by the workers",
         json_schema_extra=_shown_as("N"),
     )
     tensor_parallel_size: WholeNumber = Field(

@@ -77,6 +77,8 @@ class LoadedModel:
     """Name of the device; None: this host's CPU."""
     kernels: str = ""
     """See `EngineInfo.kernels`."""
+    thread_choice: str = ""
+    """See `EngineInfo.threads`."""
     copier: BlockCopier | None = None
     """Copies KV blocks out of the pool and into it; None: the executor's batches overlap."""
 
@@ -176,6 +178,7 @@ def _engine(
         long_tokens=schedule.long_tokens,
         processor=built.processor or processor_name(),
         kernels=built.kernels,
+        threads=built.thread_choice,
         profile=source.provenance,
         utilisation=remembered(
             _kept(config, "utilisation"),

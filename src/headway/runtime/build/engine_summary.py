@@ -13,7 +13,7 @@ def summary(info: EngineInfo, groups: str | None = None) -> list[str]:
     size = f"{info.parameters / 1e6:.1f} M parameters"
     cache = f"{gib(info.kv_bytes)} for {info.kv_tokens_total:,} tokens ({per_token:,} bytes a token)"
     aim = f", iterations of {info.t_target_s * 1e3:.0f} ms beside decodes" if info.t_target_s else ""
-    processor = f"{info.processor or 'not known'}{f', {info.kernels}' if info.kernels else ''}"
+    processor = ", ".join(part for part in (info.processor or "not known", info.kernels, info.threads) if part)
     lines = [
         ("model", info.model),
         ("architecture", f"{info.architecture}, {size}, {info.dtype} on {info.device}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,11 @@ from headway.runtime.attention.native import build_general_library, build_librar
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.compute_threads import ComputeThreads
 from headway.runtime.executor.cuda_probe import look
-from headway.runtime.executor.measure import measure
+from headway.runtime.executor.measure import compute, measure
 from headway.runtime.executor.pool_copier import PoolCopier
 from headway.runtime.executor.single_process import SingleProcessExecutor
-from headway.runtime.executor.thread_pinning import ThreadPinning
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
@@ -62,7 +63,7 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
     """Load the model, unless it is `loaded`, and make its KV pool. Raises ConfigError when it does not fit."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    team = ThreadPinning(torch.get_num_threads())
+    team = ComputeThreads(torch.get_num_threads(), config.threads is not None)
     loaded = load(config) if loaded is None else loaded
     decoder, backend, devices = loaded.decoder, loaded.backend, loaded.devices
     # Measured after loading: the weights are no longer part of what is free.
@@ -70,14 +71,17 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
     # A pool of one slot has the size of one token.
     blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
     worker = ModelWorker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
+    if devices is None:
+        team.choose(partial(compute, worker))
     parameters = decoder.weights.parameters
     return LoadedModel(
         executor=SingleProcessExecutor(worker, team),
-        measure=partial(measure, worker),
+        measure=partial(_measure, worker, team),
         shape=decoder.config,
         dtype=str(decoder.dtype).removeprefix("torch."),
         mark=decoder.fingerprint,
-        threads=torch.get_num_threads(),
+        threads=team.most,
+        thread_choice=team.described() if devices is None else "",
         kv_tokens=worker.pool.slots,
         kv_bytes=worker.pool.nbytes,
         parameters=parameters,
@@ -87,3 +91,13 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
         kernels=kernels_of(backend, decoder.dtype),
         copier=PoolCopier(worker.pool, config.block_size),
     )
+
+
+def _measure(worker: ModelWorker, team: ComputeThreads, kind: str, first: int, second: int, repeats: int) -> float:
+    """`measure`, by as many threads as an iteration of that size."""
+    past = first * second if kind in ("chunk", "decodes") else 0
+    team.begin(time.monotonic(), worker.rows_of(first, past))
+    try:
+        return measure(worker, kind, first, second, repeats)
+    finally:
+        team.end(time.monotonic())

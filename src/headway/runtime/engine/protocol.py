@@ -252,6 +252,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Name of the processor or accelerator."""
     kernels: str = ""
     """What computes attention and products, in words; empty: not known in this process."""
+    threads: str = ""
+    """How many threads compute, and why, in words; empty: not known in this process."""
     profile: str = ""
     """Origin of the latency model's numbers, in words."""
     utilisation: UtilisationBase | None = None

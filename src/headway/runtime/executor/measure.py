@@ -49,6 +49,11 @@ def measure(worker: ModelWorker, kind: str, first: int, second: int, repeats: in
     raise InvariantError(f"{kind!r} is no kind of measurement")
 
 
+def compute(worker: ModelWorker, rows: int) -> None:
+    """Run rows without history through the layers: what the number of threads is chosen by."""
+    _forward(worker, min(rows, worker.pool.slots))()
+
+
 def _fastest(run: Callable[[], object], repeats: int) -> float:
     """Return the least time of `repeats` runs, after one to warm up. Runs are as many on every rank."""
     run()

@@ -9,7 +9,7 @@ from typing import Any
 from headway.core.batch import Batch, KvOp
 from headway.core.executor import StepResult
 from headway.core.sampling import SamplingParams
-from headway.runtime.executor.thread_pinning import ThreadPinning
+from headway.runtime.executor.compute_threads import ComputeThreads
 from headway.runtime.executor.worker import ModelWorker
 
 
@@ -20,7 +20,7 @@ class SingleProcessExecutor:
     accepts = True
     free = None
 
-    def __init__(self, worker: ModelWorker, team: ThreadPinning | None = None) -> None:
+    def __init__(self, worker: ModelWorker, team: ComputeThreads | None = None) -> None:
         self.worker, self._team = worker, team
         self._done: deque[StepResult] = deque()
 
@@ -38,7 +38,7 @@ class SingleProcessExecutor:
         started = ended = time.monotonic()
         part = batch.parts[0]
         if self._team is not None:
-            self._team.begin(started)
+            self._team.begin(started, self.worker.work_rows(part))
         try:
             self.worker.replay(part.kv_ops)
             emitted = self.worker.run(part)

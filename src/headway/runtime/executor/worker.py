@@ -50,6 +50,10 @@ class ModelWorker:
         self._embeds, self._ends, self._draws = shard.first, shard.last, shard.last and shard.rank == 0
         self._links = links
         self._block = block_tokens
+        config = decoder.config
+        # A key costs a query row 4 flops a dimension in every layer; a row of a product 2 a weight.
+        layer = decoder.weights.parameters / max(1, len(decoder.weights.layers))
+        self._row_per_key = 2 * config.q_heads * config.head_dim / layer
         self._eos = eos
         self._residents: dict[str, RequestTokens] = {}
         self._slots: dict[str, tuple[Run, ...]] = {}
@@ -129,6 +133,15 @@ class ModelWorker:
         """Return the KV tokens that a group's next step reads here: its members' cursors, less other groups' shards."""
         known = sum(resident.known for resident in self._members(group))
         return known - sum(map(self._base, group.members)) if self._bases else known
+
+    def work_rows(self, part: GroupBatch) -> float:
+        """Return a part's work in rows of the layers' products: its own, and its attention as of so many more."""
+        keys = part.decodes.kv_sum + sum(chunk.tokens * chunk.start for chunk in part.prefills)
+        return self.rows_of(part.tokens, keys)
+
+    def rows_of(self, rows: int, keys: int) -> float:
+        """Return the work of rows that see so many keys in all, in rows."""
+        return rows + keys * self._row_per_key
 
     def skip(self, part: GroupBatch) -> None:
         """Move cursors as `run` does, for a part that was run before: its tokens have arrived or are being sent."""
