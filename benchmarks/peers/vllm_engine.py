@@ -8,8 +8,11 @@ python benchmarks/peers/vllm_engine.py --model out/reference-fp32 --dtype float3
 With `--plugged 150` the first of the two is vLLM with Headway inside at an aim of 150 ms: what the plug-in costs
 where nothing has to wait (a chat alone, a long prompt alone, decodes only).
 
-Both servers are up all the time and idle while the other one answers, so that other work on the machine slows both.
-Beside it the machine's limits: matrix products at the model's shapes, and copies of memory.
+The servers answer by turns, so that other work on the machine slows both. vLLM's processes are stopped (SIGSTOP) while
+Headway is measured; Headway's sleep while it has no requests. Beside it the machine's limits, matrix products at the
+model's shapes and reads of memory, and the share of them that each engine reaches. What is in the JSON file already is
+not measured again, so that a run can be cut into parts: `--only decode` measures what has that word in its name.
+`--table docs/reference/peers.md` appends the rows, under the machine's name.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +38,14 @@ from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import flags_of, vllm_server
+from vllm_server import VllmServer, flags_of, vllm_server
 
 DECODED = 32
 """Output tokens by which a decode step is measured."""
+
+
+DECODES = ((1000, 1), (1000, 8), (16000, 1))
+"""Prompt and batch of the decode steps."""
 
 
 class Probe(NamedTuple):
@@ -63,7 +71,7 @@ def probes(prompts: list[int]) -> list[Probe]:
     return [
         Probe("chat of 200 + 16 alone", 200, 16, 1, "whole"),
         *(Probe(f"prefill of {n:,}", n, 1, 1, "first") for n in prompts),
-        *(Probe(f"decode step at 1,000, batch of {n}", 1000, DECODED, n, "step") for n in (1, 8)),
+        *(Probe(f"decode step at {past:,}, batch of {n}", past, DECODED, n, "step") for past, n in DECODES),
     ]
 
 
@@ -94,29 +102,73 @@ async def measure(session: aiohttp.ClientSession, url: str, probe: Probe, rng: r
     return statistics.median(of[probe.measured](one) for one in answers)
 
 
-async def compare(urls: dict[str, str], asked: list[Probe], rounds: int) -> list[dict[str, Any]]:
-    """Measure each probe by turns, once unmeasured first."""
-    rows, rng = [], random.Random(0)
+async def compare(ours: str, theirs: VllmServer, probe: Probe, rounds: int) -> dict[str, Any]:
+    """Measure a probe by turns, once unmeasured first. Returns medians, and the ratio in each round."""
+    found: dict[str, list[float]] = {"headway": [], "vllm": []}
+    rng = random.Random(probe.name)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800)) as session:
-        for probe in asked:
-            found: dict[str, list[float]] = {name: [] for name in urls}
-            for turn in range(rounds + 1):
-                for name, url in urls.items():
-                    seconds = await measure(session, url, probe, rng)
-                    if turn:
-                        found[name].append(seconds)
-            ratios = [ours / theirs for ours, theirs in zip(found["headway"], found["vllm"], strict=True)]
-            middle = {f"{name}_s": statistics.median(times) for name, times in found.items()}
-            rows.append({"probe": probe.name, **middle, "ratio": statistics.median(ratios), "ratios": ratios})
-            row = rows[-1]
-            ours, theirs = (row[f"{name}_s"] * 1e3 for name in ("headway", "vllm"))
-            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-            print(f"| {probe.name} | {ours:.1f} | {theirs:.1f} | {row['ratio']:.2f} ({spread}) |", flush=True)
-    return rows
+        for turn in range(rounds + 1):
+            theirs.signal(signal.SIGSTOP)
+            try:
+                seconds = await measure(session, ours, probe, rng)
+            finally:
+                theirs.signal(signal.SIGCONT)
+            other = await measure(session, theirs.url, probe, rng)
+            if turn:
+                found["headway"].append(seconds)
+                found["vllm"].append(other)
+    ratios = [own / other for own, other in zip(found["headway"], found["vllm"], strict=True)]
+    middle = {f"{name}_s": statistics.median(times) for name, times in found.items()}
+    return {"probe": probe.name, **middle, "ratio": statistics.median(ratios), "ratios": ratios}
+
+
+def least_s(model: Path, probe: Probe, found: dict[str, float], itemsize: int) -> float | None:
+    """Return the seconds that a probe cannot go below by the machine's limits; None for a whole chat.
+
+    A prefill: the layers' products and causal attention at the rate of a product. A decode step: weights once, and each
+    request's keys and values, at the rate of memory.
+    """
+    c = json.loads((model / "config.json").read_text())
+    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    heads, kv_heads, layers = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
+    hidden, vocabulary = c["hidden_size"], c["vocab_size"]
+    layer = hidden * dim * 2 * (heads + kv_heads) + 3 * hidden * c["intermediate_size"]
+    if probe.measured == "first":
+        products = 2 * (layers * layer * probe.prompt + hidden * vocabulary)
+        attention = 2 * layers * heads * dim * probe.prompt**2
+        return (products + attention) / found["gflops_2048_rows"] / 1e9
+    if probe.measured == "step":
+        kept = 2 * layers * kv_heads * dim * (probe.prompt + probe.output // 2) * probe.at_once
+        return (layers * layer + hidden * vocabulary + kept) * itemsize / found["read_gb_s"] / 1e9
+    return None
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    ratios, least = row["ratios"], row["least_s"]
+    shares = ("-", "-") if least is None else (f"{least / row[f'{name}_s']:.0%}" for name in ("headway", "vllm"))
+    times = (f"{row[f'{name}_s'] * 1e3:,.1f}" for name in ("headway", "vllm"))
+    spread = f"{row['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"| {row['probe']} | {' | '.join(times)} | {spread} | {' | '.join(shares)} |"
+
+
+HEAD = (
+    "| what | Headway, ms | vLLM, ms | Headway / vLLM, median (range) | share of the limit | vLLM's |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def append(table: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Append the rows to a page, under the machine, the type and the limits."""
+    limits = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in about["limits"].items())
+    machine_name = about["machine"]["cpu"]
+    title = f"## {machine_name}, {about['machine']['cores']} cores, {about['isa']}, {about['dtype']}"
+    text = "\n".join([title, "", f"Limits: {limits}. {len(rows[0]['ratios'])} rounds.", "", HEAD, *map(line, rows), ""])
+    table.write_text((table.read_text().rstrip() + "\n\n" if table.exists() else "") + text)
 
 
 def limits(model: Path, dtype: str, threads: int) -> dict[str, float]:
-    """Return GFLOP/s of the widest layer's product over 2,048 rows and over one, and GB/s of copies."""
+    """Return GFLOP/s of the widest layer's product over 2,048 rows and over one, and GB/s of reads."""
     torch.set_num_threads(threads)
     config = json.loads((model / "config.json").read_text())
     kind = getattr(torch, dtype)
@@ -135,10 +187,9 @@ def limits(model: Path, dtype: str, threads: int) -> dict[str, float]:
         one = torch.randn(rows, config["hidden_size"]).to(kind)
         seconds = best_s(lambda one=one: torch.nn.functional.linear(one, weight))
         found[f"gflops_{rows}_rows"] = 2 * rows * weight.numel() / seconds / 1e9
-    block = torch.zeros(1 << 28, dtype=torch.uint8)
-    copied = torch.empty_like(block)
-    # Read and written.
-    found["copy_gb_s"] = 2 * block.numel() / best_s(lambda: copied.copy_(block)) / 1e9
+    wide = torch.ones(1 << 16, 1024)
+    # A matrix of 256 MiB times a vector is read once.
+    found["read_gb_s"] = wide.numel() * 4 / best_s(lambda: torch.mv(wide, wide[0])) / 1e9
     return found
 
 
@@ -154,42 +205,64 @@ def main() -> int:
         "--eager", action="store_true", help="vLLM without compilation: starts sooner, steps are slower"
     )
     parser.add_argument("--plugged", metavar="AIM_MS", help="Headway inside vLLM in place of the native engine")
+    parser.add_argument("--only", default="", help="measure what has this word in its name")
+    parser.add_argument("--table", type=Path, help="page to append the rows to")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
     lengths = [int(n) for n in a.prompts.split(",")]
-    room = max(*lengths, 1000 + DECODED) + 64
     a.json.parent.mkdir(parents=True, exist_ok=True)
-    capability = torch.backends.cpu.get_cpu_capability()
-    about = {"machine": machine(), "isa": capability, "versions": versions(), "dtype": a.dtype, "threads": a.threads}
-    about["limits"] = limits(a.model, a.dtype, a.threads)
-    print(json.dumps(about))
-    with (
-        _vllm(a, room, "vllm") as theirs,
-        _vllm(a, room, f"headway:{a.plugged}") if a.plugged else _native(a, room) as ours,
-    ):
-        print("| what | Headway, ms | vLLM, ms | Headway / vLLM, median (range) |\n|---|---|---|---|", flush=True)
-        rows = asyncio.run(compare({"headway": ours, "vllm": theirs}, probes(lengths), a.rounds))
-    a.json.write_text(json.dumps({"schema": "headway.peers/1", **about, "rows": rows}, indent=1))
+    held = json.loads(a.json.read_text()) if a.json.exists() else {"schema": "headway.peers/1", "rows": []}
+    done = {row["probe"] for row in held["rows"]}
+    asked = [probe for probe in probes(lengths) if a.only in probe.name and probe.name not in done]
+    if asked:
+        measure_all(a, asked, held)
+    if a.table is not None:
+        append(a.table, held, held["rows"])
     return 0
 
 
-def _vllm(a: argparse.Namespace, room: int, run: str) -> AbstractContextManager[str]:
-    """Return a vLLM server, by default or for a run of `vllm_server.flags_of`, without prefix cache."""
+def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any]) -> None:
+    """Start both servers, and add each row to `held` and to the file as soon as it is measured."""
+    room = max(probe.prompt + probe.output for probe in asked) + 64
+    held |= {"machine": machine(), "isa": torch.backends.cpu.get_cpu_capability(), "versions": versions()}
+    held |= {"dtype": a.dtype, "threads": a.threads, "limits": limits(a.model, a.dtype, a.threads)}
+    print(json.dumps({name: held[name] for name in ("machine", "isa", "dtype", "limits")}))
     flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]
-    if run != "vllm":
-        flags += flags_of(run)
-    log = a.json.with_suffix(f".{run.partition(':')[0]}.log")
-    return vllm_server(
-        a.python, str(a.model), flags, dtype=a.dtype, max_model_len=room, kv_gib=2, threads=a.threads, log=log
-    )
+    theirs = VllmServer(
+        a.python, str(a.model), flags, a.json.with_suffix(".vllm.log"), dtype=a.dtype, max_model_len=room,
+        threads=a.threads,
+    )  # fmt: skip
+    try:
+        theirs.start()
+        with _ours(a, room, flags) as url:
+            print(HEAD, flush=True)
+            for probe in asked:
+                row = asyncio.run(compare(url, theirs, probe, a.rounds))
+                row["least_s"] = least_s(a.model, probe, held["limits"], 4 if a.dtype == "float32" else 2)
+                print(line(row), flush=True)
+                held["rows"].append(row)
+                a.json.write_text(json.dumps(held, indent=1))
+    finally:
+        theirs.stop()
 
 
 @contextmanager
-def _native(a: argparse.Namespace, room: int) -> Iterator[str]:
-    """Run the native engine's server, without prefix cache."""
-    flags = [str(a.model), "--served-model-name", "peer", "--dtype", a.dtype, "--max-model-len", str(room),
-             "--threads", str(a.threads), "--no-prefix-cache"]  # fmt: skip
-    with ServerProcess(flags) as server:
+def _ours(a: argparse.Namespace, room: int, flags: list[str]) -> Iterator[str]:
+    """Run the native engine's server, or with `--plugged` vLLM with Headway inside; yields its URL."""
+    if a.plugged:
+        log = a.json.with_suffix(".plugged.log")
+        plugged = [*flags, *flags_of(f"headway:{a.plugged}")]
+        with vllm_server(
+            a.python, str(a.model), plugged, dtype=a.dtype, max_model_len=room, kv_gib=2, threads=a.threads, log=log
+        ) as url:
+            yield url
+        return
+    ours = [str(a.model), "--served-model-name", "peer", "--dtype", a.dtype, "--max-model-len", str(room),
+            "--no-prefix-cache"]  # fmt: skip
+    # All cores is what it takes by itself, after a measurement.
+    if a.threads != os.cpu_count():
+        ours += ["--threads", str(a.threads)]
+    with ServerProcess(ours) as server:
         yield server.url
 
 
