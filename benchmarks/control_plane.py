@@ -36,7 +36,7 @@ import zmq
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.kv.block_allocator import BlockTables
 from headway.runtime.executor.messages import BatchPlan, PlanDone
-from headway.runtime.executor.plan_stream import PlanWriter, StreamState, replay
+from headway.runtime.executor.plan_stream import PlanReader, PlanWriter
 from headway.serving.load.machine import machine
 
 VARIANTS = {
@@ -72,7 +72,7 @@ class Engine:
         self._block = block
         self._sends_tables, self._sends_prompt = tables, prompt
         room = context + more + SPARE
-        self._writer = PlanWriter(room // block, {NAME: 1})
+        self._writer = PlanWriter({NAME: 1})
         self._table = np.arange(room // block, dtype=np.int32)
         self._tokens = np.arange(room, dtype=np.int32)
         self._held = 0
@@ -114,7 +114,7 @@ def rank(endpoint: str, blocks: int) -> None:
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(endpoint)
     decoder = msgspec.msgpack.Decoder(BatchPlan)
-    state = StreamState(BlockTables(blocks))
+    tables, state = BlockTables(blocks), PlanReader()
     kept: dict[int, np.ndarray[Any, Any]] = {}
     socket.send(b"")
     while True:
@@ -123,9 +123,10 @@ def rank(endpoint: str, blocks: int) -> None:
             return
         plan = decoder.decode(frames[0].buffer)
         if plan.seq == 1:
-            state = StreamState(BlockTables(blocks))
+            tables, state = BlockTables(blocks), PlanReader()
         part = state.part_of(plan)
-        state.advance(replay(state.tables, plan), part.decodes.kv_sum)
+        for op in part.kv_ops:
+            tables.apply(op)
         for index, frame in enumerate(frames[1:]):
             came = np.frombuffer(frame.buffer, dtype=np.int32)
             if index not in kept or kept[index].size < came.size:

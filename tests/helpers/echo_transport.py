@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.messages import AdmitToRank, BatchPlan, PlanDone, ToRank
-from headway.runtime.executor.plan_stream import StreamState
+from headway.runtime.executor.plan_stream import PlanReader
 from headway.runtime.executor.rank_layout import places
 from headway.runtime.executor.rank_transport import Frame
 
@@ -31,7 +30,7 @@ class EchoTransport:
         self.sent: dict[type, int] = {}
         self._token = token
         self._places = places(layout)
-        self._states = [StreamState(BlockTables(0)) for _ in self._places]
+        self._states = [PlanReader() for _ in self._places]
         self._answers: deque[tuple[int, list[bytes]]] = deque()
 
     def send(self, rank: int, frames: Sequence[Frame]) -> None:

@@ -36,7 +36,9 @@ def test_prompts_that_share_nothing_lie_in_few_runs(seed: int) -> None:
 
 
 def test_a_run_to_extend_begins_behind_it_or_leaves_room() -> None:
-    allocator = BlockAllocator.without(20, [(0, 4), (6, 10)])
+    allocator = BlockAllocator(20)
+    assert allocator.allocate(16) == [(0, 16)]
+    allocator.release([(4, 2)])
     assert allocator.free_runs() == ((4, 2), (16, 4))
     assert allocator.has_run(4)
     assert not allocator.has_run(5)

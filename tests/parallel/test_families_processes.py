@@ -39,7 +39,6 @@ def check(family: str, name: str, chunking: str, schedule: str = "stream", dtype
     with world(family, name, dtype) as (executor, _):
         core = core_of(executor, SHARD, chunking=chunking, pipeline_schedule=schedule)
         got = serve(core, asks, hear=lambda delta: reported[delta.id].extend(delta.logprobs or ()))
-        assert executor.resyncs == 0
     if dtype == "float32":
         assert got == [expected(family, i, len(ask.prompt), ask.count) for i, ask in enumerate(asks)]
     for ask, tokens, told in zip(asks, got, reported.values(), strict=True):

@@ -23,7 +23,6 @@ from tests.helpers.virtual_ranks import VirtualWorld
 from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import BatchPlan, ToRank
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
@@ -229,29 +228,6 @@ def test_logits_equal_transformers(dtype: str, head_dim: int) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 ASKS = [Ask(prompt_of(1, 100), 25), Ask(prompt_of(2, 20), 20, 2), Ask(prompt_of(3, 5), 25, 5)]
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("seqs", [(3,), (6, 7), (2, 9, 10, 14), tuple(range(5, 60, 4))])
-def test_a_rank_that_cannot_follow_gets_a_snapshot_of_its_group(rank: int, seqs: tuple[int, ...]) -> None:
-    """Plans are lost before and after joins: what a snapshot says of a request is what its group knows and holds."""
-    layout = ParallelLayout(stages=2, kvp=2)
-    left = set(seqs)
-    with VirtualWorld(checkpoint("llama"), layout) as world:
-
-        def tamper(target: int, frames: object) -> object:
-            message = msgspec.msgpack.decode(frames[0], type=ToRank)  # type: ignore[index]
-            if target == rank and isinstance(message, BatchPlan) and message.seq in left:
-                left.discard(message.seq)
-                return None
-            return frames
-
-        world.wire.tamper = tamper  # type: ignore[assignment]
-        world.executor.probe_s = 0.05
-        told = spread(world, layout, ASKS, kv_shard_tokens=56, chunking="static:16")
-        assert world.executor.resyncs > 0
-    assert told.got == [expected("llama", i + 1, len(ask.prompt), ask.count) for i, ask in enumerate(ASKS)]
-    assert told.joins
 
 
 @pytest.mark.parametrize("seed", quick_first(range(4)))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.helpers.hand_overs import prompt_of
 from tests.helpers.virtual_instances import Pair, VirtualInstance
 
 from headway.runtime.cluster.messages import ForgetRequest, SpanTaskLost
-from headway.runtime.executor.messages import BatchPlan
-from headway.runtime.executor.rank_transport import Frame
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 Make = Callable[[int, int], Pair]
@@ -81,49 +78,6 @@ def test_received_kv_can_be_sent_on_to_a_third_instance(
     on.until(lambda: third.core.idle)
     assert [*first, *third.tokens("r")] == expected(prompt, 5)[0]
     third.close()
-
-
-def drop(instance: VirtualInstance, which: Callable[[BatchPlan], bool]) -> list[int]:
-    """Lose the first plan to rank 1 for which `which` holds. The numbers of those that were lost."""
-    lost: list[int] = []
-    decoder = msgspec.msgpack.Decoder(BatchPlan)
-
-    def tamper(rank: int, frames: Sequence[Frame]) -> Sequence[Frame] | None:
-        if rank != 1 or lost:
-            return frames
-        try:
-            plan = decoder.decode(frames[0])
-        except msgspec.DecodeError:
-            return frames
-        if not which(plan):
-            return frames
-        lost.append(plan.seq)
-        return None
-
-    instance.world.wire.tamper = tamper
-    instance.executor.probe_s = 0.05
-    return lost
-
-
-def test_room_waits_for_the_plan_that_gives_the_blocks(make: Make, expected: Expected) -> None:
-    """Which one rank of the target has not got: it asks, and opens when it knows where."""
-    pair = make(1, 2)
-    prompt = prompt_of(80, 3)
-    lost = drop(pair.target, lambda plan: bool(plan.ops) and not plan.chunks and not plan.epoch)
-    assert pair.hand_over("r", prompt, 5, [(0, 80)]) == expected(prompt, 5)[0]
-    assert lost
-    assert pair.target.executor.resyncs == 1
-    pair.empty()
-
-
-def test_a_rank_that_missed_a_chunk_sends_it_when_it_has_computed_it(make: Make, expected: Expected) -> None:
-    pair = make(2, 1)
-    prompt = prompt_of(80, 4)
-    lost = drop(pair.source, lambda plan: any(start for _, start, *_ in plan.chunks))
-    assert pair.hand_over("r", prompt, 5, [(0, 30), (30, 80)]) == expected(prompt, 5)[0]
-    assert lost
-    assert pair.source.executor.resyncs == 1
-    pair.empty()
 
 
 def test_both_sides_forget_while_kv_is_on_its_way(make: Make) -> None:

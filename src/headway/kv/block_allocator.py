@@ -9,7 +9,7 @@ batches carry no block tables.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError
@@ -27,22 +27,6 @@ class BlockAllocator:
         self.n_blocks = n_blocks
         self.free_blocks = n_blocks
         self._free: list[Run] = [(0, n_blocks)] if n_blocks else []
-
-    @classmethod
-    def without(cls, n_blocks: int, taken: Sequence[Run]) -> BlockAllocator:
-        """Return an allocator in which everything but `taken` is free. Raises InvariantError where runs overlap."""
-        allocator = cls(n_blocks)
-        allocator._free = []
-        at = 0
-        # The empty run at the end closes the last gap.
-        for first, count in [*sorted(taken), (n_blocks, 0)]:
-            if first < at:
-                raise InvariantError(f"block {first} is taken twice")
-            if first > at:
-                allocator._free.append((at, first - at))
-            at = first + count
-        allocator.free_blocks = sum(count for _, count in allocator._free)
-        return allocator
 
     def allocate(self, blocks: int, after: int | None = None) -> list[Run]:
         """Take `blocks` blocks and return them as runs in order. `after`: the request's last block, to be extended.
@@ -130,14 +114,6 @@ class BlockTables:
     def __init__(self, n_blocks: int) -> None:
         self.allocator = BlockAllocator(n_blocks)
         self._runs: dict[str, list[Run]] = {}
-
-    @classmethod
-    def of(cls, n_blocks: int, held: Mapping[str, Sequence[Run]]) -> BlockTables:
-        """Return tables in which the runs in `held` are owned and all other blocks are free."""
-        tables = cls(n_blocks)
-        tables._runs = {request: list(runs) for request, runs in held.items()}
-        tables.allocator = BlockAllocator.without(n_blocks, [run for runs in held.values() for run in runs])
-        return tables
 
     def apply(self, op: KvOp) -> None:
         """Carry out one operation of a `BlockManager`."""

@@ -9,7 +9,7 @@ import msgspec
 
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change of these messages; a rank of another number is refused."""
 
 HEARTBEAT_IDENTITY = b"beat-"
@@ -88,10 +88,6 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     left: tuple[int, ...]
     chunks: tuple[tuple[int, int, int, bool, int], ...]
     """Prefills: (request, start, tokens, last, first token held here)."""
-    plans_checksum: int = 0
-    """Rolling checksum of all plans up to this one."""
-    state_checksum: int = 0
-    """Rolling checksum of the states that they led to."""
     assists: tuple[tuple[int, int, int, int, int], ...] = ()
     """Rows of other KV groups to attend here: the fields of `core.batch.RemoteAttention`."""
     query_targets: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -114,26 +110,6 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """One for each token; empty when no request asked for any."""
 
 
-class PlanDesync(msgspec.Struct, frozen=True, array_like=True, tag="desync"):
-    """The rank has stopped before plan `seq`, having carried out all up to `done`. It waits for a snapshot."""
-
-    seq: int
-    done: int
-    why: str
-
-
-class GroupSnapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
-    """The state of a group after plan `seq`, to start over from. The plans that follow it are sent again."""
-
-    seq: int
-    plans_checksum: int
-    state_checksum: int
-    requests: tuple[tuple[int, int, tuple[tuple[int, int], ...], int], ...]
-    """(request, tokens known to the group, ranges of blocks, first token held here)."""
-    groups: tuple[tuple[int, tuple[int, ...]], ...]
-    """Decode groups: (epoch, members)."""
-
-
 class RankProbe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
     """Asks a rank after a silence whether it is alive and has received all plans up to `seq`."""
 
@@ -141,7 +117,8 @@ class RankProbe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
 
 
 class RankAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """Answers `RankProbe`: the last plan carried out is `done`. A rank that computes answers after its plan."""
+    """Answers `RankProbe`: the last plan carried out is `done`. A rank that computes answers after its plan; one that
+    has not received all plans fails instead."""
 
     done: int
 
@@ -181,5 +158,5 @@ class StopRank(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End at once, without finishing plans."""
 
 
-ToRank = RankWelcome | AdmitToRank | BatchPlan | GroupSnapshot | RankProbe | MeasureRequest | ControlMessage | StopRank
-FromRank = RankHello | RankReady | RankFailed | PlanDone | PlanDesync | RankAlive | MeasureResult | ControlReply
+ToRank = RankWelcome | AdmitToRank | BatchPlan | RankProbe | MeasureRequest | ControlMessage | StopRank
+FromRank = RankHello | RankReady | RankFailed | PlanDone | RankAlive | MeasureResult | ControlReply

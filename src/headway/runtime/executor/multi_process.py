@@ -1,8 +1,7 @@
 """The engine's executor over many ranks: batches are sent as plans, the ranks' reports become results. No torch.
 
 Several batches are in flight, one for each pipeline stage. The engine's process is not a rank: it schedules while the
-ranks compute. It keeps the data from which a rank starts over: prompts, generated tokens, and the state of the plan
-stream at the last committed batch.
+ranks compute. It keeps the data from which new ranks go on where others were lost: prompts and generated tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from headway.runtime.executor.messages import (
     FromRank,
     MeasureRequest,
     MeasureResult,
-    PlanDesync,
     PlanDone,
     RankAlive,
     RankFailed,
@@ -38,9 +36,6 @@ from headway.runtime.executor.plans_in_flight import GroupStream, PlanInFlight, 
 from headway.runtime.executor.rank_layout import RankPosition, places
 from headway.runtime.executor.rank_transport import Frame, HostLauncher, RankLostError, RankTransport
 from headway.runtime.executor.restart import RankRestart
-
-_MAX_RESYNCS = 8
-"""A rank that desyncs more often without carrying out a plan in between is lost."""
 
 _NO_BATCH = -1
 """The batch id of a plan that only carries KV operations: it has no result."""
@@ -64,7 +59,7 @@ class MultiProcessExecutor:
         restart: Callable[[], RankTransport] | None = None,
     ) -> None:
         self.layout = layout
-        self.plans = self.plan_bytes = self.resyncs = 0
+        self.plans = self.plan_bytes = 0
         self.probe_s = 1.0
         """After so long a silence, ranks with plans in flight are probed."""
         self.stall_s = 900.0
@@ -74,8 +69,7 @@ class MultiProcessExecutor:
         self._numbers: dict[str, int] = {}
         self._requests: dict[str, TrackedRequest] = {}
         self._last_number = 0
-        self._kv_blocks = kv_blocks
-        self._groups = make_groups(layout, kv_blocks, self._numbers)
+        self._groups = make_groups(layout, self._numbers)
         self._start_ranks = restart
         self._restart: RankRestart | None = None
         self._lost: LostError | None = None
@@ -191,7 +185,7 @@ class MultiProcessExecutor:
         self._lost = None
         # No batch in flight survives, and the new ranks' streams start at plan 1 with empty tables.
         self._batches.clear()
-        self._groups = make_groups(self.layout, self._kv_blocks, self._numbers)
+        self._groups = make_groups(self.layout, self._numbers)
         self._restart = RankRestart(self._start_ranks)
 
     def _adopt_ranks(self, restart: RankRestart, timeout_s: float | None) -> None:
@@ -311,8 +305,6 @@ class MultiProcessExecutor:
         group = self._groups[place.group]
         if isinstance(message, PlanDone):
             group.record_done(place, message, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
-        elif isinstance(message, PlanDesync):
-            self._resync(group, rank, message.why)
         elif isinstance(message, RankAlive):
             # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
             # answer.
@@ -327,7 +319,7 @@ class MultiProcessExecutor:
             raise InvariantError(f"worker {rank} says {message!r}, which was not asked for")
 
     def _commit(self, batch: list[PlanInFlight]) -> StepResult:
-        """Advance the committed state by a batch that all its ranks have carried out; return the engine's result."""
+        """Take in the tokens of a batch that all its ranks have carried out; return the engine's result."""
         emitted: list[EmittedToken] = []
         spans: list[tuple[tuple[float, float], ...]] = []
         for flight in batch:
@@ -336,16 +328,6 @@ class MultiProcessExecutor:
         # A batch takes as long as its slowest stage: the stages of successive batches overlap.
         elapsed_s = max(end - start for stages in spans for start, end in stages)
         return StepResult(batch[0].batch_id, emitted, elapsed_s, tuple(spans))
-
-    def _resync(self, group: GroupStream, rank: int, why: str) -> None:
-        """Send a rank the state as of the last committed batch, and the plans since."""
-        self.resyncs += 1
-        count = group.resyncs[rank] = group.resyncs.get(rank, 0) + 1
-        if count > _MAX_RESYNCS:
-            raise RankLostError(rank, f"does not follow the plan stream: {why}")
-        self._send(rank, group.snapshot(self._requests.values()))
-        for flight in group.in_flight:
-            self._send(rank, flight.plan)
 
     # -- messages to ranks ----------------------------------------------------------------------------------------
 
@@ -382,7 +364,7 @@ def _pop_finished(batches: deque[list[PlanInFlight]], groups: Sequence[GroupStre
     Groups that share no request advance independently, so this may not be the oldest batch.
     """
     for batch in batches:
-        # In each group a batch must be the oldest plan: the committed state advances plan by plan.
+        # In each group a batch must be the oldest plan: tokens are taken in plan by plan.
         if all(not f.pending_ranks and groups[f.part.group].in_flight[0] is f for f in batch):
             batches.remove(batch)
             return batch

@@ -1,21 +1,16 @@
 """The plan stream of one group, at both ends: batches to deltas at the engine, deltas to batches at a rank. No torch.
 
-Both ends fold every plan into two rolling checksums. One is of the plans, compared when a plan comes: it finds a plan
-that was lost, doubled or damaged. The other is of the states that they led to (the ranges of blocks that the operations
-gave, and the KV tokens that the decodes read), compared before the plan is computed: it finds allocators that diverge.
+Connections keep messages whole and in order; plans are numbered, so that one lost with a broken connection is noticed.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-import msgspec
-
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp, KvVerb, RemoteAttention
-from headway.kv.block_allocator import BlockTables, Run
+from headway.core.errors import InvariantError
 from headway.runtime.executor.messages import BatchPlan
 
 QueryTargets = tuple[tuple[int, tuple[str, ...]], ...]
@@ -23,11 +18,6 @@ QueryTargets = tuple[tuple[int, tuple[str, ...]], ...]
 
 ForeignTokens = tuple[tuple[str, int, tuple[int, ...]], ...]
 """(request, tokens known before, tokens): generated in other KV groups, for a group that takes the request over."""
-
-Runs = list[tuple[Run, ...]]
-"""For each block operation, in order: the ranges of blocks that the request then holds."""
-
-_encoder = msgspec.msgpack.Encoder()
 
 REMEMBERED_EPOCHS = 32
 """Decode groups that both ends remember. Few are alive (one a batch in flight, one that waits); a group that builds on
@@ -58,21 +48,15 @@ class DecodeEpochs(Generic[T]):
             while len(self._groups) > REMEMBERED_EPOCHS:
                 self._groups.popitem(last=False)
 
-    def items(self) -> tuple[tuple[int, T], ...]:
-        """All that are kept, oldest use first."""
-        return tuple(self._groups.items())
-
 
 class PlanWriter:
     """The engine's end of one group's stream. `numbers` maps the ids of live requests to their numbers."""
 
-    def __init__(self, kv_blocks: int, numbers: Mapping[str, int]) -> None:
+    def __init__(self, numbers: Mapping[str, int]) -> None:
         self.seq = 0
-        self.plans_checksum = self.state_checksum = 0
         self._numbers = numbers
         self._holders: dict[str, int] = {}
         self._last_stray = 0
-        self._tables = BlockTables(kv_blocks)
         self._epochs: DecodeEpochs[dict[str, int]] = DecodeEpochs()
         self._forget: list[int] = []
 
@@ -109,10 +93,7 @@ class PlanWriter:
             foreign_tokens=tuple((numbers[name], known, tokens) for name, known, tokens in foreign_tokens),
         )
         self._forget.clear()
-        # `fold_plan` ignores both checksum fields, so the plan is folded before they are filled in.
-        self.plans_checksum = fold_plan(self.plans_checksum, plan)
-        self.state_checksum = fold_state(self.state_checksum, replay(self._tables, plan), part.decodes.kv_sum)
-        return msgspec.structs.replace(plan, plans_checksum=self.plans_checksum, state_checksum=self.state_checksum)
+        return plan
 
     def _delta(self, group: DecodeGroup) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
         """(epoch, base, joined, left) as numbers. In full when the group's base is forgotten."""
@@ -155,29 +136,22 @@ class PlanWriter:
         return self._holders[op.request], op.blocks, op.start
 
 
-class StreamState:
-    """The receiving end: a rank's state after the plans so far. Requests are their numbers as text.
+class PlanReader:
+    """A rank's end: requests are their numbers as text."""
 
-    The engine has one too, advanced when a batch is committed: snapshots are made of it.
-    """
-
-    def __init__(self, tables: BlockTables, plans_checksum: int = 0, check: int = 0) -> None:
-        self.plans_checksum = plans_checksum
-        self.state_checksum = check
-        self.tables = tables
-        self.epochs: DecodeEpochs[tuple[str, ...]] = DecodeEpochs()
+    def __init__(self) -> None:
+        self.seq = 0
+        """The last plan that has come."""
+        self._epochs: DecodeEpochs[tuple[str, ...]] = DecodeEpochs()
 
     def part_of(self, plan: BatchPlan) -> GroupBatch:
-        """Return the plan as a batch's part. Called once for each plan, in order.
-
-        Raises ValueError when it is not the plan that was written, KeyError when it builds on an unknown group.
-        """
-        self.plans_checksum = fold_plan(self.plans_checksum, plan)
-        if self.plans_checksum != plan.plans_checksum:
-            raise ValueError(f"its checksum is {plan.plans_checksum:08x}, and here {self.plans_checksum:08x}")
+        """Return the plan as a batch's part. Raises InvariantError when it does not follow the last one."""
+        if plan.seq != self.seq + 1:
+            raise InvariantError(f"plan {plan.seq} came after plan {self.seq}")
+        self.seq = plan.seq
         members: tuple[str, ...] = ()
         if plan.epoch:
-            members = self.epochs[plan.base] if plan.base else ()
+            members = self._epochs[plan.base] if plan.base else ()
             # Order is part of the state: members that stay keep theirs, new ones follow. Tokens are matched by this
             # order.
             if plan.epoch != plan.base:
@@ -185,30 +159,11 @@ class StreamState:
                 kept = tuple(name for name in members if name not in gone) if gone else members
                 members = (*kept, *map(str, plan.joined))
             # Both ends use epochs in the same order, so both forget the same ones.
-            self.epochs.use(plan.epoch, members)
+            self._epochs.use(plan.epoch, members)
         ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
         chunks = tuple(Chunk(str(c[0]), c[1], c[2], c[3], c[4]) for c in plan.chunks)
         assists = tuple(RemoteAttention(str(request), *rest) for request, *rest in plan.assists)
         return GroupBatch(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
-
-    def advance(self, runs: Runs, kv_sum: int) -> int:
-        """Fold into the checksum that a plan's operations gave `runs` and its decodes read `kv_sum` tokens."""
-        self.state_checksum = fold_state(self.state_checksum, runs, kv_sum)
-        return self.state_checksum
-
-
-def replay(tables: BlockTables, plan: BatchPlan) -> Runs:
-    """Carry out a plan's block operations and return what each request then holds."""
-    results: list[tuple[Run, ...]] = []
-    for number, blocks, _ in plan.ops:
-        request = str(number)
-        if blocks:
-            tables.add(request, blocks)
-            results.append(tables.runs(request))
-        else:
-            tables.free(request)
-            results.append(())
-    return results
 
 
 def _verb(blocks: int, start: int) -> KvVerb:
@@ -216,13 +171,3 @@ def _verb(blocks: int, start: int) -> KvVerb:
     if not blocks:
         return "free"
     return "reserve" if start else "grow"
-
-
-def fold_plan(before: int, plan: BatchPlan) -> int:
-    """Return the rolling checksum of plans: CRC-32 of this one, seeded with the one before."""
-    return zlib.crc32(_encoder.encode(msgspec.structs.replace(plan, plans_checksum=0, state_checksum=0)), before)
-
-
-def fold_state(check: int, runs: Runs, kv_sum: int) -> int:
-    """Return the rolling checksum of states: CRC-32 of the state after a plan, seeded with the one before."""
-    return zlib.crc32(_encoder.encode((runs, kv_sum)), check)

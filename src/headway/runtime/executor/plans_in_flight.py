@@ -1,22 +1,17 @@
-"""The engine's record of sent plans: the stream of each group, and for each plan the ranks still computing it.
-
-`GroupStream` keeps two states of its group: the writer's, after the newest plan, and the committed one, after the last
-plan that all ranks have carried out. A rank that lost its place starts over from the committed one.
-"""
+"""The engine's record of sent plans: the stream of each group, and for each plan the ranks still computing it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from headway.core.batch import GroupBatch
 from headway.core.errors import InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.kv.block_allocator import BlockTables
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.messages import BatchPlan, GroupSnapshot, PlanDone
-from headway.runtime.executor.plan_stream import ForeignTokens, PlanWriter, StreamState, replay
+from headway.runtime.executor.messages import BatchPlan, PlanDone
+from headway.runtime.executor.plan_stream import ForeignTokens, PlanWriter
 from headway.runtime.executor.rank_layout import RankPosition, places
 
 
@@ -69,17 +64,11 @@ class PlanInFlight:
 class GroupStream:
     """One group's plan stream. Groups that share no request advance independently."""
 
-    def __init__(self, index: int, ranks: tuple[RankPosition, ...], kv_blocks: int, numbers: Mapping[str, int]) -> None:
+    def __init__(self, index: int, ranks: tuple[RankPosition, ...], numbers: Mapping[str, int]) -> None:
         self.index = index
         self.ranks = ranks
-        self.writer = PlanWriter(kv_blocks, numbers)
-        self.committed = StreamState(BlockTables(kv_blocks))
-        self.committed_seq = 0
-        self.shard_starts: dict[str, int] = {}
-        """Of requests whose first tokens lie in other groups: the first token held here."""
+        self.writer = PlanWriter(numbers)
         self.in_flight: deque[PlanInFlight] = deque()
-        self.resyncs: dict[int, int] = {}
-        """For each rank: how often it asked for a snapshot since it last carried out a plan."""
         self.last_contact_s = 0.0
         """When a rank was last probed or sent a plan, or last sent a message."""
         self.last_progress_s = 0.0
@@ -95,8 +84,6 @@ class GroupStream:
         if flight is None or place.rank not in flight.pending_ranks:
             raise InvariantError(f"worker {place.rank} has carried out plan {done.seq}, which is not in flight")
         flight.pending_ranks.remove(place.rank)
-        # Progress: only desyncs without a plan in between count towards the limit.
-        self.resyncs.pop(place.rank, None)
         before = flight.stage_spans[place.stage]
         span = (done.start_s + ahead_s, done.end_s + ahead_s)
         # A stage lasts from the first begin to the last end of its tensor-parallel ranks.
@@ -105,18 +92,8 @@ class GroupStream:
             flight.result = done
 
     def commit(self, flight: PlanInFlight, requests: Mapping[str, TrackedRequest]) -> list[EmittedToken]:
-        """Advance the committed state by the oldest plan, which all ranks have carried out. Returns its tokens."""
+        """Take in the tokens of the oldest plan, which all ranks have carried out, and return them."""
         assert self.in_flight.popleft() is flight
-        plan = flight.plan
-        self.committed.part_of(plan)
-        self.committed.advance(replay(self.committed.tables, plan), flight.part.decodes.kv_sum)
-        self.committed_seq = plan.seq
-        for number, blocks, start in plan.ops:
-            # Only the first operation of a shard carries its start; freeing its blocks ends the shard.
-            if start:
-                self.shard_starts[str(number)] = start
-            elif not blocks:
-                self.shard_starts.pop(str(number), None)
         for name, known, tokens in flight.foreign_tokens:
             if name in requests:
                 outputs = requests[name].known_outputs
@@ -128,24 +105,6 @@ class GroupStream:
                 requests[one.request].output.append(one.token)
                 requests[one.request].known_outputs[self.index] += 1
         return emitted
-
-    def snapshot(self, requests: Iterable[TrackedRequest]) -> GroupSnapshot:
-        """Return the committed state, for a rank that starts over. Plans in flight must be sent again behind it."""
-        state, tables = self.committed, self.committed.tables
-        known = {str(r.number): r.prompt_tokens + r.known_outputs[self.index] for r in requests}
-        # A request may have ended and still hold blocks, or be live and hold none here.
-        names = dict.fromkeys((*known, *tables.owners()))
-        owners = set(tables.owners())
-        return GroupSnapshot(
-            seq=self.committed_seq,
-            plans_checksum=state.plans_checksum,
-            state_checksum=state.state_checksum,
-            requests=tuple(
-                (int(n), known.get(n, 0), tables.runs(n) if n in owners else (), self.shard_starts.get(n, 0))
-                for n in names
-            ),
-            groups=tuple((epoch, tuple(map(int, members))) for epoch, members in state.epochs.items()),
-        )
 
     def unknown_tokens(self, part: GroupBatch, requests: Mapping[str, TrackedRequest]) -> ForeignTokens:
         """Tokens generated in other groups of the requests that this group begins to hold with `part`.
@@ -162,10 +121,10 @@ class GroupStream:
         return tuple(unknown)
 
 
-def make_groups(layout: ParallelLayout, kv_blocks: int, numbers: Mapping[str, int]) -> list[GroupStream]:
+def make_groups(layout: ParallelLayout, numbers: Mapping[str, int]) -> list[GroupStream]:
     """Empty streams of all KV groups of a layout."""
     ranks = places(layout)
     return [
-        GroupStream(group, tuple(place for place in ranks if place.group == group), kv_blocks, numbers)
+        GroupStream(group, tuple(place for place in ranks if place.group == group), numbers)
         for group in range(layout.kvp)
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -96,19 +96,16 @@ class ModelWorker:
 
     # -- block tables and cursors -------------------------------------------------------------------------------
 
-    def replay(self, ops: tuple[KvOp, ...]) -> list[tuple[Run, ...]]:
-        """Carry out a part's KV operations. Returns the ranges of blocks that each request then holds."""
-        held: list[tuple[Run, ...]] = []
+    def replay(self, ops: tuple[KvOp, ...]) -> None:
+        """Carry out a part's KV operations."""
         for op in ops:
             verb, request, start = op.verb, op.request, op.start
             if verb == "evict":
                 self.tables.apply(op)
-                held.append(())
                 continue
             if verb == "reassign":
                 self.tables.apply(op)
                 self._slots[request] = self._slots.pop(op.before)
-                held.append(self.tables.runs(request))
                 continue
             if verb == "free":
                 # Before the blocks are free: a KV transfer may still read them.
@@ -116,7 +113,6 @@ class ModelWorker:
                 self.tables.apply(op)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
-                held.append(())
                 continue
             # Only the first operation of a shard names its first token.
             if start:
@@ -126,13 +122,6 @@ class ModelWorker:
             if not runs:
                 raise InvariantError(f"a KV operation gave {request} no blocks")
             self._slots[request] = self._slots_of(runs)
-            held.append(runs)
-        return held
-
-    def kv_sum(self, group: DecodeGroup) -> int:
-        """Return the KV tokens that a group's next step reads here: its members' cursors, less other groups' shards."""
-        known = sum(resident.known for resident in self._members(group))
-        return known - sum(map(self._base, group.members)) if self._bases else known
 
     def work_rows(self, part: GroupBatch) -> float:
         """Return a part's work in rows of the layers' products: its own, and its attention as of so many more."""
@@ -142,25 +131,6 @@ class ModelWorker:
     def rows_of(self, rows: int, keys: int) -> float:
         """Return the work of rows that see so many keys in all, in rows."""
         return rows + keys * self._row_per_key
-
-    def skip(self, part: GroupBatch) -> None:
-        """Move cursors as `run` does, for a part that was run before: its tokens have arrived or are being sent."""
-        for resident in self._yielding(part):
-            resident.count()
-
-    def restore(self, tables: BlockTables, known: Mapping[str, int], bases: Mapping[str, int]) -> None:
-        """Replace block tables and cursors by a snapshot's. Requests that it does not name are dropped.
-
-        bases: the first token held here of each request, where it is not 0.
-        """
-        self._bases = dict(bases)
-        self.tables = tables
-        self._slots = {name: self._slots_of(tables.runs(name)) for name in tables.owners()}
-        self._residents = {name: resident for name, resident in self._residents.items() if name in known}
-        for name, tokens in known.items():
-            self._residents[name].known = tokens
-        # Cached members may be requests that the snapshot dropped.
-        self._group = (-1, [])
 
     # -- computing ----------------------------------------------------------------------------------------------
 
