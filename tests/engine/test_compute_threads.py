@@ -103,6 +103,16 @@ def test_one_thread_computes_while_threads_wait_for_cores_and_more_are_tried_aga
     assert {machine.iterate() for _ in range(100)} == {2}
 
 
+def test_waits_between_iterations_and_in_those_of_one_thread_do_not_count(machine: Machine) -> None:
+    machine.team.few_rows = 16
+    for _ in range(50):
+        assert machine.iterate() == 2
+        machine.share = 0.9
+        assert machine.iterate(1) == 1
+        machine.waited += 1.0
+        machine.share = 0.0
+
+
 def test_small_iterations_are_computed_by_one_thread(machine: Machine) -> None:
     machine.team.few_rows = 16
     assert [machine.iterate(rows) for rows in (1, 15, 16, 300, 2)] == [1, 1, 2, 2, 1]

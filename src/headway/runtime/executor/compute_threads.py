@@ -60,7 +60,9 @@ class ComputeThreads:
         self._alone_until_s, self._backoff_s = -1.0, BACKOFF_S[0]
         self._began_s = self._computed_s = 0.0
         """Start of the iteration, and computing time of several threads since their waits were last looked at."""
-        self._waited_s: list[float] = []
+        self._waited_s = 0.0
+        """Longest wait of a thread for a core in that time."""
+        self._waits_before: list[float] = []
         self._words = "set" if fixed else "of this process"
 
     def begin(self, now: float, rows: float) -> None:
@@ -69,6 +71,8 @@ class ComputeThreads:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
         self._began_s = now
+        if count > 1 and self._shares and not self._fixed:
+            self._waits_before = self._waits()
         # Helpers start in the first iteration, and would inherit the affinity of the calling thread. One that was
         # changed from outside (`taskset -p`) stays.
         if count > 1 and self._helpers and os.sched_getaffinity(0) == set(CORES):
@@ -85,6 +89,9 @@ class ComputeThreads:
         if not self._helpers:
             self._find_helpers()
         self._computed_s += now - self._began_s
+        # Of this iteration only: between iterations, and in those of one thread, waits say nothing of several.
+        waits = [after - before for after, before in zip(self._waits(), self._waits_before, strict=False)]
+        self._waited_s += max(waits, default=0.0)
         if self._computed_s >= WINDOW_S:
             self._look(now)
 
@@ -152,17 +159,15 @@ class ComputeThreads:
 
     def _look(self, now: float) -> None:
         """Leave the cores to others if a thread had to wait for one for much of the last window."""
-        waits = self._waits()
-        known, self._waited_s, computed_s, self._computed_s = self._waited_s, waits, self._computed_s, 0.0
-        if self._fixed or len(known) != len(waits):
+        waited_s, computed_s = self._waited_s, self._computed_s
+        self._waited_s = self._computed_s = 0.0
+        if self._fixed:
             return
-        if max(after - before for after, before in zip(waits, known, strict=True)) <= WAITING_SHARE * computed_s:
+        if waited_s <= WAITING_SHARE * computed_s:
             self._backoff_s = BACKOFF_S[0]
             return
         self._alone_until_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
-        # Waits while one thread computes are nothing to go by.
-        self._waited_s = []
 
     def _waits(self) -> list[float]:
         return _waits_s((threading.get_native_id(), *self._helpers))
