@@ -136,10 +136,10 @@ def test_reference_pages_are_what_the_code_says():
 
 
 def test_docs_do_not_grow_back():
-    words = sum(
-        len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md") if GENERATED not in page.read_text()
-    )
-    assert words < 19_000
+    pages = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
+    written = [word for page in pages if GENERATED not in page for word in page.split()]
+    # The bars of tables are no words.
+    assert sum(any(map(str.isalnum, word)) for word in written) < 18_200
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
