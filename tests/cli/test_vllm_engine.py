@@ -163,7 +163,10 @@ def test_auto_stays_native_beside_a_vllm_that_the_scheduler_does_not_know(monkey
     monkeypatch.setattr(vllm_engine, "has_driver", lambda: True)
     monkeypatch.setattr(vllm_engine, "version", lambda name: "0.99.1+cpu")
     reason = vllm_engine._why_native([sys.executable, "-m", "vllm"])
-    assert reason == "vLLM 0.99.1 is not one that Headway's scheduler knows: 0.31.0, 0.32.0"
+    assert (
+        reason
+        == "vLLM 0.99.1 is not one that Headway's scheduler knows: 0.28.0, 0.29.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0"
+    )
 
 
 def test_a_vllm_whose_environment_lacks_headway_is_refused_before_it_starts(tmp_path: Path) -> None:
