@@ -251,9 +251,6 @@ class ClusterController:
 
     def deliver_events(self) -> None:
         """Pass all pending events to the policy, and carry out its actions."""
-        self._deliver_events()
-
-    def _deliver_events(self) -> None:
         pending_events, state, policy = self._pending_events, self.state, self.policy
         while pending_events:
             event = pending_events.popleft()
@@ -278,9 +275,9 @@ class ClusterController:
         one point in time."""
         state = self.state
         state.now = now
-        self._deliver_events()
+        self.deliver_events()
         while self._starter.start_ready() or self._pending_events:
-            self._deliver_events()
+            self.deliver_events()
         # after all actions: slices announced at the same time compete by first handshake, not by call order
         for kv_slice in state.transfers.start(now, self._backend.ready):
             self._backend.send(kv_slice, now)

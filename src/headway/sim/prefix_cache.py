@@ -79,15 +79,13 @@ class SimulatedPrefixes:
         keys = source.text.cut(source.prompt_tokens).keys(size)
         return self._cache.index.match(keys[: (source.prompt_tokens - 1) // size]).depth * size
 
-    def look_up(self, request: Request, source: TraceRequest) -> Request:
-        """Register a request and return it with the tokens that are cached now."""
+    def admit(self, request: Request, source: TraceRequest) -> Request:
+        """Register a request and return it with the tokens that are cached now. `request` may have cached tokens: these
+        were transferred here, and what it leaves is cached."""
         keys = self._text(request, source).keys(self._block_manager.block_tokens)
-        return replace(request, cached_tokens=self._cache.register(request.id, keys, request.prompt_tokens))
-
-    def bring(self, request: Request, source: TraceRequest) -> None:
-        """Register a request whose KV was transferred here: what it leaves is cached."""
-        keys = self._text(request, source).keys(self._block_manager.block_tokens)
-        self._cache.register(request.id, keys, request.prompt_tokens, brings_kv=True)
+        brings = request.cached_tokens > 0
+        cached = self._cache.register(request.id, keys, request.prompt_tokens, brings_kv=brings)
+        return request if brings else replace(request, cached_tokens=cached)
 
     def begin_copy(self, source: TraceRequest, tokens: int) -> str | None:
         """Take blocks for the first `tokens` tokens of a prompt, which another instance sends: the request waits for

@@ -82,11 +82,8 @@ class SimulatedEngine:
     def add(self, track: DecodeTrack, now: float) -> None:
         """Admit a request. Raises RequestError when its KV can never fit, PredictedLateError if it asked for that."""
         name = track.request.id
-        # what is cached without a look-up was transferred here
-        if self.prefixes is not None and track.request.cached_tokens:
-            self.prefixes.bring(track.request, track.source)
-        elif self.prefixes is not None:
-            track.request = self.prefixes.look_up(track.request, track.source)
+        if self.prefixes is not None:
+            track.request = self.prefixes.admit(track.request, track.source)
         try:
             refuse_late(self.scheduler, track.request, now)
             self.scheduler.add(Span.whole(track.request), now)
@@ -350,9 +347,9 @@ class SimulatedEngine:
         return end_s, repeats
 
     def _stage_s(self, batch: Batch) -> float:
-        if self._exact:
-            return batch.predicted_s
         predicted_s = batch.predicted_s
+        if self._exact:
+            return predicted_s
         if self._actual_latency is not None or self.spec.learns:
             predicted_s = parts_s(self._actual_latency or self.spec.latency, batch.parts, self.spec.exchange)
         return predicted_s * self._noises[batch.parts[0].group].factor(predicted_s)

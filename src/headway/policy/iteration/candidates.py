@@ -41,7 +41,7 @@ class BlockedRun(NamedTuple):
     """Whether it is one request, which has waited too long, so that short ones pass it only within its headroom."""
 
 
-class _Walk:
+class _CandidateWalk:
     """One decision's way through the queue."""
 
     __slots__ = ("advanced", "blocked", "closed", "ended", "iterations", "now", "run", "seen", "skip", "spare")
@@ -106,7 +106,7 @@ class PrefillCandidates:
         if not admits_new or len(admission.holders) >= self._config.max_num_seqs:
             yield from self._begun(now, iterations, skip, ())
             return
-        walk = _Walk(now, iterations, advanced, skip)
+        walk = _CandidateWalk(now, iterations, advanced, skip)
         run = self._run
         if run is not None and not skip and self.reserved_for is None:
             if run.changes == queue.waiting_changes and now < run.until_s:
@@ -116,7 +116,7 @@ class PrefillCandidates:
             self._run = None
         yield from self._in_order(walk)
 
-    def _behind(self, run: BlockedRun, walk: _Walk) -> Iterator[PackCandidate]:
+    def _behind(self, run: BlockedRun, walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates while the requests of `run`, to which most answers still apply, stay blocked.
 
         If one of them fits now, `walk` has what was looked at before it, and has not ended."""
@@ -147,7 +147,7 @@ class PrefillCandidates:
                     yield candidate
         walk.ended = True
 
-    def _in_order(self, walk: _Walk) -> Iterator[PackCandidate]:
+    def _in_order(self, walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates of the whole queue, but those that `walk` has seen."""
         admission, queue, skip, seen = self._admission, self._queue, walk.skip, walk.seen
         holders, max_holders = admission.holders, self._config.max_num_seqs
@@ -189,7 +189,7 @@ class PrefillCandidates:
             walk.closed = walk.closed or len(holders) >= max_holders
         self._remember(walk)
 
-    def _has_room(self, state: PrefillState, walk: _Walk) -> bool:
+    def _has_room(self, state: PrefillState, walk: _CandidateWalk) -> bool:
         """Whether a request without KV may begin: its KV fits, and none that has waited too long for KV is ahead."""
         admission, now = self._admission, walk.now
         if walk.spare is not None and (state.is_long or admission.blocks(state) > walk.spare):
@@ -217,7 +217,7 @@ class PrefillCandidates:
             self._remember(walk)
         return False
 
-    def _remember(self, walk: _Walk) -> None:
+    def _remember(self, walk: _CandidateWalk) -> None:
         """Keep the requests that were blocked, for the next decision, where answers of the pool hold that long."""
         run, now, walk.run = walk.run, walk.now, None
         if not run or not self._admission.answers_hold:

@@ -61,7 +61,7 @@ def _failing(error: Exception) -> engine_process.Make:
     return make
 
 
-class _Forks:
+class _EngineForks:
     """The engines that are running, by file descriptors that become readable when they end."""
 
     def __init__(self, channel: socket.socket, make: engine_process.Make) -> None:
@@ -136,7 +136,7 @@ def live(preload: Preload = load_model) -> None:
     gc.freeze()  # a collection in an engine would write to, and so copy, what it shares
     try:
         channel.send(READY)
-        _Forks(channel, make).run()
+        _EngineForks(channel, make).run()
     except ConnectionError:  # the server ended meanwhile
         pass
     os._exit(0)
