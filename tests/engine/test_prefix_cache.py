@@ -91,9 +91,11 @@ def test_a_first_token_says_what_was_cached() -> None:
     core.executor.close()
 
 
-def test_a_prefix_cache_with_several_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="prefix-cache needs an engine of one process"):
-        EngineConfig(model="m", prefix_cache=True, tensor_parallel_size=2)
+def test_what_has_no_prefix_cache_or_no_disk_behind_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prefix-cache needs an engine without KV groups"):
+        EngineConfig(model="m", prefix_cache=True, kv_parallel_size=2)
+    with pytest.raises(ConfigError, match="kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one"):
+        EngineConfig(model="m", prefix_cache=True, tensor_parallel_size=2, kv_spill="folder")
 
 
 def test_prompt_that_is_to_be_scored_is_computed_whole() -> None:

@@ -61,6 +61,16 @@ def test_a_prepared_document_survives_any_number_of_other_prompts(core: EngineCo
     assert hit(core, [*document, 1, 2, 3]) == 0
 
 
+def test_the_end_of_a_pin_is_told_when_all_kv_is_lost(core: EngineCore) -> None:
+    document = text(0, 500)
+    prepare(core, "doc", document)
+    core.executor.recover = lambda: None  # type: ignore[method-assign]
+    core._recover_from_loss("worker 1 has ended")
+    (end,) = core.step()
+    assert (end.id, end.finish, end.error) == ("doc", "abort", "its KV was lost with a worker")
+    assert hit(core, [*document, 1, 2, 3]) == 0
+
+
 def test_it_is_computed_after_all_other_work(core: EngineCore) -> None:
     submit(core, "doc", text(0, 1500), 1, pin=True, priority=9)
     core.step()

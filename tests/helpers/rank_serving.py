@@ -19,6 +19,7 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 
@@ -50,8 +51,10 @@ class Ask:
 
 
 def make_core(
-    executor: Executor, blocks: int = 64, block_tokens: int = 8, log: EventSink | None = None, **scheduler: Any
-) -> EngineCore:
+    executor: Executor, blocks: int = 64, block_tokens: int = 8, log: EventSink | None = None, cached: bool = False,
+    **scheduler: Any,
+) -> EngineCore:  # fmt: skip
+    """cached: with a prefix cache."""
     info = EngineInfo(
         model="t", architecture="t", dtype="float32", device="cpu", max_model_len=512, vocab_size=128,
         kv_tokens_total=blocks * block_tokens, kv_block_tokens=block_tokens, policy="lars", chunking="adaptive",
@@ -59,8 +62,14 @@ def make_core(
         kv_bytes=4,
     )  # fmt: skip
     config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
-    block_managers = [BlockManager(blocks * block_tokens, block_tokens) for _ in range(config.kv_parallel)]
-    return EngineCore(make_scheduler(config, RowLatency(), block_managers), executor, ManualClock(), info, log)
+    latency = RowLatency()
+    block_managers = [
+        BlockManager(
+            blocks * block_tokens, block_tokens, make_prefix_cache("lru", latency, block_tokens) if cached else None
+        )
+        for _ in range(config.kv_parallel)
+    ]
+    return EngineCore(make_scheduler(config, latency, block_managers), executor, ManualClock(), info, log)
 
 
 def serve(

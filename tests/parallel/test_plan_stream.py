@@ -53,15 +53,21 @@ def test_groups_and_operations_arrive_as_they_are(seed: int, sets: int, steps: i
             name = f"h{step}"
             numbers[name] = len(numbers) + 1
             held.append(name)
+            if rng.random() < 0.5:
+                ops.append(KvOp("share", name, 2, runs=((step, 1), (3, 1))))
             ops.append(KvOp("reserve", name, rng.randint(1, 3)))
         if held and rng.random() < 0.4:
-            ops.append(KvOp("free", held.pop(rng.randrange(len(held))), 0))
+            kept = ((step, 2),) if rng.random() < 0.5 else ()
+            ops.append(KvOp("free", held.pop(rng.randrange(len(held))), 0, runs=kept))
+        if rng.random() < 0.2:
+            ops.append(KvOp("evict", "", 0, runs=((step, 1),)))
         part = GroupBatch(0, group, (Chunk(held[0], 0, step, False),) if held else (), tuple(ops))
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(writer.write(part)), type=BatchPlan)
         got = state.part_of(plan)
         assert got.decodes.members == tuple(str(numbers[name]) for name in group.members)
         assert [(c.request, c.tokens) for c in got.prefills] == [(str(numbers[c.request]), step) for c in part.prefills]
-        assert [(op.request, op.blocks) for op in got.kv_ops] == [(str(numbers[op.request]), op.blocks) for op in ops]
+        said = [(op.verb.replace("grow", "reserve"), op.request, op.blocks, op.runs) for op in got.kv_ops]
+        assert said == [(op.verb, str(numbers.get(op.request, 0)), op.blocks, op.runs) for op in ops]
 
 
 def test_a_group_that_was_forgotten_is_sent_in_full() -> None:
@@ -82,7 +88,7 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
     writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a", 2),)))
     numbers["a"] = 2
     plan = writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("free", "a", 0), KvOp("reserve", "a", 3))))
-    assert plan.ops == ((1, 0, 0), (2, 3, 0))
+    assert plan.ops == ((1, 0, 0, ()), (2, 3, 0, ()))
 
 
 def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
@@ -96,7 +102,7 @@ def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     numbers["a"] = number
     assert writer.holder_number("a/spans") is None
     ops = (KvOp("grow", "a", 1), KvOp("free", "a", 0))
-    assert writer.write(GroupBatch(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0), (number, 0, 0))
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), ops)).ops == ((number, 1, 0, ()), (number, 0, 0, ()))
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------

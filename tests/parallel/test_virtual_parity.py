@@ -44,6 +44,22 @@ def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(tp: int, sta
     assert got == [expected("llama", i, 40, 60) for i in range(6)]
 
 
+@pytest.mark.parametrize("blocks", [32, 256], ids=["a small pool", "a large pool"])
+@pytest.mark.parametrize(("tp", "stages"), [(2, 1), (1, 3), pytest.param(2, 2, marks=pytest.mark.long)])
+def test_ranks_share_cached_prefixes_and_compute_the_same_tokens(tp: int, stages: int, blocks: int) -> None:
+    """Documents that others have read, or read at the same time, answers included; with evictions in the small pool."""
+    folder = checkpoint("llama")
+    documents = [prompt_of(seed, 90) for seed in range(3)]
+    asks = [Ask([*documents[i % 3], *prompt_of(50 + i, 3 + i)], 12, 4 * (i // 3)) for i in range(9)]
+    wanted = single(folder, asks, chunking="static:16")
+    with VirtualWorld(folder, ParallelLayout(tp=tp, stages=stages), kv_blocks=blocks) as world:
+        core = make_core(world.executor, blocks, cached=True, stages=stages, chunking="static:16")
+        assert serve(core, asks) == wanted
+        cache = core.scheduler.block_managers[0].cache
+        assert cache is not None
+        assert cache.hit_tokens >= 3 * 80
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_stage_computes_the_next_chunk_of_a_prompt_while_later_stages_compute_this_one(stages: int) -> None:
     """Stream pipeline (Medha §3.3): no stage but the first begins a chunk before the stage in front of it has sent the

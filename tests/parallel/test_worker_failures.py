@@ -97,6 +97,28 @@ def test_a_request_over_two_groups_is_built_again(llama: Path, wanted: list[list
             assert core.stats().lost_tokens_total > 0
 
 
+@pytest.mark.parametrize(("tp", "stages"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long)])
+def test_cached_prefixes_are_lost_with_the_ranks_and_computed_again(llama: Path, tp: int, stages: int) -> None:
+    document = prompt_of(5, 300)
+    asks = [Ask([*document, *prompt_of(20 + i, 4)], 12) for i in range(3)]
+    wanted = [greedy(llama, ask.prompt, ask.count) for ask in asks]
+    with world(rank_config(llama, tp, stages)) as one:
+        core = one.core(cached=True, chunking="static:16")
+        cache = core.scheduler.block_managers[0].cache
+        assert cache is not None
+        assert serve_through(core, asks[:1], lambda told: None) == wanted[:1]
+        before = cache.hit_tokens
+        harm = Harm(one, "killed", 1, "first plan")
+        assert serve_through(core, asks, harm) == wanted
+        assert harm.done_s
+        assert core.stats().recoveries_total == 1
+        # All three hit what the first had left; after the loss two of them at most what the third computes again.
+        hits = cache.hit_tokens
+        assert hits > before
+        assert serve_through(core, asks, lambda told: None) == wanted
+        assert cache.hit_tokens - hits == 3 * (300 // 8 * 8)
+
+
 def noticed(core: EngineCore, within_s: float) -> float:
     began = time.monotonic()
     while not core.recovering:

@@ -115,7 +115,8 @@ def _config(**values: str) -> bool:
 def test_prefixes_are_cached_where_that_is_possible() -> None:
     assert _config()
     assert not _config(prefix_cache="false")
-    assert not _config(tensor_parallel_size="2")
+    assert _config(tensor_parallel_size="2", pipeline_parallel_size="2")
+    assert not _config(kv_parallel_size="2")
     assert not _config(event_log="log.jsonl")
-    with pytest.raises(ConfigError, match="prefix-cache needs an engine of one process"):
+    with pytest.raises(ConfigError, match="prefix-cache needs an engine without KV groups"):
         _config(prefix_cache="true", kv_parallel_size="2")

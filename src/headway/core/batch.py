@@ -32,7 +32,7 @@ class KvOp(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Of "reassign": the owner whose blocks become those of `request`. No data moves; single-process instances only."""
     runs: tuple[tuple[int, int], ...] = ()
     """Ranges of blocks (first, count). Of "share": cached blocks with which the request's table begins. Of "free": its
-    blocks that stay cached. Of "evict": cached blocks that become free. Single-process instances only."""
+    blocks that stay cached. Of "evict": cached blocks that become free."""
 
 
 class DecodeGroup(msgspec.Struct, frozen=True, gc=False):

@@ -103,7 +103,7 @@ def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> 
     if (body.messages is None) == (body.prompt is None):
         raise RequestError("give either 'messages' or 'prompt'", "messages")
     if not asked.info.prefix_cache:
-        raise RequestError("this server keeps no prefixes: start it with --prefix-cache, on one process")
+        raise RequestError("this server keeps no prefixes: start it with --prefix-cache")
     record = ContextRecord(
         id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
         ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt,

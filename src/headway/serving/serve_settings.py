@@ -46,7 +46,7 @@ class EngineSettings(SettingsModel):
     prefix_cache: Flag | None = Field(
         None,
         description="keep the KV of prompts and answers until memory is needed, for prompts that begin alike; default: "
-        "true where it is possible, which is an engine of one process, in no cluster, without event-log",
+        "true where it is possible, which is an engine without KV groups, in no cluster, without event-log",
     )
     prefix_cache_policy: Literal["lru", "cost"] = Field(
         "lru",
@@ -238,8 +238,8 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
     @property
     def caches_prefixes(self) -> bool:
         """Return whether prefixes are cached: as asked for, else where it is possible."""
-        workers = self.tensor_parallel_size * self.pipeline_parallel_size * self.kv_parallel_size
-        return self.prefix_cache if self.prefix_cache is not None else workers == 1 and self.event_log is None
+        possible = self.kv_parallel_size == 1 and self.event_log is None
+        return possible if self.prefix_cache is None else self.prefix_cache
 
     def engine_config(self, model: str) -> EngineConfig:
         """Return the configuration of an engine for the checkpoint in folder `model`.

@@ -11,8 +11,8 @@ from headway.kv.eviction import EVICTION_POLICIES
 from headway.perf.latency.layout import ParallelLayout
 
 PREFIX_CACHE_ALONE = (
-    "prefix-cache needs an engine of one process, outside of clusters and without an event log: leave out the parallel "
-    "sizes and event-log, or prefix-cache"
+    "prefix-cache needs an engine without KV groups, outside of clusters and without an event log: leave out "
+    "kv-parallel-size and event-log, or prefix-cache"
 )
 
 
@@ -95,10 +95,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
-        alone = self.layout.accelerators == 1 and self.instance is None
-        if self.prefix_cache and (not alone or self.event_log is not None):
+        if self.prefix_cache and (self.kv_parallel_size > 1 or self.instance or self.event_log is not None):
             raise ConfigError(PREFIX_CACHE_ALONE)
-        if self.kv_spill is not None and not self.prefix_cache:
+        if self.kv_spill is not None and (not self.prefix_cache or self.layout.accelerators > 1):
             raise ConfigError("kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process")
         if self.prefix_cache_policy not in EVICTION_POLICIES:
             raise ConfigError(

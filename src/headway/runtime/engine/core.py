@@ -219,7 +219,8 @@ class EngineCore:
         now = self._clock.now()
         # Workers may be lost again while they restart: the recovery time counts from the first loss.
         self._lost_s = now if self._lost_s is None else self._lost_s
-        # Events: the KV tokens lost by each request, and the end of requests that were aborted in flight.
+        self._prefixes.lost(now)
+        # KV tokens lost by each request, and the end of requests that were aborted in flight.
         events = self.scheduler.lost(0, now)
         lost = sum(event.tokens for event in events)
         for event in events:
@@ -230,8 +231,7 @@ class EngineCore:
         self._count("lost_tokens_total", lost)
         self._log_event("lost", at_s=now, why=why, tokens=lost)
         log.warning("%s; %d requests go on after a restart, which computes %d tokens again", why, len(self._live), lost)
-        # Raises when the limit is reached, before anything is restarted.
-        self._restarts.spend(now, why)
+        self._restarts.spend(now, why)  # raises when the limit is reached
         limit, ended = self._restarts.limit, []
         for name in self._poison_requests.record_loss(
             (event.request for event in events if event.tokens), self._live, limit

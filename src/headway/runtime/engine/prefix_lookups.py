@@ -126,6 +126,14 @@ class PrefixLookups:
         if self._spill is not None:
             self._spill.writer.release(name)
 
+    def lost(self, now: float) -> None:
+        """Note that all KV is lost, before the scheduler does: pins end, and `turn` says so."""
+        names = [each.submit.id for each in self._computed]
+        if self._cache is not None:
+            names += self._cache.pins.blocks
+        self._computed.clear()
+        self._unpinned += [_end(name, "its KV was lost with a worker", now) for name in names]
+
     def turn(self, now: float) -> list[OutputDelta]:
         """Carry on with reading and writing KV on disk. Return the pins that made way, or are on disk, since then."""
         ends, self._unpinned = self._unpinned, []

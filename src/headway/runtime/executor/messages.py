@@ -79,8 +79,9 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
     seq: int
     forget: tuple[int, ...]
     """Requests that have ended."""
-    ops: tuple[tuple[int, int, int], ...]
-    """KV operations in order: (request, blocks, first token held here); 0 blocks frees."""
+    ops: tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]
+    """KV operations in order: (request, blocks, first token held here, ranges of blocks). With ranges a request begins
+    with these cached blocks; 0 blocks: it frees all but the ranges, and request 0 frees cached ranges."""
     epoch: int
     """0: no decodes."""
     base: int

@@ -24,6 +24,10 @@ REMEMBERED_EPOCHS = 32
 a forgotten one is sent in full."""
 
 
+_NumberedOp = tuple[int, int, int, tuple[tuple[int, int], ...]]
+_CACHE = 0
+"""Stands for the prefix cache where requests have numbers."""
+
 T = TypeVar("T")
 
 
@@ -116,7 +120,7 @@ class PlanWriter:
         epochs.use(epoch, members)
         return epoch, base, joined, left
 
-    def _numbered(self, op: KvOp) -> tuple[int, int, int] | None:
+    def _numbered(self, op: KvOp) -> _NumberedOp | None:
         """Return an operation with the number of the blocks' owner, or None if ranks need not know of it.
 
         Numbers are remembered by owner because an id may be in use again before the blocks of its former request are
@@ -126,14 +130,17 @@ class PlanWriter:
         if op.verb == "reassign":
             self._holders[op.request] = self._holders.pop(op.before)
             return None
+        if op.verb == "evict":
+            return (_CACHE, 0, 0, op.runs) if op.runs else None
         if op.verb == "free":
-            return self._holders.pop(op.request), 0, 0
-        if op.verb == "reserve":
+            return self._holders.pop(op.request), 0, 0, op.runs
+        # A request with cached blocks has its number from "share".
+        if op.verb != "grow" and op.request not in self._holders:
             if op.request not in self._numbers:
                 # Negative numbers cannot collide with those of admitted requests, which count up from 1.
                 self._last_stray -= 1
             self._holders[op.request] = self._numbers.get(op.request, self._last_stray)
-        return self._holders[op.request], op.blocks, op.start
+        return (self._holders[op.request], op.blocks, op.start, op.runs) if op.blocks else None
 
 
 class PlanReader:
@@ -160,14 +167,19 @@ class PlanReader:
                 members = (*kept, *map(str, plan.joined))
             # Both ends use epochs in the same order, so both forget the same ones.
             self._epochs.use(plan.epoch, members)
-        ops = tuple(KvOp(_verb(blocks, start), str(request), blocks, start) for request, blocks, start in plan.ops)
+        ops = tuple(
+            KvOp(_verb(request, blocks, start, runs), str(request), blocks, start, runs=runs)
+            for request, blocks, start, runs in plan.ops
+        )
         chunks = tuple(Chunk(str(c[0]), c[1], c[2], c[3], c[4]) for c in plan.chunks)
         assists = tuple(RemoteAttention(str(request), *rest) for request, *rest in plan.assists)
         return GroupBatch(0, DecodeGroup(members, 0, plan.epoch), chunks, ops, assists)
 
 
-def _verb(blocks: int, start: int) -> KvVerb:
+def _verb(request: int, blocks: int, start: int, runs: tuple[tuple[int, int], ...]) -> KvVerb:
     """Return the verb of an operation as received. Only a new shard has a `start`; "reserve" and "grow" add alike."""
     if not blocks:
-        return "free"
+        return "free" if request else "evict"
+    if runs:
+        return "share"
     return "reserve" if start else "grow"
