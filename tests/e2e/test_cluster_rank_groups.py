@@ -110,9 +110,9 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(
             got = list(pool.map(lambda prompt: streamed_ids(url, prompt, 5, ignore_eos=True), chats))
             assert got == expected
             assert first.result() == reference.tokens(long, 5)
-            if b'"pause' in log.read_bytes():
+            if b'"SpanPaused"' in log.read_bytes():
                 break
-    assert b'"pause' in log.read_bytes()
+    assert b'"SpanPaused"' in log.read_bytes()
     assert main(["cluster", path, "--replay", str(log)]) == 0
 
 
