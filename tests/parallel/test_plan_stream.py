@@ -91,6 +91,17 @@ def test_an_id_that_is_used_again_does_not_free_the_blocks_of_its_successor() ->
     assert plan.ops == ((1, 0, 0, ()), (2, 3, 0, ()))
 
 
+def test_a_new_request_has_its_own_number_with_cached_blocks_or_without() -> None:
+    numbers = {"a": 1}
+    writer = PlanWriter(numbers)
+    writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a", 2),)))
+    numbers["a"] = 2  # the engine of the first one has ended with blocks that no plan has freed
+    assert writer.write(GroupBatch(0, DecodeGroup(), (), (KvOp("reserve", "a", 3),))).ops == ((2, 3, 0, ()),)
+    cached = KvOp("share", "b", 1, runs=((7, 1),)), KvOp("evict", "", 0, runs=((9, 2),)), KvOp("reserve", "b", 2)
+    ops = writer.write(GroupBatch(0, DecodeGroup(), (), cached)).ops
+    assert ops == ((-1, 1, 0, ((7, 1),)), (0, 0, 0, ((9, 2),)), (-1, 2, 0, ()))
+
+
 def test_blocks_that_become_a_request_s_own_keep_their_number() -> None:
     """Reassigning blocks, as of spans, changes nothing at the ranks."""
     numbers: dict[str, int] = {}

@@ -61,6 +61,8 @@ class PlanWriter:
         self._numbers = numbers
         self._holders: dict[str, int] = {}
         self._last_stray = 0
+        # The request that has begun with cached blocks, until its own ones follow.
+        self._sharing: str | None = None
         self._epochs: DecodeEpochs[dict[str, int]] = DecodeEpochs()
         self._forget: list[int] = []
 
@@ -134,8 +136,10 @@ class PlanWriter:
             return (_CACHE, 0, 0, op.runs) if op.runs else None
         if op.verb == "free":
             return self._holders.pop(op.request), 0, 0, op.runs
-        # A request with cached blocks has its number from "share".
-        if op.verb != "grow" and op.request not in self._holders:
+        # A request with cached blocks has its number from "share", which comes just before "reserve".
+        begins = op.verb == "share" or (op.verb == "reserve" and op.request != self._sharing)
+        self._sharing = op.request if op.verb == "share" else None
+        if begins:
             if op.request not in self._numbers:
                 # Negative numbers cannot collide with those of admitted requests, which count up from 1.
                 self._last_stray -= 1
