@@ -1,7 +1,7 @@
 """Live calibration, the second half of `headway profile`: serve for some seconds, and correct the table by the times.
 
 The load is chats and occasional documents, over HTTP on this host as `headway bench` sends it: for half of the time
-several users at once, then one alone who pauses for long, since a host that was idle is slower. The engine learns
+several users at once, then one user alone with long pauses, since a host that was idle is slower. The engine learns
 scales that include what a table measured point by point lacks: cold caches, wake-ups, the server and its client on the
 same cores. `perf.latency.calibrated_table` applies the scales to the table.
 """
