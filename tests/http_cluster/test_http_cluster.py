@@ -218,6 +218,10 @@ def test_slos_and_sampling_reach_the_instance() -> None:
             assert len(body["cache_salt"]) <= 128
             await ask(cluster, "s", PROMPT, 2)
             assert "cache_salt" not in server.seen[1].body
+            drawn = request("t", PROMPT, 2, temperature=0.5, seed=7, seed_drawn=True)
+            async with aclosing(cluster.generate(drawn, array("i", PROMPT).tobytes())) as deltas:
+                [_ async for _ in deltas]
+            assert "seed" not in server.seen[2].body
             assert headers["x-llm-d-slo-ttft-ms"] == "500.000"
             assert headers["x-request-id"] == "r-1"
 

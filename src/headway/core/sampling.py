@@ -24,6 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0: off."""
     seed: int | None = None
     """None: the server draws one."""
+    seed_drawn: bool = False
+    """Whether the server has drawn the seed, so that other engines may draw their own."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

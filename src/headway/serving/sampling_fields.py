@@ -39,6 +39,7 @@ def sampling_params(
         top_k=max(0, body.top_k),
         min_p=body.min_p,
         seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed_drawn=body.seed is None,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,

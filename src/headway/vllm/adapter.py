@@ -29,15 +29,25 @@ def decidable(request: Any) -> bool:
     """Whether the policy may make a request wait; others start as soon as vLLM lets them.
 
     Not remote prefills (another instance holds KV for them), pooling, input that still streams in, nor encoder inputs,
-    which vLLM has cut at their own borders before it asks for a quota."""
+    which vLLM has cut at their own borders before it asks for a quota, nor seeded requests on CPUs."""
     remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
     return not (
         request.pooling_params is not None
+        or (_cut_seeds_fail() and request.sampling_params.sampling_type.name == "RANDOM_SEED")
         or request.resumable
         or remote
         or request.has_encoder_inputs
         or request.abort_immediately
     )
+
+
+@functools.cache
+def _cut_seeds_fail() -> bool:
+    """Return whether a seeded request that is cut ends the engine: vLLM then rewinds the request's generator
+    (`GPUModelRunner._bookkeeping_sync`), and a CPU generator has no offset."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def most_active(scheduler: Any) -> int:

@@ -265,6 +265,16 @@ def test_requests_that_no_policy_decides_about_start_at_once(make: Make) -> None
     assert engine.used_blocks == 0
 
 
+def test_seeded_requests_are_not_cut_on_a_cpu_where_that_ends_the_engine(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 10})
+    engine.add("seeded", 1500, 2, seed=3)
+    engine.add("drawn", 1500, 2)
+    engine.run()
+    chunks = {name: [step[name] for step in engine.log if step.get(name, 0) > 1] for name in ("seeded", "drawn")}
+    assert chunks["seeded"] == [1500]
+    assert len(chunks["drawn"]) > 1
+
+
 def test_chunks_of_hybrid_models_end_at_blocks(make: Make) -> None:
     engine = make(settings={"t_target_ms": 20})
     scheduler = engine.scheduler

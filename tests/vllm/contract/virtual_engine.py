@@ -129,13 +129,16 @@ class VirtualEngine:
         priority: int = 0,
         extra: dict[str, Any] | None = None,
         choices: list[str] | None = None,
+        seed: int | None = None,
     ) -> Request:
         """A request of `prompt` tokens (ids of its own, unless given). With `choices` its output has a grammar."""
         if isinstance(prompt, int):
-            seed = len(self.arrived) + 1
-            prompt = [(seed * 7919 + i * 31) % 500 for i in range(prompt)]
+            number = len(self.arrived) + 1
+            prompt = [(number * 7919 + i * 31) % 500 for i in range(prompt)]
         structured = StructuredOutputsParams(choice=choices) if choices else None
-        params = SamplingParams(max_tokens=output, ignore_eos=True, extra_args=extra, structured_outputs=structured)
+        params = SamplingParams(
+            max_tokens=output, ignore_eos=True, extra_args=extra, structured_outputs=structured, seed=seed
+        )
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(
             request_id=name,

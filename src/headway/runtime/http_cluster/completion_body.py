@@ -47,8 +47,9 @@ def completion_body(
     }
     optional = {
         "min_tokens": continuation.min_tokens,
-        # vLLM's seeds are signed 64-bit numbers; greedy answers have none.
-        "seed": params.seed if params.temperature else None,
+        # Greedy answers need none, and one that was drawn here promises nothing: an answer that goes on elsewhere does
+        # not continue its random stream.
+        "seed": params.seed if params.temperature and not params.seed_drawn else None,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
