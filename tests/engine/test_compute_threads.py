@@ -127,16 +127,17 @@ def test_a_chosen_number_is_neither_measured_nor_changed(machine: Machine, monke
 
 
 @pytest.mark.parametrize(
-    ("overhead_s", "waits", "wanted"),
+    ("overhead_s", "waits", "keep", "wanted"),
     [
-        (0.0, 0.0, "2 threads (measured: 2.0 times one on 256 rows)"),
-        (0.001, 0.0, "2 threads, 1 below 64 rows (measured: 1.8 times one on 256 rows)"),
-        (1.0, 0.0, "1 thread (measured: 0.0 times one on 256 rows)"),
-        (1.0, 1.0, "2 threads, 1 below 16 rows (measured: 0.0 times one on 256 rows, beside other work)"),
+        (0.0, 0.0, False, "2 threads (measured: 2.0 times one on 256 rows)"),
+        (0.001, 0.0, False, "2 threads, 1 below 64 rows (measured: 1.8 times one on 256 rows)"),
+        (1.0, 0.0, False, "1 thread (measured: 0.0 times one on 256 rows)"),
+        (1.0, 0.0, True, "2 threads, 1 below 16 rows (measured: 0.0 times one on 256 rows, as profiled)"),
+        (1.0, 1.0, False, "2 threads, 1 below 16 rows (measured: 0.0 times one on 256 rows, beside other work)"),
     ],
 )
 def test_the_number_is_chosen_by_measured_times(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, overhead_s: float, waits: float, wanted: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, overhead_s: float, waits: float, keep: bool, wanted: str
 ) -> None:
     """A row takes 64 us, by two threads half of that and an overhead; a clock that does not run otherwise."""
     monkeypatch.setattr(compute_threads.time, "perf_counter", lambda: machine.now)
@@ -148,7 +149,7 @@ def test_the_number_is_chosen_by_measured_times(
         machine.now += seconds
         machine.waited += waits * seconds
 
-    machine.team.choose(work, 100.0)
+    machine.team.choose(work, 100.0, keep)
     assert machine.team.described() == wanted
     if waits:
         assert machine.iterate() == 1

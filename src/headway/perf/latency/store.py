@@ -17,6 +17,15 @@ def fingerprint(model: str, dtype: str, device: str, threads: int, layout: str =
     return f"{model}|{dtype}|{device}|{threads} threads|{layout}"
 
 
+def threads_of(path: Path) -> int | None:
+    """Return the number of threads that a profile was measured with. None: the file is not one that says so."""
+    try:
+        words = load(path, None).fingerprint.split("|")
+        return int(words[3].removesuffix(" threads"))
+    except (ConfigError, IndexError, ValueError):
+        return None
+
+
 def default_path(mark: str) -> Path:
     """Return the path of the profile with fingerprint `mark`: `$XDG_CACHE_HOME/headway/latency/<hash>.json`.
 

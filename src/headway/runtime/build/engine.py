@@ -202,8 +202,8 @@ def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSourc
     The table is the cached profile of this model, host and layout, else a quick measurement. Times are of one stage.
     """
     mark = profile_mark(config, built)
-    if config.latency_profile not in ("auto", "quick"):
-        return _with_exchange(config, built, store.load(Path(config.latency_profile), mark)), 20.0
+    if (named := named_profile(config)) is not None:
+        return _with_exchange(config, built, store.load(named, mark)), 20.0
     path = store.default_path(mark)
     if config.latency_profile == "auto" and path.exists():
         try:
@@ -217,6 +217,11 @@ def latency_source(config: EngineConfig, built: LoadedModel) -> tuple[TableSourc
         TableSource,
         lambda: profiling.profile(built.measure, built.kv_tokens, profiling.QUICK, 0.5, mark, words, groups),
     ), 2.0
+
+
+def named_profile(config: EngineConfig) -> Path | None:
+    """Return the file of the profile that the user has named."""
+    return None if config.latency_profile in ("auto", "quick") else Path(config.latency_profile)
 
 
 def _kept(config: EngineConfig, what: str) -> str | None:

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import torch
 
+from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
 from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
+from headway.perf.hardware.processor import processor_name
+from headway.perf.latency import store
+from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.attention.base import AttentionBackend, kernels_of, make_backend
 from headway.runtime.attention.native import build_general_library, build_library
 from headway.runtime.build.checkpoint_facts import eos_ids
-from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
+from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks, named_profile
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.compute_threads import ComputeThreads
 from headway.runtime.executor.cuda_probe import look
@@ -61,8 +65,11 @@ def load(config: EngineConfig) -> LoadedDecoder:
 
 def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> LoadedModel:
     """Load the model, unless it is `loaded`, and make its KV pool. Raises ConfigError when it does not fit."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    named = named_profile(config)
+    profiled = None if named is None else store.threads_of(named)
+    threads = config.threads or (profiled if profiled is not None and profiled <= len(CORES) else None)
+    if threads is not None:
+        torch.set_num_threads(threads)
     team = ComputeThreads(torch.get_num_threads(), config.threads is not None)
     loaded = load(config) if loaded is None else loaded
     decoder, backend, devices = loaded.decoder, loaded.backend, loaded.devices
@@ -71,14 +78,19 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
     # A pool of one slot has the size of one token.
     blocks = kv_blocks(config, decoder.config, decoder.make_pool(1).nbytes, free)
     worker = ModelWorker(decoder, blocks, config.block_size, eos_ids(Path(config.model)))
+    dtype = str(decoder.dtype).removeprefix("torch.")
     if devices is None:
-        team.choose(partial(compute, worker))
+        if config.latency_profile == "auto":
+            profiled = _threads_of_kept_profile(decoder.fingerprint, dtype, team.most)
+        if profiled == 1 and config.threads is None:
+            team.most = 1
+        team.choose(partial(compute, worker), keep=profiled is not None)
     parameters = decoder.weights.parameters
     return LoadedModel(
         executor=SingleProcessExecutor(worker, team),
         measure=partial(_measure, worker, team),
         shape=decoder.config,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype=dtype,
         mark=decoder.fingerprint,
         threads=team.most,
         thread_choice=team.described() if devices is None else "",
@@ -91,6 +103,13 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
         kernels=kernels_of(backend, decoder.dtype),
         copier=PoolCopier(worker.pool, config.block_size),
     )
+
+
+def _threads_of_kept_profile(mark: str, dtype: str, most: int) -> int | None:
+    """Return with how many threads this model was profiled here: the choice at each start must not lose a profile."""
+    name, layout = processor_name(), ParallelLayout().name
+    kept = (n for n in (most, 1) if store.default_path(store.fingerprint(mark, dtype, name, n, layout)).exists())
+    return next(kept, None)
 
 
 def _measure(worker: ModelWorker, team: ComputeThreads, kind: str, first: int, second: int, repeats: int) -> float:

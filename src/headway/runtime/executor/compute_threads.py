@@ -95,11 +95,12 @@ class ComputeThreads:
         if self._computed_s >= WINDOW_S:
             self._look(now)
 
-    def choose(self, run: Callable[[int], object], budget_s: float = 0.3) -> None:
+    def choose(self, run: Callable[[int], object], budget_s: float = 0.3, keep: bool = False) -> None:
         """Measure iterations of `SAMPLES` rows by one thread and by all, in turns, and set `few_rows`.
 
-        run: computes so many rows. The median of the turns' ratios counts, so that other load hits both; a size that
-        was not measured within the budget is judged like the next larger one.
+        run: computes so many rows. keep: all threads compute large iterations whatever this measures. The median of the
+        turns' ratios counts, so that other load hits both; a size that was not measured within the budget is judged
+        like the next larger one.
         """
         if self._fixed or self.most == 1:
             return
@@ -121,7 +122,7 @@ class ComputeThreads:
                 break
         self._fixed = False
         shares = [after - before for after, before in zip(self._waits(), waited_s, strict=True)]
-        self._settle(gains, max(shares, default=0.0) > WAITING_SHARE / 2 * (time.perf_counter() - began_s))
+        self._settle(gains, keep, max(shares, default=0.0) > WAITING_SHARE / 2 * (time.perf_counter() - began_s))
 
     def described(self) -> str:
         """Return the choice in words."""
@@ -141,7 +142,7 @@ class ComputeThreads:
             self.end(time.monotonic())
         return ended - begun
 
-    def _settle(self, gains: dict[int, float], busy: bool) -> None:
+    def _settle(self, gains: dict[int, float], keep: bool, busy: bool) -> None:
         """Decide by the gains at each number of rows. busy: threads had to wait for cores for much of the time."""
         largest = max(gains)
         enough = [rows for rows, gain in gains.items() if gain >= GAIN]
@@ -149,11 +150,14 @@ class ComputeThreads:
         if largest in enough:
             self.few_rows = min(enough)
             return
-        if not busy:
+        if not busy and not keep:
             self.most, self.few_rows = 1, 0
             return
-        # Measured beside other work, this says nothing of later: `begin` tries all threads again.
         self.few_rows = SAMPLES[len(SAMPLES) // 2]
+        if not busy:
+            self._words += ", as profiled"
+            return
+        # Measured beside other work, this says nothing of later: `begin` tries all threads again.
         self._alone_until_s = time.monotonic() + self._backoff_s
         self._words += ", beside other work"
 

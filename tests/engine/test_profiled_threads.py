@@ -1,0 +1,67 @@
+"""An engine computes by as many threads as its profile was measured with, whatever a start measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.checkpoints import make_tiny
+
+from headway.core.cpu_affinity import CORES
+from headway.core.errors import ConfigError
+from headway.perf.latency import store
+from headway.perf.latency.table_latency import TableSource
+from headway.runtime.build.engine import build, latency_source, profile_mark
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.executor.compute_threads import ComputeThreads
+
+
+def _profile(mark: str, threads: int) -> TableSource:
+    words = mark.split("|")
+    words[3] = f"{threads} threads"
+    return TableSource(
+        fingerprint="|".join(words), provenance="test", tokens=((0, 1e-3), (1000, 11e-3)), chunks=((0, 0.0, 0.0),),
+        decode=(0.0, 0.0, 0.0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_profile_decides_how_many_threads_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, named: bool
+) -> None:
+    if threads > len(CORES):
+        pytest.skip("there is one core")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, len(CORES)))
+    # What a start measures says the opposite.
+    wanted = ComputeThreads._settle
+
+    def opposite(self: ComputeThreads, gains: dict[int, float], keep: bool, busy: bool) -> None:
+        wanted(self, dict.fromkeys(gains, 2.0 if threads == 1 else 0.5), keep, False)
+
+    monkeypatch.setattr(ComputeThreads, "_settle", opposite)
+    try:
+        model = str(make_tiny("llama", tmp_path / "model"))
+        config = EngineConfig(model=model, kv_cache_bytes=1 << 20, latency_profile="auto", threads=None)
+        built = build(config)
+        assert built.threads == (2 if threads == 1 and len(CORES) > 1 else 1)
+        profile = _profile(profile_mark(config, built), threads)
+        path = tmp_path / "profile.json" if named else store.default_path(profile.fingerprint)
+        store.save(profile, path)
+        config = EngineConfig(
+            model=model, kv_cache_bytes=1 << 20, latency_profile=str(path) if named else "auto", threads=None
+        )
+        torch.set_num_threads(min(2, len(CORES)))
+        built = build(config)
+        assert built.threads == threads
+        assert latency_source(config, built) == (profile, 20.0)
+        # A number that the user names is kept, and a profile of another one refused.
+        if named and len(CORES) > 1:
+            config = EngineConfig(model=model, kv_cache_bytes=1 << 20, latency_profile=str(path), threads=3 - threads)
+            with pytest.raises(ConfigError, match="was measured for"):
+                latency_source(config, build(config))
+    finally:
+        torch.set_num_threads(before)
