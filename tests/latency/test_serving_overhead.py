@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from headway.perf.latency.table_latency import TableSource
 from headway.planning.answer import latency_note
 from headway.planning.question import parse_question
 from headway.sim.build import run_scenario
+from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import e2e_s, tbt_s, ttft_s
 from headway.sim.scenario import parse_scenario
@@ -29,14 +31,14 @@ ADDED = ServingOverhead(request_s=0.007, idle_s=0.005, iteration_s=0.001)
 SHAPE = {"layers": 1, "hidden": 64, "q_heads": 1, "kv_heads": 1, "head_dim": 64, "mlp": 64, "vocab": 64}
 
 
-def served(
+def described(
     folder: Path, serving: ServingOverhead | None, learns: bool = False, output: int = 3, **noise: object
-) -> tuple[RequestRecord, ...]:
+) -> dict[str, Any]:
     """Two requests of three tokens, a second apart: both find an idle engine, the first one at its very start."""
     (folder / "trace.csv").write_text(f"arrival_s,prompt_tokens,output_tokens\n0,100,{output}\n{output},100,{output}\n")
     table = folder / "table.json"
     store.save(msgspec.structs.replace(BARE, serving=serving), table)
-    data = {
+    return {
         "model": SHAPE,
         "cluster": {"accelerator": "a100-80gb"},
         "latency": {"source": "table", "file": str(table), "learns": learns},
@@ -44,7 +46,19 @@ def served(
         "workload": {"trace": str(folder / "trace.csv")},
         "run": {"noise": noise},
     }
+
+
+def served(
+    folder: Path, serving: ServingOverhead | None, learns: bool = False, output: int = 3, **noise: object
+) -> tuple[RequestRecord, ...]:
+    data = described(folder, serving, learns, output, **noise)
     return run_scenario(parse_scenario(data, "test"), 0).sim.records
+
+
+def in_a_cluster(data: dict[str, Any], roles: tuple[str, ...] = ("mixed",)) -> tuple[RequestRecord, ...]:
+    pools = [{"role": role, "count": 1} for role in roles]
+    data = data | {"cluster": data["cluster"] | {"placement": "jsq", "pools": pools}}
+    return run_cluster(parse_scenario(data, "test"), 0).sim.records
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -128,3 +142,14 @@ def test_words_name_the_tail() -> None:
     assert "in a hundred" not in ADDED.words()
     spread = msgspec.structs.replace(ADDED, spread=(TimeSpread(0.01, (1.0, 3.0)),))
     assert "one iteration in a hundred takes up to 3 times" in spread.words()
+
+
+def test_instances_of_a_cluster_add_what_a_server_does(tmp_path: Path) -> None:
+    data = described(tmp_path, ADDED)
+    assert in_a_cluster(data) == served(tmp_path, ADDED)
+    spread = ServingOverhead.of([0.0] * 9, [0.0] * 9, [0.0] * 9)
+    spread = msgspec.structs.replace(spread, spread=(TimeSpread(1.0, (0.5, 1.0, 3.0)),))
+    gaps = tbt_s(in_a_cluster(described(tmp_path, spread, output=200))[1])
+    assert len(set(gaps)) > 150
+    assert min(gaps) < 0.006
+    assert max(gaps) > 0.02

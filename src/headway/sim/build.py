@@ -119,6 +119,16 @@ def config_of(scenario: Scenario) -> SchedulerConfig:
         raise ConfigError(f"policy: {error}") from None
 
 
+def serving_of(latency: LatencyModel) -> ServingOverhead | None:
+    """Return what a server adds to the iterations of a measured table; None: the model knows of none."""
+    return latency.source.serving if isinstance(latency, TableLatency) else None
+
+
+def hosted(latency: LatencyModel, serving: ServingOverhead | None) -> LatencyModel | None:
+    """Return what iterations take, where it is more than policies predict."""
+    return None if serving is None else HostedLatency(latency, serving.iteration_s)
+
+
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
     """Return one instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
     config = vllm_config_of(scenario) if scenario.engine == "vllm" else config_of(scenario)
@@ -132,11 +142,11 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
     devices = layout.accelerators
     latency = latency_of(scenario.latency, device, shape, layout)
-    serving = latency.source.serving if isinstance(latency, TableLatency) else None
+    serving = serving_of(latency)
     return InstanceSpec(
         config=config,
         latency=latency,
-        actual_latency=None if serving is None else HostedLatency(latency, serving.iteration_s),
+        actual_latency=hosted(latency, serving),
         serving=serving or ServingOverhead(),
         kv_tokens=kv_tokens,
         block_tokens=scenario.memory.block_tokens,

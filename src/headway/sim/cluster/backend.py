@@ -34,7 +34,9 @@ class SimulatedBackend(InstanceBackend):
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
-        self.noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans")
+        self.noise = NoiseSource(
+            simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans", self.spec.serving.spread
+        )
         self.spans = self.chunked = 0
         self.work = SpanWork()
         self.busy = InstanceBusyTime(len(simulation.spec.instances))
@@ -160,7 +162,8 @@ class SimulatedBackend(InstanceBackend):
         if engine is None:
             simulation, index = self.simulation, len(self.engines)
             spec = self.spec.engine([simulation.state.instances[i] for i in group])
-            noise = NoiseSource(simulation.run_spec.noise, f"noise {simulation.run_spec.seed} {group}")
+            run = simulation.run_spec
+            noise = NoiseSource(run.noise, f"noise {run.seed} {group}", spec.serving.spread)
             # repeated decodes are cut short by `end_repeats`, which handles engines of one stage only
             fast = simulation.run_spec.fast_forward and spec.config.stages == 1
             engine = self.engines[group] = SimulatedInstance(

@@ -17,12 +17,23 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.ring import RingLatency
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.build import config_of, latency_of, lead_pool, named, prefix_cache_of, run_of, workload_of
+from headway.sim.build import (
+    config_of,
+    hosted,
+    latency_of,
+    lead_pool,
+    named,
+    prefix_cache_of,
+    run_of,
+    serving_of,
+    workload_of,
+)
 from headway.sim.cluster.measured import MeasuredCluster
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
@@ -98,6 +109,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         if config.stages != head.stages:
             config = replace(config, stages=head.stages)
         latency: LatencyModel = models[head.tp, head.stages]
+        serving = serving_of(latency)
         if len(group) > 1:
             # a group across nodes exchanges over the slower link
             link = links.inside if len({instance.node for instance in group}) == 1 else links.across
@@ -107,6 +119,8 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         return InstanceSpec(
             config=config,
             latency=latency,
+            actual_latency=hosted(latency, serving),
+            serving=serving or ServingOverhead(),
             kv_tokens=sum(instance.capacity for instance in group),
             block_tokens=scenario.memory.block_tokens,
             prefix_cache=prefix_cache_of(scenario, shape),
@@ -116,6 +130,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         instances=tuple(_instances(cluster.pools, kv_tokens, device)),
         engine=engine,
         spans=_spans(scenario, ring, device, shape, lead),
+        serving=serving_of(models[lead.tp, lead.stages]) or ServingOverhead(),
         shape=shape,
         links=links,
         backends=cluster.backends,

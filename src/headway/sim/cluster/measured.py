@@ -10,10 +10,12 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.perf.latency.sharded_decode import ShardedDecode
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
+from headway.sim.build import hosted, serving_of
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.memory import InfeasibleError
 from headway.sim.spec import InstanceSpec
@@ -72,6 +74,7 @@ class MeasuredCluster:
             engine=self._engine,
             spans=self.spans,
             shape=self.shape,
+            serving=serving_of(self.engines[0].latency) or ServingOverhead(),
             links=self.links,
             backends=self.backends,
             # A live scheduler's prompt leaves when it is complete.
@@ -84,7 +87,7 @@ class MeasuredCluster:
 
     def _engine(self, group: Sequence[ClusterInstance]) -> InstanceSpec:
         head = self.engines[group[0].id]
-        latency = head.latency
+        latency, serving = head.latency, serving_of(head.latency)
         if len(group) > 1:
             link = self.links.between(group[0], group[-1])
             # A group of several instances decodes with its KV spread over them, at the cost of their link.
@@ -92,6 +95,8 @@ class MeasuredCluster:
         return InstanceSpec(
             config=head.config,
             latency=latency,
+            actual_latency=hosted(latency, serving),
+            serving=serving or ServingOverhead(),
             # An instance's capacity is that of all its KV groups.
             kv_tokens=sum(each.capacity for each in group) // head.config.kv_parallel,
             block_tokens=head.block_tokens,

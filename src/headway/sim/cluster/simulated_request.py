@@ -8,7 +8,7 @@ from headway.core.request import Request
 from headway.core.span import Phase
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
-from headway.sim.records import record_of
+from headway.sim.records import later, record_of
 from headway.sim.workload import TraceRequest
 
 
@@ -71,8 +71,8 @@ class SimRequest:
             self.scheduled_s, self.cached_tokens = track.scheduled_s, track.cached_tokens
         self.track = None
 
-    def record(self, targets: SloTargets = NO_TARGETS) -> RequestRecord:
-        """Return the record of the request, finished or not."""
+    def record(self, targets: SloTargets = NO_TARGETS, later_s: float = 0.0) -> RequestRecord:
+        """Return the record of the request, finished or not. later_s: how much later its client sees all of it."""
         if self.track is not None:
             self.take_tokens(self.track)
-        return record_of(self, targets)
+        return later(record_of(self, targets), later_s)

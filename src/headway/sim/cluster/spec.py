@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.groups import GroupLatency
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.spec import InstanceSpec
@@ -26,6 +27,8 @@ class ClusterSpec:
     """Predicts the time of a span; noise comes on top. Policies may be given another model."""
     shape: ModelShape
     """The model that all instances serve."""
+    serving: ServingOverhead = field(default_factory=ServingOverhead)
+    """What a server adds to requests and spans."""
     links: ClusterLinks
     """Network links inside a node and between nodes."""
     backends: int = 16
