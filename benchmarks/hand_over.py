@@ -52,7 +52,6 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, OutputDelta, SubmitRequest
-from headway.runtime.kv_transfer.peer import prepare
 
 KINDS = ("alone", "chunks", "layers", "afterwards")
 PREFILLS, DECODES = 0, 1
@@ -188,7 +187,8 @@ def socket_rate(megabytes: int) -> float:
     source, target = np.ones(megabytes << 20, dtype=np.uint8), np.empty(megabytes << 20, dtype=np.uint8)
     near, far = socket.socketpair(socket.AF_UNIX)
     for end in (near, far):
-        prepare(end)
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            end.setsockopt(socket.SOL_SOCKET, name, 4 << 20)
     times = []
     for _ in range(6):
         start = time.perf_counter()

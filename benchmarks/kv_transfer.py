@@ -1,14 +1,15 @@
 """How fast KV gets from one process's pool to another's: through shared memory and through a Unix socket, beside what
 the memory allows.
 
-Run: python benchmarks/kv_transfer.py [--mib 256] [--repeats 7] [--vector 256] [--heads 8] [--packet-kib 2048]
-[--arena-mib 8] [--ways shared socket]. Two processes with the connector `peers` (way `nixl`: with that one), pools of
-`--heads` KV heads of `--vector` bytes; no model and no router, nothing is computed meanwhile. The ways take turns in
-one run, for tokens in one run of slots, in blocks of 16 that lie anywhere, and every second one (a stripe of two).
+Run: python benchmarks/kv_transfer.py [--mib 256] [--repeats 7] [--vector 256] [--heads 8] [--slab-kib 2048]
+[--slabs 8] [--ways shared socket nixl]. Two processes with the connector `peers` (way `nixl`: with that one; `socket`:
+without shared memory), pools of `--heads` KV heads of `--vector` bytes; no model and no router, nothing is computed
+meanwhile. The ways take turns in one run, for tokens in one run of slots, in blocks of 16 that lie anywhere, and every
+second one (a stripe of two).
 
 Rate: from the first `save_kv_layer` to the last byte in its slot. CPU: of both processes, all threads. `memory`: what
 two processes copy at once, each its own bytes, one from a pool into 8 MiB and the other from 8 MiB into a pool, in
-pieces of a packet: no way with two copies of each byte is faster. And in pieces as they lie in a pool that has each
+pieces of a slab: no way with two copies of each byte is faster. And in pieces as they lie in a pool that has each
 head's tokens together, as ours do. Medians.
 """
 
@@ -28,9 +29,11 @@ from pathlib import Path
 import numpy as np
 
 from headway.kv.slot_ranges import Indices
-from headway.runtime.kv_transfer import send_queue as outlet
-from headway.runtime.kv_transfer.connector import KvPart, KvPlace, SaveKv, make_connector
+from headway.runtime.kv_transfer import slab_memory
+from headway.runtime.kv_transfer.connector import KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.peer_connector import PeerConnector
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
+from headway.runtime.kv_transfer.slab_memory import MemoryKind, SharedMemory
 
 LAYERS = 8
 WAYS = ("shared", "socket", "nixl")
@@ -56,22 +59,22 @@ def layouts(tokens: int, seed: int) -> dict[str, tuple[Indices, Indices, tuple[t
 
 
 class Side:
-    """One process: its pool and, in turn, an end with an arena and one without."""
+    """One process: its pool, and an end for each way."""
 
     def __init__(self, number: int, folder: str, options: argparse.Namespace) -> None:
-        outlet.PACKET_BYTES = options.packet_kib << 10
+        slab_memory.SLAB_BYTES, slab_memory.SLABS = options.slab_kib << 10, options.slabs
         self.number, self.options = number, options
         shape = (LAYERS, 2, options.heads, 2 * tokens_of(options), options.vector)
         self.pool = np.full(shape, 1 + number, dtype=np.uint8)
         self.peers, self.connectors, self.rung = {}, {}, {}
         for way in options.ways:
-            arena = options.arena_mib << 20 if way == "shared" else 0
-            self.peers[way] = PeerNetwork(number, 0, f"unix:{folder}/{way}{number}", arena_bytes=arena)
+            self.peers[way] = PeerNetwork(number, 0, f"unix:{folder}/{way}{number}")
             self.rung[way] = threading.Event()
-            self.connectors[way] = make_connector(
-                "nixl" if way == "nixl" else "peers", self.peers[way], self.rung[way].set
-            )
-            self.peers[way].meet([PeerAddress(n, 0, f"unix:{folder}/{way}{n}") for n in (0, 1)])
+            self.connectors[way] = PeerConnector(self.peers[way], self.rung[way].set, kinds_of(way))
+
+    def meet(self, folder: str) -> None:
+        for way, peers in self.peers.items():
+            peers.meet([PeerAddress(n, 0, f"unix:{folder}/{way}{n}") for n in (0, 1)])
 
     def send(self, name: str, way: str, layout: str) -> tuple[float, float]:
         """When it began, and CPU seconds until all has left."""
@@ -81,7 +84,7 @@ class Side:
         for layer in range(LAYERS):
             self.connectors[way].save_kv_layer(SaveKv(name, 1, 1), layer, part)
         self.connectors[way].finish_save(SaveKv(name, 1, 1))
-        while self.connectors[way]._unanswered:  # type: ignore[attr-defined]
+        while self.connectors[way]._outlets[1].pending:
             time.sleep(0.002)
         return began_s, time.process_time() - used_s
 
@@ -114,6 +117,14 @@ class Side:
         return 3 * pool.nbytes / (time.perf_counter() - began_s)
 
 
+def kinds_of(way: str) -> tuple[MemoryKind, ...]:
+    if way == "nixl":
+        from headway.runtime.kv_transfer.nixl_memory import NixlMemory
+
+        return (NixlMemory(),)
+    return (SharedMemory(),) if way == "shared" else ()
+
+
 def serve(number: int, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
     side = Side(number, folder, options)
     pipe.send(None)
@@ -131,11 +142,11 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
     size = LAYERS * 2 * options.heads * options.vector * tokens_of(options)
     rates: dict[tuple[str, str], list[float]] = {}
     used: dict[tuple[str, str], list[float]] = {}
-    packet = options.packet_kib << 10
+    packet = options.slab_kib << 10
     limits: dict[int, list[float]] = {packet: [], packet // (2 * options.heads): []}
     for turn in range(options.repeats + 1):
         for layout in LAYOUTS:
-            moved = size // 2 if layout == "stripes" else size
+            moved = moved_of(layout, size)
             for way in options.ways if turn % 2 else options.ways[::-1]:
                 name = f"{way}{layout}{turn}"
                 ask(1, "open", name, way, layout)
@@ -154,23 +165,26 @@ def measure(pipes: list[Connection], options: argparse.Namespace) -> None:
     limit = statistics.median(limits[packet][1:])
     print(
         f"{cpu()}, {os.cpu_count()} cores; {size / 2**20:.0f} MiB, {LAYERS} layers, {options.heads} heads of "
-        f"{options.vector} bytes, packets of {options.packet_kib} KiB, arena {options.arena_mib} MiB, "
-        f"{options.repeats} repeats"
+        f"{options.vector} bytes, {options.slabs} slabs of {options.slab_kib} KiB, {options.repeats} repeats"
     )
     for step, found in limits.items():
         span = f"({min(found):.2f} to {max(found):.2f})"
         print(f"memory, in pieces of {step >> 10} KiB: {statistics.median(found[1:]):.2f} GB/s {span}")
-    print("tokens    way      GB/s (range)           of memory   CPU s/GB   to the last way: rate   CPU")
+    print("tokens    way      GB/s (range)           of memory       ms   CPU s/GB   to the last way: rate   CPU")
     for layout in LAYOUTS:
         base = layout, options.ways[-1]
         for way in options.ways:
             found = rates[layout, way]
             rate, cost = statistics.median(found), statistics.median(used[layout, way])
-            span = f"({min(found):.2f} to {max(found):.2f})"
+            span, ms = f"({min(found):.2f} to {max(found):.2f})", moved_of(layout, size) / rate / 1e6
             print(
-                f"{layout:<10}{way:<8}{rate:>5.2f} {span:<17}{rate / limit:>9.2f}{cost:>11.3f}"
+                f"{layout:<10}{way:<8}{rate:>5.2f} {span:<17}{rate / limit:>9.2f}{ms:>9.2f}{cost:>11.3f}"
                 f"{rate / statistics.median(rates[base]):>24.2f}{cost / statistics.median(used[base]):>6.2f}"
             )
+
+
+def moved_of(layout: str, size: int) -> int:
+    return size // 2 if layout == "stripes" else size
 
 
 def cpu() -> str:
@@ -184,8 +198,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vector", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--packet-kib", type=int, default=2048)
-    parser.add_argument("--arena-mib", type=int, default=8)
+    parser.add_argument("--slab-kib", type=int, default=slab_memory.SLAB_BYTES >> 10)
+    parser.add_argument("--slabs", type=int, default=slab_memory.SLABS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["shared", "socket"])
     options = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
@@ -196,6 +210,10 @@ def main() -> None:
             pipes.append(near)
             children.append(spawn.Process(target=serve, args=(number, folder, options, far), daemon=True))
             children[-1].start()
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:
+            pipe.send(("meet", folder))
         for pipe in pipes:
             pipe.recv()
         measure(pipes, options)

@@ -113,10 +113,10 @@ def test_yaml_merges_a_mapping_that_itself_merges_another() -> None:
 
 
 def test_an_unknown_kv_connector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"file: kv_connector 'mooncake': must be one of nixl, peers"):
+    with pytest.raises(ConfigError, match=r"file: kv_connector 'mooncake': must be one of auto, nixl, peers"):
         file_of({}, kv_connector="mooncake")
     monkeypatch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kv_connector 'nixl': .* pip install 'headway\[nixl\]'"):
         file_of({}, kv_connector="nixl")
     monkeypatch.undo()
-    assert file_of({}).kv_connector == "peers"
+    assert file_of({}).kv_connector == "auto"

@@ -1,4 +1,4 @@
-"""Connectors in one process: peers over Unix sockets and shared memory, pools of plain bytes."""
+"""Connectors in one process: peers over Unix sockets, shared memory and NIXL, pools of plain bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from headway.kv.slot_ranges import slots_of
-from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
+from headway.runtime.kv_transfer.connector import (
+    Bytes,
+    KvConnector,
+    KvLost,
+    KvPart,
+    KvPlace,
+    KvReceived,
+    SaveKv,
+    make_connector,
+)
+from headway.runtime.kv_transfer.peer_connector import PeerConnector
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
-from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
 
 LAYERS, SLOTS, VECTOR = 3, 96, 8
 
@@ -25,13 +34,16 @@ class End:
         number: int,
         folder: Path,
         heads: range = range(2),
-        arena_bytes: int = ARENA_BYTES,
         connector: str = "peers",
     ) -> None:
+        """connector: `peers`, `nixl`, or `socket`: without memory that another end reads."""
         self.number, self.heads = number, heads
-        self.peers = PeerNetwork(number, 0, f"unix:{folder / f'{number}'}", arena_bytes=arena_bytes)
+        self.peers = PeerNetwork(number, 0, f"unix:{folder / f'{number}'}")
         self.rung = threading.Event()
-        self.connector = make_connector(connector, self.peers, self.rung.set)
+        if connector == "socket":
+            self.connector: KvConnector = PeerConnector(self.peers, self.rung.set, ())
+        else:
+            self.connector = make_connector(connector, self.peers, self.rung.set)
         rng = np.random.default_rng(number)
         self.cache: Bytes = rng.integers(0, 255, (LAYERS, 2, len(heads), SLOTS, VECTOR), dtype=np.uint8)
         self.received: list[KvReceived] = []

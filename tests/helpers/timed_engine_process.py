@@ -43,7 +43,7 @@ def timed(
     block_manager = BlockManager(made.kv_tokens, made.block_tokens)
     alarm = TimedCalls(clock)
     executor = TimedExecutor(clock, alarm)
-    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret.encode())
+    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret)
     info = EngineInfo(
         model="timed",
         architecture="timed",

@@ -24,7 +24,7 @@ def test_blocks_for_all_pieces_of_a_span_are_reserved_before_the_first(tmp_path:
     torch.manual_seed(0)
     shape = dataclasses.replace(reference_config(512), layers=1, max_model_len=512)
     worker = ModelWorker(random_decoder(shape, torch.float32), 8, BLOCK, ())
-    peers = PeerNetwork(0, 0, f"unix:{tmp_path}/p", b"secret")
+    peers = PeerNetwork(0, 0, f"unix:{tmp_path}/p", "secret")
     runs = SpanExecutor(worker, peers, ())
     asked: list[int] = []
 

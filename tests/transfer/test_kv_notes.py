@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.kv.slot_ranges import cut_ranges, slot_ranges_of, slots_of
-from headway.runtime.kv_transfer.body_notes import BodyNote, decode, encode, lengthen, packets, shorten
+from headway.runtime.kv_transfer.body_notes import KvBody, decode, encode, lengthen, packets, shorten
 from headway.runtime.sequence_parallel.tokens import spread
 
 tokens = st.lists(st.integers(0, 80), max_size=60).map(lambda found: np.array(found, dtype=np.int64))
@@ -34,11 +34,11 @@ def test_orders_of_a_ring_are_few_progressions() -> None:
             assert len(shorten(share)) <= 2
 
 
-def test_a_note_with_the_maximum_of_progressions_fits_a_frame() -> None:
+def test_a_note_with_the_maximum_of_progressions_is_small() -> None:
     rng = np.random.default_rng(0)
     scattered = np.cumsum(rng.integers(1, 100, 30_000)) + 2_000_000
     for _, short in packets(scattered, 10_000):
-        note = BodyNote(1 << 40, 127, (0, 128), short)
+        note = KvBody(1 << 40, 127, (0, 128), short)
         assert len(encode(note)) < 60_000
         assert decode(encode(note)) == note
 

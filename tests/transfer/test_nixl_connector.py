@@ -21,7 +21,7 @@ from tests.helpers.polling import let_arrive
 from headway.runtime.kv_transfer.connector import SaveKv
 from headway.runtime.kv_transfer.peers import PeerAddress
 
-pytest.importorskip("nixl")
+pytest.importorskip("nixl", reason="NIXL is not installed (pip install 'headway[nixl]')")
 
 WIDE = 1 << 13
 Make = Callable[..., list[End]]
@@ -74,7 +74,6 @@ def test_much_more_than_a_buffer_holds_arrives_completely_both_ways(make: Make) 
             half = here.cache[:, :, :, : SLOTS // 2]
             assert np.array_equal(there.cache[:, :, :, SLOTS // 2 :], half[:, :, :, ::-1])
     assert one.lost == two.lost == []
-    assert one.connector._lanes[1][0]._ring.bytes <= 2 << 20  # type: ignore[attr-defined]
 
 
 def test_sent_slots_may_change_and_forgotten_kv_is_not_written(make: Make) -> None:
@@ -130,18 +129,17 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
 def test_waits_on_an_end_that_never_answers_fail(tmp_path: Path) -> None:
     end = End(1, tmp_path, connector="nixl")
     end.cache = np.zeros((LAYERS, 2, 2, SLOTS, WIDE), dtype=np.uint8)
-    (tmp_path / "0").touch()
     end.peers.meet([PeerAddress(0, 0, f"unix:{tmp_path}/0"), PeerAddress(1, 0, f"unix:{tmp_path}/1")])
     positions = np.arange(SLOTS)
     for piece in range(4):  # more than the memory that others may read
-        end.save(SaveKv("a", piece, 0), end.part(positions, positions))
+        end.save(SaveKv(f"a{piece}", piece, 0), end.part(positions, positions))
     end.until(lambda: len(end.lost) == 4)
     end.close()
 
 
 def test_an_endless_read_is_given_up_with_its_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = make(2)
-    agent = receiver.connector._agent._agent  # type: ignore[attr-defined]
+    agent = receiver.connector._kinds[0]._agent  # type: ignore[attr-defined]
     looked: list[object] = []
     with monkeypatch.context() as patched:
         patched.setattr(agent, "transfer", lambda handle: "PROC")

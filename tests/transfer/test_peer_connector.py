@@ -12,20 +12,26 @@ from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive
 
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer import connection
-from headway.runtime.kv_transfer import send_queue as outlet
+from headway.runtime.kv_transfer import slab_memory
 from headway.runtime.kv_transfer.connector import KvConnector, SaveKv, make_connector, register
+from headway.runtime.kv_transfer.peer_connector import PeerConnector
 from headway.runtime.kv_transfer.peers import PeerAddress
-from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES
 from headway.runtime.sequence_parallel.layout import HeldShard, moves
 
 Make = Callable[..., list[End]]
 
 
-@pytest.fixture(params=[0, 1 << 14, ARENA_BYTES], ids=["socket", "small arena", "arena"])
-def make(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+class FakeNixl:
+    """What is asked of `nixl._api` before there is anything to move."""
+
+    nixl_agent = nixl_agent_config = staticmethod(lambda *_, **__: object())
+
+
+@pytest.fixture(params=["socket", "peers", "nixl"])
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[End] = []
-    monkeypatch.setattr(connection, "SMALL", 1)
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="NIXL is not installed (pip install 'headway[nixl]')")
 
     def make(*heads: range) -> list[End]:
         made.extend(End(number, tmp_path, part, request.param) for number, part in enumerate(heads))
@@ -60,7 +66,7 @@ def test_a_slice_arrives_completely_and_is_reported_once(make: Make) -> None:
 def test_any_layout_is_sent_to_any_heads(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts as `layout.moves` plans them: re-sharding over heads, heads that several have, tokens in any order."""
     rng = random.Random(seed)
-    monkeypatch.setattr(outlet, "PACKET_BYTES", rng.choice((64, 700, 1 << 20)))
+    monkeypatch.setattr(slab_memory, "SLAB_BYTES", rng.choice((64, 704, 1 << 20)))
     senders, receivers = rng.choice(([1, 1], [1, 2], [2, 1], [2, 2], [4, 1], [1, 4], [4, 2], [2, 4], [3, 1]))
     by_heads = rng.random() < 0.5 and senders != 3
 
@@ -135,9 +141,8 @@ def test_an_empty_slice_is_reported_too(make: Make) -> None:
 
 
 def test_slots_may_change_once_saves_were_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a window so small that nearly nothing has left: the rest is what was there at the time."""
-    monkeypatch.setattr(outlet, "PACKET_BYTES", 64)
-    monkeypatch.setattr(outlet, "WINDOW_BYTES", 0)
+    """With slabs so small that nearly nothing has left: the rest is what was there at the time."""
+    monkeypatch.setattr(slab_memory, "SLAB_BYTES", 64)
     sender, receiver = make(range(2), range(2))
     receiver.open("a", 90, ((0, 90),))
     positions = np.arange(90)
@@ -219,7 +224,7 @@ def test_a_slice_that_was_not_read_is_lost_to_its_sender(make: Make) -> None:
     positions = np.arange(10)
     sender.save(SaveKv("a", 1, 1), sender.part(positions, positions))
     receiver.until(lambda: bool(receiver.received))
-    sender.until(lambda: not sender.connector._unanswered)  # type: ignore[attr-defined]
+    sender.until(lambda: not sender.connector._outlets[1].pending)  # type: ignore[attr-defined]
     receiver.peers.handle(lambda *_: None)
     sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
     let_arrive(0.05)
@@ -253,9 +258,30 @@ def test_a_body_that_does_not_fit_its_place_is_lost_and_harms_no_other(make: Mak
     receiver.until(lambda: bool(receiver.received))
 
 
+def test_auto_is_nixl_where_it_is_installed_and_works(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kinds(name: str) -> list[str]:
+        connector = make_connector(name, end.peers, end.rung.set)
+        assert isinstance(connector, PeerConnector)
+        return [kind.name for kind in connector._kinds]
+
+    (end,) = make(range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: None)
+        assert kinds("auto") == ["shared"]
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.runtime.kv_transfer.connector.find_spec", lambda name: object())
+        patch.setattr("headway.runtime.kv_transfer.nixl_memory.import_module", lambda name: FakeNixl)
+        assert kinds("auto") == kinds("nixl") == ["nixl", "shared"]
+        assert kinds("peers") == ["shared"]
+        patch.setattr("headway.runtime.kv_transfer.nixl_memory.import_module", lambda name: object())
+        assert kinds("auto") == ["shared"]
+        with pytest.raises(ConfigError, match="kv_connector 'nixl': AttributeError"):
+            kinds("nixl")
+
+
 def test_connectors_are_found_by_name(make: Make) -> None:
     (end,) = make(range(2))
-    with pytest.raises(ConfigError, match=r"kv_connector 'mooncake': must be one of nixl, peers"):
+    with pytest.raises(ConfigError, match=r"kv_connector 'mooncake': must be one of auto, nixl, peers"):
         make_connector("mooncake", end.peers, end.rung.set)
     made: list[object] = []
 

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,7 @@ from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.peer_connector import RemoteRoute
-from headway.runtime.kv_transfer.peers import SendRoom
+from headway.runtime.kv_transfer.peers import PeerStream
 from headway.runtime.kv_transfer.pool_port import KvPort
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
@@ -99,13 +99,13 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     receiver.cache = np.zeros(engine.pool.data.view(torch.uint8).shape, dtype=np.uint8)
     receiver.open("p", 80, ((0, 80),))
     gate = threading.Event()
-    push = RemoteRoute.push
+    push = PeerStream.push
 
-    def held(self: RemoteRoute, note: bytes, room: SendRoom) -> object:
+    def held(self: PeerStream, *said: Any) -> object:
         gate.wait()
-        return push(self, note, room)
+        return push(self, *said)
 
-    monkeypatch.setattr(RemoteRoute, "push", held)
+    monkeypatch.setattr(PeerStream, "push", held)
     engine.submit("old", 100, 80, "all")
     while engine.core.scheduler.waiting or engine.core.scheduler.progress("old") < 100:
         engine.step()

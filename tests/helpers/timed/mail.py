@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived
-from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork, ReceivePlace
+from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
 
 
 class TimedArrival(msgspec.Struct, frozen=True, tag=True):
@@ -48,7 +48,7 @@ class TimedMail:
             self._take(to, request, note)
             return
         try:
-            self.peers.push(to, request, _encoder.encode(note), ())
+            self.peers.push(to, request, _encoder.encode(note))
         except PeerLostError as error:
             with self._gate:
                 self._lost.append(KvLost(request, str(error)))
@@ -70,9 +70,8 @@ class TimedMail:
         with self._gate:
             self._stopped.pop(request, None)
 
-    def _handle(self, source: int, request: str, note: bytes, length: int) -> ReceivePlace | None:
+    def _handle(self, source: int, request: str, note: bytes, body: memoryview) -> None:
         self._take(source, request, _decoder.decode(note))
-        return None
 
     def _take(self, source: int, request: str, note: TimedArrival | TimedStop) -> None:
         with self._gate:

@@ -43,7 +43,7 @@ def _join_one(
     from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
     assert isinstance(core.executor, SingleProcessExecutor)
-    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret.encode())
+    peers = PeerNetwork(own.number, own.incarnation, own.listen, own.secret)
     core.info = msgspec.structs.replace(core.info, peer_address=peers.address)
     worker = core.executor.worker
     runs = SpanExecutor(worker, peers, eos_ids(Path(config.model)))

@@ -93,8 +93,6 @@ class PeerTable(Protocol):
 
     def forget(self, scope: str) -> None: ...
 
-    def cease(self, scope: str) -> None: ...
-
 
 class EngineLoop(Protocol):
     """The engine's loop, as it may be called from inside a span task."""

@@ -118,8 +118,9 @@ class ClusterFile(FileSection):
         "from the folder that the command runs in; null: derived from each instance's own measured times",
     )
     kv_connector: str = Field(
-        default="peers",
-        description="how KV moves between instances: `peers`, `nixl`, or one that another package registers",
+        default="auto",
+        description="how KV moves between instances: `nixl`, `peers` (shared memory on one host, else TCP), `auto` "
+        "(`nixl` where it is installed, else `peers`), or one that another package registers",
     )
     network_gbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=10.0, description="bandwidth between two hosts, one way, that policies reckon with"

@@ -157,8 +157,6 @@ class InstanceAgent:
             self._peers.forget(name)
         if self._moves is not None:
             self._moves.forget(name)
-        if not for_good:
-            self._peers.cease(name)
         self._give_back(name)
         self._staged_kv.release(name)
         self._drop(name)

@@ -19,7 +19,7 @@ def launcher(
     number: int,
     folder: Path,
     module: str = ENGINE,
-    kv_connector: str = "peers",
+    kv_connector: str = "auto",
     template: EngineTemplate | None = None,
 ) -> Launch:
     """Starts processes of instance `number`, one after another. `folder`: of the cluster, short enough for sockets.
@@ -38,7 +38,7 @@ def launcher(
 
 
 def host_launcher(
-    number: int, folder: Path, meeting: HostCoordinator, secret: str, kv_connector: str = "peers"
+    number: int, folder: Path, meeting: HostCoordinator, secret: str, kv_connector: str = "auto"
 ) -> Launch:
     """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
     speak to each other over TCP, and show that they know `secret`."""

@@ -28,7 +28,7 @@ class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shared by all instances; may be empty over sockets in a folder that only this user can enter."""
     room_s: float = 30.0
     """Seconds for which a span may wait for free KV blocks."""
-    kv_connector: str = "peers"
+    kv_connector: str = "auto"
     """How KV moves to other instances (`runtime.kv_transfer.connector`)."""
 
 

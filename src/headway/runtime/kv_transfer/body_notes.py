@@ -1,4 +1,4 @@
-"""The note of a pushed message: the layer, heads and tokens of its body, with tokens in a compact form."""
+"""What connectors tell each other beside KV, and the tokens of a body in a compact form."""
 
 from __future__ import annotations
 
@@ -9,31 +9,65 @@ import numpy as np
 
 from headway.kv.slot_ranges import Indices
 
-END, HERE = -1, -2
 MOST = 2048
-"""Progressions in one note: it stays below 64 KB."""
+"""Progressions in one note."""
 
 Progression = tuple[int, int, int]
 """(first, count, step)."""
 
 
-class BodyNote(msgspec.Struct, frozen=True, array_like=True):
-    """Keys and values of one layer: (2, heads, tokens, vector), tokens as progressions. Without a body: `END` for the
-    layer is the end of a piece, `heads` being (messages that it had, 0); `HERE` is the receiver's answer to that."""
+class KvBody(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Keys and values of one layer: (2, heads, tokens, vector), tokens as progressions; `size` bytes. They lie in a
+    slab of the sender's memory (`SlabMemory.number`), which is given back by `SlabFree`, or follow."""
 
     piece: int
     layer: int
     heads: tuple[int, int]
-    tokens: tuple[Progression, ...] = ()
+    tokens: tuple[Progression, ...]
+    size: int = 0
+    memory: int = 0
+    slab: int = 0
 
 
-_decoder = msgspec.msgpack.Decoder(BodyNote)
+class SliceEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """All of a piece has been sent, in so many bodies. Answered by `SliceKept`."""
+
+    piece: int
+    bodies: int
+
+
+class SliceKept(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """All of a piece is in its slots."""
+
+    piece: int
+
+
+class MemoryOffer(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Memory of the sender; `about`: how one of its `kind` is found. Answered by `MemoryAnswer`."""
+
+    memory: int
+    kind: str
+    about: bytes
+
+
+class MemoryAnswer(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Whether the receiver can read offered memory."""
+
+    memory: int
+    taken: bool
+
+
+class SlabFree(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A slab has been read."""
+
+    memory: int
+    slab: int
+
+
+Note = KvBody | SliceEnd | SliceKept | MemoryOffer | MemoryAnswer | SlabFree
+
+decode = msgspec.msgpack.Decoder(Note).decode
 encode = msgspec.msgpack.Encoder().encode
-
-
-def decode(note: bytes) -> BodyNote:
-    """Raises msgspec.DecodeError."""
-    return _decoder.decode(note)
 
 
 def shorten(numbers: Indices) -> list[Progression]:

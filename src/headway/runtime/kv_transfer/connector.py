@@ -7,13 +7,14 @@ with a batch (`build_connector_meta`: an instance of one process gets it directl
 `rank_notes`), and source and target of a slice come from the controller, not from a look-up of prompts. Instances may
 be cut by heads in different ways: `resharding_connector` stands before any connector and re-shards.
 
-A connector is found by name: `peers` (shared memory on one host, TCP between hosts) and `nixl` (NVIDIA's NIXL, an
-extra) are in this package; others are what distributions register under the entry points `headway.kv_connectors`. It
-may be used from one thread; its own threads write into the pool.
+A connector is found by name: `peers` (shared memory on one host, TCP between hosts), `nixl` (NVIDIA's NIXL, an extra)
+and `auto` (NIXL where it is installed, else `peers`) are in this package; others are what distributions register under
+the entry points `headway.kv_connectors`. It may be used from one thread; its own threads write into the pool.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,8 +108,8 @@ class KvConnector(ABC):
 
     @abstractmethod
     def forget(self, request: str) -> None:
-        """Nothing of a request is to be sent any more. Nothing of it is written here any more once this and
-        `PeerNetwork.forget` have returned: its slots may be given away."""
+        """Nothing of a request is to be sent any more. Nothing of it is written here any more once this has returned:
+        its slots may be given away."""
 
     # -- the worker's side --------------------------------------------------------------------------------------------
 
@@ -137,6 +138,8 @@ class KvConnector(ABC):
 Factory = Callable[[PeerNetwork, Callable[[], None]], KvConnector]
 """(the instance's peers, what to call from any thread when `get_finished` has something) to its connector."""
 
+log = logging.getLogger("headway.kv_transfer")
+
 _GROUP = "headway.kv_connectors"
 _factories: dict[str, Factory] = {}
 
@@ -148,7 +151,7 @@ def register(name: str, factory: Factory) -> None:
 
 def names() -> list[str]:
     """All that `make_connector` would find."""
-    return sorted({"nixl", "peers", *_factories, *(point.name for point in entry_points(group=_GROUP))})
+    return sorted({"auto", "nixl", "peers", *_factories, *(point.name for point in entry_points(group=_GROUP))})
 
 
 def check_connector(name: str) -> None:
@@ -164,14 +167,21 @@ def make_connector(name: str, peers: PeerNetwork, wake: Callable[[], None]) -> K
     check_connector(name)
     if name in _factories:
         return _factories[name](peers, wake)
-    if name == "peers":
+    if name in ("auto", "nixl", "peers"):
         from headway.runtime.kv_transfer.peer_connector import PeerConnector
+        from headway.runtime.kv_transfer.slab_memory import SharedMemory
 
-        return PeerConnector(peers, wake)
-    if name == "nixl":
-        from headway.runtime.kv_transfer.nixl_connector import NixlConnector
+        if name == "peers" or (name == "auto" and find_spec("nixl") is None):
+            return PeerConnector(peers, wake, (SharedMemory(),))
+        from headway.runtime.kv_transfer.nixl_memory import NixlMemory
 
-        return NixlConnector(peers, wake)
+        try:
+            return PeerConnector(peers, wake, (NixlMemory(), SharedMemory()))
+        except ConfigError as error:
+            if name == "nixl":
+                raise
+            log.warning("%s; KV moves without NIXL", error)
+            return PeerConnector(peers, wake, (SharedMemory(),))
     (point, *_) = entry_points(group=_GROUP, name=name)
     factory: Factory = point.load()
     return factory(peers, wake)

@@ -104,13 +104,14 @@ class MultiRankKvTransfer:
         return FinishedTransfers(received, lost)
 
     def forget(self, request: str) -> None:
-        """See `KvPort.forget`. Ranks do when they are told to `drop`."""
+        """See `KvPort.forget`."""
         self._closed.pop(request, None)
         self._awaited.pop(request, None)
         self._lives.pop(request, None)
         self._opened = [name for name in self._opened if name != request]
         for key in [key for key in self._coming if key[0] == request]:
             del self._coming[key]
+        self.drop(request, False)
 
     def drop(self, request: str, for_good: bool) -> None:
         """Ranks forget what comes and goes."""
@@ -165,7 +166,3 @@ class MultiRankPeers:
     def forget(self, scope: str) -> None:
         """See `PeerNetwork.forget`."""
         self._ranks.drop(scope, True)
-
-    def cease(self, scope: str) -> None:
-        """See `PeerNetwork.cease`."""
-        self._ranks.drop(scope, False)

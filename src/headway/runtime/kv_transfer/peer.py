@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError
@@ -37,56 +35,12 @@ class PeerLostError(HeadwayError):
         self.end = end
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens at an address (port 0: any that is free), and where others find it."""
-    family, where = parsed(address)
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(64)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"peer address {address!r}: {error}") from None
-    if family == socket.AF_INET:
-        host, port = listener.getsockname()[:2]
-        return listener, f"tcp:{host}:{port}"
-    return listener, address
-
-
-def reach(address: str, timeout_s: float) -> socket.socket:
-    """A socket that is connected to an address. Raises OSError."""
-    family, where = parsed(address)
-    peer = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        peer.settimeout(timeout_s)
-        peer.connect(where)
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
-def prepare(peer: socket.socket) -> None:
-    """Before frames: small ones leave at once, large ones meet room, and a host that vanished is noticed in 10 s."""
-    peer.settimeout(None)
-    for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        peer.setsockopt(socket.SOL_SOCKET, name, 4 << 20)
-    if peer.family == socket.AF_INET:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
-            peer.setsockopt(socket.IPPROTO_TCP, option, value)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
-
-
-def parsed(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """The family and what its `connect` takes. Raises ConfigError."""
+def endpoint(address: str) -> str:
+    """What ZeroMQ calls an address. Raises ConfigError."""
     kind, _, rest = address.partition(":")
-    if kind == "unix" and rest:
-        return socket.AF_UNIX, rest
     host, _, port = rest.rpartition(":")
+    if kind == "unix" and rest:
+        return f"ipc://{rest}"
     if kind == "tcp" and host and port.isdecimal():
-        return socket.AF_INET, (host, int(port))
+        return f"tcp://{host}:{port}"
     raise ConfigError(f"peer address {address!r}: must be unix:PATH or tcp:HOST:PORT")

@@ -1,49 +1,55 @@
-"""The connector `peers`: KV between instances, one-sided, through shared memory on one host and sockets between hosts.
+"""The connector `peers`: KV between ends, one-sided, through shared memory on one host and ZeroMQ between hosts.
 
-A sender pushes {request, slice, layer, heads, tokens} and bytes; the receiver's thread that reads the socket writes
-them into the reserved slots, and answers when a slice is complete. On one host the bytes pass through the sender's
-`SharedBuffer`: copied there from its slots, and from there to the receiver's. Computing threads take no part: what is
-written is read only after `KvReceived`, and slots that are being sent are copied out before they change.
+A sender copies KV out of its slots into a slab (`slab_memory`) and pushes {request, piece, layer, heads, tokens, slab};
+a thread of the receiver writes it into the reserved slots, gives the slab back, and answers when a piece is complete.
+Computing threads take no part: what is written is read only after `KvReceived`, and slots that are being sent are
+copied out before they change.
 
-Every loss is reported on one side at least: a slice without an answer when its connection ends is lost to its sender,
+Every loss is reported on one side at least: a piece without an answer when its connection ends is lost to its sender,
 one that has begun is lost to its receiver.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
-import numpy as np
 
-from headway.runtime.kv_transfer.body_notes import END, HERE, BodyNote, decode, encode
-from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
-from headway.runtime.kv_transfer.peers import (
-    PeerLostError,
-    PeerNetwork,
-    PeerStream,
-    ReceivePlace,
-    SendRoom,
-    TransferCompletion,
+from headway.runtime.kv_transfer.body_notes import (
+    KvBody,
+    MemoryAnswer,
+    MemoryOffer,
+    Note,
+    SliceEnd,
+    SliceKept,
+    decode,
+    encode,
 )
+from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
+from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
 from headway.runtime.kv_transfer.rank_routes import named
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
-from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, TransferRoute, packets_of
+from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, packets_of
+from headway.runtime.kv_transfer.slab_memory import MemoryKind, SharedMemory
+from headway.runtime.kv_transfer.source_reader import NO_SCOPE, SourceReader
 
 
 class PeerConnector(KvConnector):
-    """See `KvConnector`. Handles everything that is pushed to these peers."""
+    """See `KvConnector`. Handles everything that is pushed to these peers. `kinds`: of memory that others may read, the
+    preferred one first; all are understood."""
 
-    def __init__(self, peers: PeerNetwork, wake: Callable[[], None]) -> None:
-        self._peers = peers
-        self._inbox = ReceiveQueue(wake, self._answer)
-        self._outlets: dict[int, SendQueue] = {}
-        self._ways: dict[SaveKv, tuple[TransferRoute, list[int]]] = {}
-        self._heres: dict[str, _LocalRoute] = {}
+    def __init__(
+        self, peers: PeerNetwork, wake: Callable[[], None], kinds: Sequence[MemoryKind] = (SharedMemory(),)
+    ) -> None:
+        self._peers, self._kinds = peers, kinds
+        self._inbox = ReceiveQueue(wake)
         self._gate = threading.Lock()
-        self._unanswered: dict[SaveKv, TransferRoute] = {}
+        self._outlets: dict[int, SendQueue] = {}
+        self._sources: dict[int, SourceReader] = {}
+        self._ways: dict[SaveKv, tuple[SendQueue, list[int]]] = {}
         peers.handle(self._handle)
         peers.on_lost(self._lose)
 
@@ -54,178 +60,135 @@ class PeerConnector(KvConnector):
         return self._inbox.matched(request)
 
     def forget(self, request: str) -> None:
-        # The receiving side first: what is read from now on finds no place.
         self._inbox.close(request)
-        for outlet in self._outlets.values():
+        for outlet in self._all():
             outlet.forget(request)
         for save in [save for save in self._ways if save.request == request]:
             del self._ways[save]
-        with self._gate:
-            for save in [save for save in self._unanswered if save.request == request]:
-                self._unanswered.pop(save).dead = True
-        here = self._heres.pop(request, None)
-        if here is not None:
-            here.close()
 
     def save_kv_layer(self, save: SaveKv, layer: int, part: KvPart) -> None:
-        way, messages = self._way(save)
-        packets = list(packets_of(save, way, layer, part))
-        messages[0] += len(packets)
-        self._outlet(save.to).add(packets)
+        outlet, bodies = self._way(save)
+        packets = list(packets_of(save, layer, part))
+        bodies[0] += len(packets)
+        outlet.add(save, packets)
 
     def finish_save(self, save: SaveKv) -> None:
-        way, messages = self._way(save)
+        outlet, bodies = self._way(save)
         del self._ways[save]
-        self._outlet(save.to).add([KvPacket(save.request, way, BodyNote(save.piece, END, (messages[0], 0)))])
+        outlet.add(save, [KvPacket(save, SliceEnd(save.piece, bodies[0]))])
 
     def wait_for_save(self, request: str) -> None:
-        for outlet in self._outlets.values():
+        for outlet in self._all():
             outlet.copy(request)
 
     def get_finished(self) -> FinishedTransfers:
-        return FinishedTransfers(*self._inbox.take())
+        return self._inbox.take()
 
     def shutdown(self) -> None:
-        for outlet in self._outlets.values():
+        for outlet in self._all():
             outlet.close()
+        for source in self._sources.values():
+            source.close()
 
-    # -- in the threads that read -------------------------------------------------------------------------------------
+    def _all(self) -> list[SendQueue]:
+        with self._gate:
+            return list(self._outlets.values())
 
-    def _handle(self, source: int, request: str, said: bytes, length: int) -> ReceivePlace | None:
+    def _way(self, save: SaveKv) -> tuple[SendQueue, list[int]]:
+        """Where a movement leaves, and its count of bodies so far.
+
+        One connection for all of it: what was lost with a cut connection would be missing from a later one.
+        """
+        if save not in self._ways:
+            with self._gate:
+                outlet = self._outlets.get(save.to)
+                if outlet is None:
+                    outlet = self._outlets[save.to] = self._new(save.to)
+            # A connection that had ended before its queue was kept is told to no other.
+            self._lose(save.to, "it is gone")
+            self._ways[save] = outlet, [0]
+        return self._ways[save]
+
+    def _new(self, to: int) -> SendQueue:
+        if to == self._peers.number:
+            return SendQueue(to, _HomeLine(self._handle, to), (), self._inbox.fail)
+        try:
+            return SendQueue(to, self._peers.line(NO_SCOPE, (to,)), self._kinds, self._inbox.fail)
+        except PeerLostError as error:
+            return SendQueue(to, _NoLine(str(error), to), (), self._inbox.fail)
+
+    # -- in the peers' threads ----------------------------------------------------------------------------------------
+
+    def _handle(self, source: int, request: str, said: bytes, body: memoryview) -> None:
         try:
             note = decode(said)
         except msgspec.DecodeError as error:
             self._inbox.fail(request, f"{named(source)} has sent what cannot be read: {error}")
-            return None
-        if note.layer != HERE:
-            return self._inbox.handle(source, request, note, length)
-        with self._gate:
-            self._unanswered.pop(SaveKv(request, note.piece, source), None)
-        return None
-
-    def _answer(self, source: int, request: str, piece: int) -> None:
-        if source == self._peers.number:
-            with self._gate:
-                self._unanswered.pop(SaveKv(request, piece, source), None)
             return
-        # Without a connection the sender has noticed the loss itself.
-        with suppress(PeerLostError):
-            self._peers.push(source, request, encode(BodyNote(piece, HERE, (0, 0))), ())
-
-    def _lose(self, instance: int, why: str) -> None:
-        """A connection has ended."""
-        self._inbox.lose(instance, why)
         with self._gate:
-            saves = [save for save in self._unanswered if save.to == instance]
-            ways = [(save.request, self._unanswered.pop(save)) for save in saves]
-            lost = {request for request, way in ways if not way.dead}
-            for _, way in ways:
-                way.dead = True
-        for request in sorted(lost):
-            self._inbox.fail(request, why, instance)
+            outlet = self._outlets.get(source)
+        if isinstance(note, KvBody | SliceEnd | MemoryOffer):
+            self._source(source).add((request, note, body))
+        elif outlet is None:
+            return
+        elif isinstance(note, SliceKept):
+            outlet.answered(SaveKv(request, note.piece, source))
+        elif isinstance(note, MemoryAnswer):
+            outlet.taken(note.memory, note.taken)
+        else:
+            outlet.freed(note.memory, note.slab)
 
-    # -- on the way out -----------------------------------------------------------------------------------------------
-
-    def _outlet(self, to: int) -> SendQueue:
-        if to not in self._outlets:
-            self._outlets[to] = SendQueue(f"KV to {to}", self._inbox.fail)
-        return self._outlets[to]
-
-    def _there(self, request: str, to: int) -> TransferRoute:
-        """To another end. Raises PeerLostError."""
-        return RemoteRoute(self._peers.line(request, (to,)), to)
-
-    def _way(self, save: SaveKv) -> tuple[TransferRoute, list[int]]:
-        """Return the route of a movement, and its count of messages so far.
-
-        One connection for all of it: messages lost with a cut connection would be missing from a later one.
-        """
-        if save not in self._ways:
-            way: TransferRoute
-            if save.to == self._peers.number:
-                way = self._heres.setdefault(save.request, _LocalRoute(self._inbox, save.to, save.request))
-            else:
-                try:
-                    way = self._there(save.request, save.to)
-                except PeerLostError as error:
-                    way = _DeadRoute(str(error), save.to)
-            self._ways[save] = (way, [0])
-            with self._gate:
-                self._unanswered[save] = way
-        return self._ways[save]
-
-
-class RemoteRoute:
-    """To another instance."""
-
-    dead = False
-
-    def __init__(self, line: PeerStream, to: int) -> None:
-        self._line, self._to = line, to
-
-    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
-        """See `TransferRoute.room`."""
-        return self._line.room(self._to, size, again)
-
-    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
-        """See `TransferRoute.push`."""
-        return self._line.push_from(self._to, note, room)
-
-    def drop(self, room: SendRoom) -> None:
-        """See `TransferRoute.drop`."""
-        self._line.drop(self._to, room)
-
-
-class _StagedRoute:
-    """Ways for which a body is put together in memory of its own."""
-
-    def room(self, size: int, again: Callable[[], None]) -> SendRoom | None:
-        """See `TransferRoute.room`."""
-        return SendRoom(np.empty(size, dtype=np.uint8))
-
-    def drop(self, room: SendRoom) -> None:
-        """See `TransferRoute.drop`."""
-
-
-class _LocalRoute(_StagedRoute):
-    """To this instance itself: it gathers KV of which it holds a part."""
-
-    dead = False
-
-    def __init__(self, inbox: ReceiveQueue, number: int, request: str) -> None:
-        self._inbox, self._number, self._request = inbox, number, request
-        self._gate = threading.Lock()
-
-    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
-        """See `TransferRoute.push`."""
-        ticket = TransferCompletion()
+    def _source(self, number: int) -> SourceReader:
         with self._gate:
-            place = None
-            if not self.dead:
-                place = self._inbox.handle(self._number, self._request, decode(note), room.view.nbytes)
-            if place is not None:
-                if place.write is not None:
-                    place.write(room.view)
-                place.complete()
-        ticket.finish()
-        return ticket
+            if number not in self._sources:
+                kinds = {kind.name: kind for kind in (SharedMemory(), *self._kinds)}
+                line = partial(self._peers.line, NO_SCOPE, (number,))
+                self._sources[number] = SourceReader(number, self._inbox, kinds, line, partial(self._tell, number))
+            return self._sources[number]
 
-    def close(self) -> None:
-        """Nothing is written any more once this has returned."""
+    def _tell(self, source: int, request: str, note: Note) -> None:
+        if source == self._peers.number:
+            self._handle(source, request, encode(note), memoryview(b""))
+            return
+        with suppress(PeerLostError):  # without a connection the sender has noticed the loss itself
+            self._peers.push(source, request, encode(note))
+
+    def _lose(self, end: int, why: str) -> None:
+        """A connection has ended, maybe not that of the present queue."""
         with self._gate:
-            self.dead = True
+            outlet, source = self._outlets.get(end), self._sources.get(end)
+            gone = None if outlet is None else outlet.gone
+            if gone is not None:
+                del self._outlets[end]
+        if outlet is not None and gone is not None:
+            outlet.close(gone)
+        if source is not None:
+            source.add(why)
 
 
-class _DeadRoute(_StagedRoute):
-    """To an instance that is not there."""
+class _HomeLine:
+    """To this end itself: it gathers KV of which it holds a part."""
 
-    dead = False
+    def __init__(self, handle: Callable[[int, str, bytes, memoryview], None], number: int) -> None:
+        self._handle, self._number = handle, number
+
+    def push(self, to: int, note: bytes, body: memoryview, scope: str) -> None:
+        """See `SendLine`."""
+        self._handle(self._number, scope, note, body)
+
+    def check(self) -> None:
+        """It is always there."""
+
+
+class _NoLine:
+    """To an end that is not there."""
 
     def __init__(self, why: str, to: int) -> None:
         self._why, self._to = why, to
 
-    def push(self, note: bytes, room: SendRoom) -> TransferCompletion:
-        """See `TransferRoute.push`."""
-        ticket = TransferCompletion(self._to)
-        ticket.finish(self._why)
-        return ticket
+    def push(self, to: int, note: bytes, body: memoryview, scope: str) -> None:
+        """See `SendLine`."""
+
+    def check(self) -> None:
+        """Raises PeerLostError."""
+        raise PeerLostError(self._why, self._to)

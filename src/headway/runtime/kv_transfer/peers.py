@@ -1,79 +1,82 @@
-"""Point to point between the instances of a cluster: one connection for each pair, threads that never wait for ever.
+"""Point to point between the ends of a cluster over ZeroMQ: each end binds one socket, and connects one to each other.
 
-Messages belong to a *scope*, the request that they are about, and arrive in order within a *stream* of it. Two ways to
-receive: `expect` gives the buffer for the next message of a stream; a *pushed* message is given to a handler, which
-returns its place. A message that comes before it is expected is kept.
+Messages belong to a *scope*, the request that they are about. Two ways to receive: `expect` gives the buffer for the
+next message of one of its lanes; a *pushed* message is given to a handler. A message that comes before it is expected
+is kept.
 
-Of two instances the one with the higher number connects. A cut connection is re-established, but its messages are not
-repeated: every `PeerStream` over the old one raises PeerLostError, and its user starts again under another scope.
+A pair of ends has a *term*: all that is sent says in which. An end that loses its connection begins the next term with
+a greeting, at which the other end begins it too; messages of earlier terms are dropped, and every `PeerStream` of one
+raises PeerLostError. So nothing is repeated, and nothing is missing in the midst of a term.
 """
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer.completion import TransferCompletion
-from headway.runtime.kv_transfer.connection import Buffer, PeerConnection, SendRoom
-from headway.runtime.kv_transfer.frames import FrameKind, greet
-from headway.runtime.kv_transfer.incoming_frames import Handler, ReceivePlace
-from headway.runtime.kv_transfer.peer import PeerAddress, PeerLostError, listen, prepare, reach
+from headway.runtime.kv_transfer.peer import PeerAddress, PeerLostError, endpoint
+from headway.runtime.kv_transfer.peer_connection import Buffer, FrameHead, FrameKind, PeerConnection, PeerTicket
 from headway.runtime.kv_transfer.rank_routes import named
-from headway.runtime.kv_transfer.shared_buffer import ARENA_BYTES, exchange
+from headway.runtime.launcher.secret import guard_client, guard_server
 
-__all__ = [
-    "Buffer",
-    "Handler",
-    "PeerAddress",
-    "PeerLostError",
-    "PeerNetwork",
-    "PeerStream",
-    "ReceivePlace",
-    "SendRoom",
-    "TransferCompletion",
-]
+__all__ = ["Handler", "PeerAddress", "PeerLostError", "PeerNetwork", "PeerStream", "PeerTicket"]
 
-_GREETING_S = 5.0
+Handler = Callable[[int, str, bytes, memoryview], None]
+"""(source, scope, note, body): called in the thread that reads. Must not block."""
+
 _AGAIN_S = 0.1
-_LOOK_S = 0.25
+_BURST = 64
+"""Messages that are read before losses are looked at."""
 _REMEMBERED = 65536
 """Scopes that are kept in mind after `forget`, so that stragglers are dropped."""
+_decode = msgspec.msgpack.Decoder(FrameHead).decode
+_names = itertools.count()
 
 
 class PeerNetwork:
-    """The connections of one instance, or of one of its ranks (`ends`).
+    """The connections of one instance, or of one of its ranks (`rank_routes`).
 
-    `address`: where it listens, and then, with the port, where it is found.
-
-    Made before its address is sent to the others, whose addresses come with `meet`. `secret`: shared by all
-    instances; over sockets in a folder that only one user can enter it may be empty. `arena_bytes`: of the memory
-    through which bodies go to each end on this host; 0: all through sockets. Raises ConfigError. Any thread
-    may call anything.
+    Made before its address is sent to the others, whose addresses come with `meet`. `secret`: shared by all instances;
+    with it, what goes over TCP is encrypted and authenticated (CURVE, keys derived from the secret). Over sockets in a
+    folder that only one user can enter it may be empty. Raises ConfigError. Any thread may call anything.
     """
 
-    def __init__(
-        self, number: int, incarnation: int, address: str, secret: bytes = b"", arena_bytes: int = ARENA_BYTES
-    ) -> None:
+    def __init__(self, number: int, incarnation: int, address: str, secret: str = "") -> None:
         self.number, self.incarnation = number, incarnation
-        self._secret, self._arena_bytes = secret, arena_bytes
-        self._listener, self.address = listen(address)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        where = endpoint(address)
+        self._secret = secret if where.startswith("tcp:") else ""
+        self._context = zmq.Context()
+        self._inlet = self._context.socket(zmq.PULL)
+        self._inlet.rcvhwm = self._inlet.linger = 0
+        self.address = self._bind(address, where)
+        self._bell, self._ring = socket.socketpair()
+        self._ring.setblocking(False)
+        self._lock = threading.RLock()
+        self._closed = False
         self._table: dict[int, PeerAddress] = {}
         self._ranks: dict[int, int] = {}
         self._connections: dict[int, PeerConnection] = {}
+        self._monitors: dict[zmq.Socket[bytes], PeerConnection] = {}
+        self._again: list[tuple[float, PeerConnection]] = []
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._handler: Handler | None = None
         self._hears: list[Callable[[int, str], None]] = []
-        self._start(self._accept, "peers")
+        self._reader = threading.Thread(target=self._run, name="peers", daemon=True)
+        self._reader.start()
 
     def meet(self, peers: Iterable[PeerAddress]) -> None:
         """All instances that are there now (this one may be among them: its other ranks are met too). Connections to
-        lives that are not named any more end; those to new ones are made."""
+        incarnations that are not named any more end; those to new ones are made."""
         peers = tuple(peers)
         table = {end.instance: end for peer in peers for end in peer.ends() if end.instance != self.number}
         with self._lock:
@@ -81,46 +84,41 @@ class PeerNetwork:
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
-            connection.end(f"{named(connection.instance)} has left the cluster, or was started again")
+            connection.end(f"{named(connection.peer.instance)} has left the cluster, or was started again")
         with self._lock:
             for peer in table.values():
                 if peer.instance not in self._connections:
-                    self._begin(peer)
+                    self._begin(peer, 0)
 
     def ranks_of(self, instance: int) -> int:
         """How many ends an instance has, as far as it was met."""
         with self._lock:
             return self._ranks.get(instance, 1)
 
-    def _left(self, connection: PeerConnection, known: Mapping[int, PeerAddress]) -> bool:
-        """Whether the table says that this life of an instance is over. One that greeted before it was named stays."""
-        peer = self._table.get(connection.instance)
-        return connection.instance in known if peer is None else peer.incarnation > connection.incarnation
-
     def handle(self, handler: Handler) -> None:
         """Set the handler of pushed messages. Called before the first `meet`."""
         self._handler = handler
 
     def on_lost(self, hear: Callable[[int, str], None]) -> None:
-        """`hear(instance, why)` is called in some thread when a connection that was up has ended. It must not block."""
+        """`hear(end, why)` is called in some thread when a connection has ended. It must not block."""
         self._hears.append(hear)
 
     def line(self, scope: str, members: Iterable[int]) -> PeerStream:
-        """Connections to some instances as they are now. Raises PeerLostError for one that was never met."""
+        """Connections to some ends as they are now. Raises PeerLostError for one that was never met."""
         with self._lock:
             try:
                 return PeerStream(scope, {n: self._connections[n] for n in members if n != self.number})
             except KeyError as error:
                 raise PeerLostError(f"{named(error.args[0])} is not here", error.args[0]) from None
 
-    def push(self, to: int, scope: str, note: bytes, buffers: Sequence[Buffer]) -> TransferCompletion:
-        """Send a body that the other side's handler finds a place for. The ticket: `buffers` may be changed."""
-        return self.line(scope, (to,)).push(to, note, buffers)
+    def push(self, to: int, scope: str, note: bytes, body: Buffer = b"") -> PeerTicket:
+        """Send a message to the other side's handler. The ticket: `body` may be changed."""
+        return self.line(scope, (to,)).push(to, note, body)
 
     def forget(self, scope: str) -> None:
         """End a scope for good: its waits raise PeerLostError, and its late messages are dropped.
 
-        Nothing is written to the places of its messages any more once this has returned.
+        Nothing is written to the buffers of its messages any more once this has returned.
         """
         with self._lock:
             self._forgotten[scope] = None
@@ -130,151 +128,200 @@ class PeerNetwork:
         for connection in connections:
             connection.forget(scope, f"{scope} was forgotten")
 
-    def cease(self, scope: str) -> None:
-        """The handler wants nothing more of a scope for now: what it has given a place is not written there any more
-        once this has returned. All else goes on, and the scope may come again."""
-        with self._lock:
-            connections = list(self._connections.values())
-        for connection in connections:
-            connection.cease(scope)
-
     def close(self) -> None:
         """End all connections and wake all waiting threads. Harmless when repeated."""
-        self._closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         with self._lock:
+            self._closed, self._table = True, {}
             connections = list(self._connections.values())
-            self._table = {}
         for connection in connections:
             connection.end("this instance ends")
+        self._wake()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
 
-    # -- making connections -------------------------------------------------------------------------------------------
+    # -- connections --------------------------------------------------------------------------------------------------
 
-    def _begin(self, peer: PeerAddress, after_s: float = 0.0) -> PeerConnection:
-        """A new connection to a peer, in place of whatever was there. Under the lock."""
-        connection = PeerConnection(
-            peer.instance, peer.incarnation, lambda: self._handler, self._forgotten.__contains__, self._over
-        )
-        self._connections[peer.instance] = connection
-        if peer.address and not self._closed.is_set():
-            body = self._reach if self.number > peer.instance else self._await
-            self._start(lambda: body(peer, connection, after_s), f"peer {peer.instance}")
-        return connection
-
-    def _reach(self, peer: PeerAddress, connection: PeerConnection, after_s: float) -> None:
-        """The thread of a connection that is made from here."""
-        if self._closed.wait(after_s) or connection.ended is not None:
-            return None
+    def _bind(self, address: str, where: str) -> str:
+        """Listen. Returns where others find this end."""
         try:
-            other = reach(peer.address, _GREETING_S)
-        except (OSError, ConfigError) as error:
-            return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
+            if where.startswith("tcp:"):
+                host, port = address.removeprefix("tcp:").rsplit(":", 1)
+                if self._secret:
+                    guard_server(self._inlet, self._secret)
+                self._inlet.bind(f"tcp://{socket.gethostbyname(host)}:{'*' if port == '0' else port}")
+                return "tcp:" + self._inlet.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
+            self._inlet.bind(where)
+            return address
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(0)
+            raise ConfigError(f"peer address {address!r}: {error}") from None
+
+    def _left(self, connection: PeerConnection, known: Mapping[int, PeerAddress]) -> bool:
+        """Whether the table says that this incarnation is over. One that greeted before it was named stays."""
+        peer = self._table.get(connection.peer.instance)
+        gone = connection.peer.instance in known
+        return gone if peer is None else peer.incarnation > connection.peer.incarnation
+
+    def _begin(self, peer: PeerAddress, term: int) -> None:
+        """A new connection, in place of whatever was there. Under the lock."""
+        out, monitor = self._context.socket(zmq.PUSH), self._context.socket(zmq.PAIR)
+        out.sndhwm = out.linger = monitor.linger = 0
+        out.reconnect_ivl = -1
+        # A host that vanished is noticed in 10 s.
+        out.tcp_keepalive, out.tcp_keepalive_idle, out.tcp_keepalive_intvl, out.tcp_keepalive_cnt = 1, 2, 2, 4
+        out.tcp_maxrt = 10_000
+        if self._secret:
+            guard_client(out, self._secret)
+        name = f"inproc://peer-{next(_names)}"
+        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failed |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        out.monitor(name, failed | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED)
+        monitor.connect(name)
+        sender = self.number, self.incarnation
+        connection = PeerConnection(sender, peer, term, out, self._forgotten.__contains__, self._over)
+        self._connections[peer.instance] = self._monitors[monitor] = connection
         try:
-            if greet(other, self.number, self.incarnation, self._secret) != (peer.instance, peer.incarnation):
-                raise PeerLostError("another process answers there")
-            arenas = exchange(other, self._arena_bytes)
-        except (OSError, PeerLostError) as error:
-            other.close()
-            return connection.end(f"{named(peer.instance)} cannot be reached: {error}")
-        prepare(other)
-        return connection.serve(other, *arenas)
-
-    def _await(self, peer: PeerAddress, connection: PeerConnection, after_s: float) -> None:
-        """Check that a peer which is to connect to this instance can be reached at all, until it has connected."""
-        while not self._closed.wait(after_s + _LOOK_S) and connection.ended is None and not connection.served:
-            try:
-                reach(peer.address, _GREETING_S).close()
-            except (OSError, ConfigError) as error:
-                connection.end(f"{named(peer.instance)} cannot be reached: {error}")
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                other, _ = self._listener.accept()
-            except OSError:  # closed, or out of descriptors for now
-                if self._closed.wait(_AGAIN_S) or self._listener.fileno() < 0:
-                    return
-                continue
-            self._start(lambda other=other: self._welcome(other), "peer")  # type: ignore[misc]
-
-    def _welcome(self, other: socket.socket) -> None:
-        """The thread of a connection that was made from elsewhere."""
-        try:
-            other.settimeout(_GREETING_S)
-            number, incarnation = greet(other, self.number, self.incarnation, self._secret)
-            arenas = exchange(other, self._arena_bytes)
-        except (OSError, PeerLostError):
-            other.close()
-            return
-        with self._lock:
-            current = self._connections.get(number)
-            old = current is not None and current.incarnation > incarnation
-            if number < self.number or old or self._closed.is_set():
-                other.close()
-                return
-            # A connection object of this incarnation may be waiting for its socket: frames are queued on it already.
-            waits = current is not None and current.incarnation == incarnation and current.ended is None
-            if current is None or not waits or current.up:
-                fresh = self._begin(PeerAddress(number, incarnation, ""))
-            else:
-                fresh, current = current, None
-        if current is not None:
-            current.end(f"{named(number)} has made another connection")
-        prepare(other)
-        fresh.serve(other, *arenas)
+            out.connect(endpoint(peer.address))
+            connection.send(FrameKind.HELLO, "", 0, self.address.encode(), b"")
+        except (ConfigError, zmq.ZMQError) as error:
+            connection.end(f"{named(peer.instance)} cannot be reached: {error}")
+        self._wake()
 
     def _over(self, connection: PeerConnection, why: str) -> None:
-        """A connection has ended: make another where the peer is still one."""
+        """A connection has ended: make another where the end is still one, later where it was not there."""
+        number = connection.peer.instance
         with self._lock:
-            number = connection.instance
             if self._connections.get(number) is connection:
-                del self._connections[number]
                 peer = self._table.get(number)
-                if peer is not None and peer.incarnation >= connection.incarnation:
-                    self._begin(peer, _AGAIN_S if peer.incarnation == connection.incarnation else 0.0)
-        if connection.served:
-            for hear in self._hears:
-                hear(connection.instance, why)
+                if peer is None or peer.incarnation < connection.peer.incarnation:
+                    del self._connections[number]
+                elif peer.incarnation > connection.peer.incarnation:
+                    self._begin(peer, 0)
+                elif connection.up:
+                    self._begin(peer, connection.term + 1)
+                else:
+                    self._again.append((time.monotonic() + _AGAIN_S, connection))
+                    self._wake()
+        for hear in self._hears:
+            hear(number, why)
 
-    def _start(self, body: Callable[[], None], name: str) -> None:
-        threading.Thread(target=body, name=name, daemon=True).start()
+    def _wake(self) -> None:
+        with suppress(OSError):  # full: it will wake
+            self._ring.send(b"\0")
+
+    # -- the thread that reads ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed:
+            poller = zmq.Poller()
+            with self._lock:
+                for each in (self._inlet, self._bell.fileno(), *self._monitors):
+                    poller.register(each, zmq.POLLIN)
+                again = min((due_s for due_s, _ in self._again), default=None)
+            wait_ms = None if again is None else max(0, int(1e3 * (again - time.monotonic())) + 1)
+            ready = dict(poller.poll(wait_ms))
+            if self._bell.fileno() in ready:
+                self._bell.recv(4096)
+            # What came before a loss first.
+            with suppress(zmq.Again):
+                for _ in range(_BURST):
+                    self._take(self._inlet.recv_multipart(zmq.NOBLOCK, copy=False))
+            for monitor in [each for each in ready if isinstance(each, zmq.Socket) and each is not self._inlet]:
+                self._note(monitor)
+            self._begin_again()
+        for monitor in self._monitors:
+            monitor.close(0)
+        self._inlet.close(0)
+        self._context.term()
+        self._bell.close()
+        self._ring.close()
+
+    def _begin_again(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = [connection for due_s, connection in self._again if due_s <= now]
+            self._again = [one for one in self._again if one[0] > now]
+            for connection in due:
+                number = connection.peer.instance
+                if self._connections.get(number) is connection and not self._closed:
+                    del self._connections[number]
+                    if (peer := self._table.get(number)) is not None:
+                        self._begin(peer, connection.term + 1)
+
+    def _note(self, monitor: zmq.Socket[bytes]) -> None:
+        """Something about a connection."""
+        event = recv_monitor_message(monitor)["event"]
+        connection = self._monitors[monitor]
+        if event == zmq.EVENT_MONITOR_STOPPED:
+            with self._lock:
+                del self._monitors[monitor]
+            monitor.close(0)
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            connection.up = True
+        elif connection.up:
+            connection.end(f"{named(connection.peer.instance)} has closed the connection")
+        else:
+            what = "it is not there" if event == zmq.EVENT_CLOSED else "the handshake failed: another secret?"
+            connection.end(f"{named(connection.peer.instance)} cannot be reached: {what}")
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        """A message of some end."""
+        try:
+            head, body = _decode(frames[0].buffer), frames[1].buffer
+        except (msgspec.DecodeError, IndexError):
+            return
+        if head.target_life != self.incarnation:
+            return
+        with self._lock:
+            before = connection = self._connections.get(head.source)
+            life = head.life, head.term
+            if head.kind == FrameKind.HELLO and not self._closed and self._welcome(connection, head):
+                connection = self._connections[head.source]
+        if before is not None and before is not connection:
+            before.end(f"{named(head.source)} has made another connection")
+        if connection is None or connection.life != life or connection.ended is not None:
+            return
+        connection.up = True
+        if head.kind == FrameKind.DATA:
+            connection.came(head.scope, head.lane, body)
+        elif head.kind == FrameKind.PUSH and self._handler is not None and head.scope not in self._forgotten:
+            self._handler(head.source, head.scope, head.note, body)
+
+    def _welcome(self, connection: PeerConnection | None, hello: FrameHead) -> bool:
+        """Begin another connection where a greeting asks for that, or comes from an end that could not be reached."""
+        life, term = hello.life, hello.term
+        if connection is not None and connection.life >= (life, term):
+            if connection.ended is None or connection.peer.incarnation != life:
+                return False
+            term = connection.term + 1
+        peer = self._table.get(hello.source)
+        if peer is None or peer.incarnation != life:  # it greets before it was named
+            peer = PeerAddress(hello.source, life, hello.note.decode())
+        self._begin(peer, term)
+        return True
 
 
 class PeerStream:
-    """What one scope uses between some instances, for as long as none of the connections has been cut."""
+    """What one scope uses between some ends, for as long as none of the connections has ended."""
 
     def __init__(self, scope: str, connections: Mapping[int, PeerConnection]) -> None:
         self.scope = scope
         self._connections = connections
 
-    def send(self, to: int, lane: int, buffers: Sequence[Buffer]) -> TransferCompletion:
-        """One message for `expect` on the other side. The ticket: `buffers` may be changed."""
-        return self._connections[to].send(FrameKind.DATA, lane, self.scope, b"", buffers)
+    def send(self, to: int, lane: int, body: Buffer) -> PeerTicket:
+        """One message for `expect` on the other side. The ticket: `body` may be changed."""
+        return self._connections[to].send(FrameKind.DATA, self.scope, lane, b"", body)
 
-    def expect(self, source: int, lane: int, into: memoryview) -> TransferCompletion:
+    def expect(self, source: int, lane: int, into: memoryview) -> PeerTicket:
         """The next message of a lane, which has the size of `into`. The ticket: it is there."""
-        return self._connections[source].expect(lane, self.scope, into)
+        return self._connections[source].expect(self.scope, lane, into)
 
-    def push(self, to: int, note: bytes, buffers: Sequence[Buffer]) -> TransferCompletion:
-        """See `PeerNetwork.push`."""
-        return self._connections[to].send(FrameKind.PUSH, 0, self.scope, note, buffers)
-
-    def room(self, to: int, size: int, again: Callable[[], None]) -> SendRoom | None:
-        """See `PeerConnection.room`; the body is for `push_from` or `drop`."""
-        return self._connections[to].room(size, again)
-
-    def push_from(self, to: int, note: bytes, room: SendRoom) -> TransferCompletion:
-        """See `PeerConnection.push`."""
-        return self._connections[to].push(self.scope, note, room)
-
-    def drop(self, to: int, room: SendRoom) -> None:
-        """See `PeerConnection.drop`."""
-        self._connections[to].drop(room)
+    def push(self, to: int, note: bytes, body: Buffer = b"", scope: str | None = None) -> PeerTicket:
+        """See `PeerNetwork.push`. scope: None: the stream's."""
+        return self._connections[to].send(FrameKind.PUSH, self.scope if scope is None else scope, 0, note, body)
 
     def check(self) -> None:
         """Raise PeerLostError when a connection has ended."""
         for connection in self._connections.values():
             if connection.ended is not None:
-                raise PeerLostError(connection.ended, connection.instance)
+                raise PeerLostError(connection.ended, connection.peer.instance)

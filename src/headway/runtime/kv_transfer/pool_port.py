@@ -42,7 +42,7 @@ class _SliceInFlight:
 
 
 class KvPort:
-    """The pool of the worker that is the end `rank` (`runtime.kv_transfer.ends`).
+    """The pool of the worker that is the end `rank` (`runtime.kv_transfer.rank_routes`).
 
     `runs`: the executor of span tasks here. `heads`: the worker's KV heads, where the instance is several processes.
 

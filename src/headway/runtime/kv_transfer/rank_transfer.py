@@ -59,7 +59,7 @@ class RankKvTransfer:
         self._worker, self._say, self._aside = worker, say, aside
         shard = worker.decoder.shard
         self._peers = PeerNetwork(
-            end_of(peer.number, shard.rank), peer.incarnation, peer.address(shard.rank), peer.secret.encode()
+            end_of(peer.number, shard.rank), peer.incarnation, peer.address(shard.rank), peer.secret
         )
         self._rung = threading.Event()
         self._ends = False
@@ -104,8 +104,6 @@ class RankKvTransfer:
             if said.for_good:
                 self._peers.forget(said.name)
             self._port.forget(said.name)
-            if not said.for_good:
-                self._peers.cease(said.name)
             self.runs.forget(said.name)
             self._lives.pop(said.name, None)
             self._names = {owner: name for owner, name in self._names.items() if name != said.name}

@@ -34,7 +34,7 @@ def check_token(token: str) -> str:
 
 
 def peers_secret(token: str) -> str:
-    """What the instances of a cluster show each other (`runtime.kv_transfer.frames.greet`): from it the token does
+    """What the instances of a cluster show each other (`runtime.kv_transfer.peers`): from it the token does
     not follow."""
     return hashlib.sha256(_PEERS + token.encode()).hexdigest()
 

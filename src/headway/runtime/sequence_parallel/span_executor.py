@@ -1,8 +1,8 @@
 """An instance's part in span tasks: prompts computed by several instances together, KV in this instance's own pool.
 
-Ranks of a task's group are ends (`runtime.kv_transfer.ends`): the instances themselves, or all tensor-parallel ranks
-of each. This module keeps the KV of its own rows, sends tensors to peers, and samples the first token; the steps of a
-chunk are in the other modules of `runtime.sequence_parallel`.
+Ranks of a task's group are ends (`runtime.kv_transfer.rank_routes`): the instances themselves, or all tensor-parallel
+ranks of each. This module keeps the KV of its own rows, sends tensors to peers, and samples the first token; the steps
+of a chunk are in the other modules of `runtime.sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headway.core.span import SpanTask
 from headway.runtime.attention.slots import cut_ranges
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, TransferCompletion
+from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, PeerTicket
 from headway.runtime.kv_transfer.rank_routes import end_of, instance_of
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
@@ -338,8 +338,8 @@ class _PeerTransport:
         """See `TensorTransport.exchange`."""
         line = self._line
         # Receives first, so that incoming data finds its buffer.
-        tickets: list[TransferCompletion] = [line.expect(rank, stream, _bytes(tensor)) for rank, tensor in receives]
-        tickets += [line.send(rank, stream, (_bytes(tensor),)) for rank, tensor in sends]
+        tickets: list[PeerTicket] = [line.expect(rank, stream, _bytes(tensor)) for rank, tensor in receives]
+        tickets += [line.send(rank, stream, _bytes(tensor)) for rank, tensor in sends]
 
         def wait() -> None:
             for ticket in tickets:
