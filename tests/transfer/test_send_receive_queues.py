@@ -16,7 +16,7 @@ from tests.helpers.polling import until
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer import slab_memory
-from headway.runtime.kv_transfer.body_notes import KvBody, SliceEnd, decode, packets
+from headway.runtime.kv_transfer.body_notes import KvBody, SliceEnd, decode
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.peers import PeerLostError
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
@@ -147,16 +147,17 @@ def test_received_messages_are_counted_and_the_slice_is_complete_at_its_end(
     for source in range(sources):
         mine = np.flatnonzero(owner == source)
         for layer in range(LAYERS):
-            for part, short in packets(mine, most):
-                body = np.ascontiguousarray(truth[layer][:, :, mine[part]]).reshape(-1)
-                mail[source].append((KvBody(7, layer, (0, HEADS), short), body))
+            for at in range(0, len(mine), most):
+                some = mine[at : at + most]
+                body = np.ascontiguousarray(truth[layer][:, :, some]).reshape(-1)
+                mail[source].append((KvBody(7, layer, (0, HEADS), some.astype(np.int32).tobytes()), body))
         mail[source].append((SliceEnd(7, len(mail[source])), np.empty(0, dtype=np.uint8)))
     victim = next((source for source in range(sources) if hole and len(mail[source]) > 1), None)
     lost_tokens = 0
     if victim is not None:
         first_note = mail[victim].pop(0)[0]
         assert isinstance(first_note, KvBody)
-        lost_tokens = sum(count for _, count, _ in first_note.tokens)
+        lost_tokens = len(first_note.positions)
     done = np.zeros((LAYERS, tokens), dtype=bool)
     while mail:
         source = chance.choice(sorted(mail))
@@ -167,8 +168,7 @@ def test_received_messages_are_counted_and_the_slice_is_complete_at_its_end(
             told |= {source} if inbox.end(source, "r", note) else set()
         else:
             inbox.body(source, "r", note, body)
-            for first, count, step in note.tokens:
-                done[note.layer, first : first + count * step : step] = True
+            done[note.layer, note.positions] = True
         left = done.size - int(done.sum())
         assert inbox.matched("r") == tokens - -(-left // LAYERS)
     received, lost = inbox.take()
@@ -184,7 +184,7 @@ def test_received_messages_are_counted_and_the_slice_is_complete_at_its_end(
     assert lost_tokens == done.size - int(done.sum())
     inbox.close("r")
     before = cache.copy()
-    inbox.body(0, "r", KvBody(7, 0, (0, HEADS), ((0, 1, 1),)), truth[0][:, :, :1].copy().reshape(-1))
+    inbox.body(0, "r", KvBody(7, 0, (0, HEADS), bytes(4)), truth[0][:, :, :1].copy().reshape(-1))
     assert not inbox.end(0, "r", SliceEnd(7, 1))
     assert np.array_equal(cache, before)
     assert inbox.matched("r") is None

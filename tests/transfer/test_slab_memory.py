@@ -33,10 +33,10 @@ HANGS = """
 import sys, threading
 from pathlib import Path
 from tests.helpers.kv_ends import End
-from headway.runtime.kv_transfer import source_reader
+from headway.runtime.kv_transfer import receive_queue
 from headway.runtime.kv_transfer.peers import PeerAddress
 end = End(1, Path(sys.argv[1]))
-source_reader.SourceReader._keep = lambda *_: print("got", flush=True) or threading.Event().wait()
+receive_queue.SourceReader._keep = lambda *_: print("got", flush=True) or threading.Event().wait()
 end.peers.meet([PeerAddress(n, 0, f"unix:{sys.argv[1]}/{n}") for n in (0, 1)])
 print("up", flush=True)
 threading.Event().wait()

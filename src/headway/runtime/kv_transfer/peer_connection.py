@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -44,16 +43,6 @@ class FrameHead(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class PeerTicket(Protocol):
-    """The outcome of an operation with another end."""
-
-    def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """Return when the operation is complete; raise PeerLostError when it has failed.
-
-        `look` is called every `every_s` seconds meanwhile; what it raises ends the wait.
-        """
-
-
 class ReceiveTicket:
     """Of a message that is expected from `end`: it is there."""
 
@@ -63,7 +52,10 @@ class ReceiveTicket:
         self._over = threading.Event()
 
     def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """See `PeerTicket.wait`."""
+        """Return when it is there; raise PeerLostError when it will not be.
+
+        `look` is called every `every_s` seconds meanwhile; what it raises ends the wait.
+        """
         while not self._over.wait(None if look is None else every_s):
             if look is not None:
                 look()
@@ -84,7 +76,7 @@ class SendTicket:
         self._connection, self._tracker = connection, tracker
 
     def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """See `PeerTicket.wait`."""
+        """See `ReceiveTicket.wait`."""
         while not self._tracker.done:
             try:
                 self._tracker.wait(every_s)
@@ -93,6 +85,10 @@ class SendTicket:
                     look()
         if self._connection.ended is not None:  # which frees what has not left, too
             raise PeerLostError(self._connection.ended, self._connection.peer.instance)
+
+
+PeerTicket = ReceiveTicket | SendTicket
+"""The outcome of an operation with another end."""
 
 
 class PeerConnection:

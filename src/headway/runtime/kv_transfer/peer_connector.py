@@ -31,10 +31,9 @@ from headway.runtime.kv_transfer.body_notes import (
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvConnector, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
 from headway.runtime.kv_transfer.rank_routes import named
-from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
+from headway.runtime.kv_transfer.receive_queue import NO_SCOPE, ReceiveQueue, SourceReader
 from headway.runtime.kv_transfer.send_queue import KvPacket, SendQueue, packets_of
 from headway.runtime.kv_transfer.slab_memory import MemoryKind, SharedMemory
-from headway.runtime.kv_transfer.source_reader import NO_SCOPE, SourceReader
 
 
 class PeerConnector(KvConnector):

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from headway.runtime.kv_transfer import slab_memory
-from headway.runtime.kv_transfer.body_notes import KvBody, MemoryOffer, SliceEnd, encode, packets
+from headway.runtime.kv_transfer.body_notes import KvBody, MemoryOffer, SliceEnd, encode
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, SaveKv
 from headway.runtime.kv_transfer.packing import gather
 from headway.runtime.kv_transfer.peers import PeerLostError
@@ -58,8 +58,11 @@ def _token_bytes(part: KvPart) -> int:
 
 def packets_of(save: SaveKv, layer: int, part: KvPart) -> Iterator[KvPacket]:
     """A layer of a movement, as messages that slabs have room for."""
-    heads = (part.heads.start, part.heads.stop)
-    for chosen, tokens in packets(part.positions, max(1, slab_memory.SLAB_BYTES // _token_bytes(part))):
+    heads, count = (part.heads.start, part.heads.stop), len(part.positions)
+    most = max(1, slab_memory.SLAB_BYTES // _token_bytes(part))
+    for at in range(0, count, most):
+        chosen = slice(at, min(at + most, count))
+        tokens = part.positions[chosen].astype(np.int32).tobytes()
         yield KvPacket(save, KvBody(save.piece, layer, heads, tokens), part, chosen)
 
 
