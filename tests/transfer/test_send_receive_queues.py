@@ -58,6 +58,7 @@ class Line:
 def queue(failed: Callable[[str, str, int | None], None] = lambda request, why, end: None) -> tuple[Line, SendQueue]:
     line = Line()
     line.outlet = SendQueue(1, line, (), failed)
+    line.outlet.start()
     return line, line.outlet
 
 
@@ -188,3 +189,16 @@ def test_received_messages_are_counted_and_the_slice_is_complete_at_its_end(
     assert not inbox.end(0, "r", SliceEnd(7, 1))
     assert np.array_equal(cache, before)
     assert inbox.matched("r") is None
+
+
+def test_what_comes_twice_counts_once() -> None:
+    """As when a request is awaited again while bodies of an earlier piece are on their way."""
+    inbox = ReceiveQueue(lambda: None)
+    cache = np.zeros((LAYERS, 2, HEADS, SLOTS, VECTOR), dtype=np.uint8)
+    inbox.open("r", KvPlace(cache, range(HEADS), 10, ((0, 10),)))
+    first = np.arange(6, dtype=np.int32)
+    for piece in (1, 2):
+        for layer in range(LAYERS):
+            body = np.zeros(2 * HEADS * len(first) * VECTOR, dtype=np.uint8)
+            inbox.body(piece, "r", KvBody(piece, layer, (0, HEADS), first.tobytes()), body)
+    assert inbox.matched("r") == 6

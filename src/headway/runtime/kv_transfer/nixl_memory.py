@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 from uuid import uuid4
@@ -63,11 +63,8 @@ class NixlMemory:
     def register(self, size: int) -> tuple[Bytes, Any]:
         """Memory that NIXL reads from and into, and what it is called there. Raises OSError."""
         made = np.zeros(size, dtype=np.uint8)
-        with self._gate:
-            try:
-                return made, self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
-            except Exception as error:  # NIXL has its own for each
-                raise OSError(f"{type(error).__name__}: {error}") from None
+        with self._gate, _as_os_error():
+            return made, self._agent.register_memory([(made.ctypes.data, size, 0, "")], "DRAM")
 
     def release(self, registered: Any) -> None:
         """Memory is read no more."""
@@ -75,17 +72,14 @@ class NixlMemory:
             self._agent.deregister_memory(registered)
 
     def describe(self) -> bytes:
-        """What others have to know of this agent to read its memory."""
-        with self._gate:
+        """What others have to know of this agent to read its memory. Raises OSError."""
+        with self._gate, _as_os_error():
             return bytes(self._agent.get_agent_metadata())
 
     def meet(self, agent: bytes) -> None:
         """Learn another agent's memory. Raises OSError."""
-        with self._gate:
-            try:
-                self._others[agent] = self._agent.add_remote_agent(agent)
-            except Exception as error:  # NIXL has its own for each
-                raise OSError(f"{type(error).__name__}: {error}") from None
+        with self._gate, _as_os_error():
+            self._others[agent] = self._agent.add_remote_agent(agent)
 
     def leave(self, agent: bytes) -> None:
         """Its memory is read no more."""
@@ -94,7 +88,7 @@ class NixlMemory:
 
     def read(self, agent: bytes, address: int, into: Bytes, check: Callable[[], None]) -> None:
         """Another agent's memory, into memory of this one. Raises OSError, and what `check` does."""
-        try:
+        with _as_os_error():
             with self._gate:
                 here = self._agent.get_xfer_descs([(into.ctypes.data, into.nbytes, 0)], "DRAM")
                 there = self._agent.get_xfer_descs([(address, into.nbytes, 0)], "DRAM")
@@ -109,12 +103,18 @@ class NixlMemory:
             finally:
                 with self._gate:
                     self._agent.release_xfer_handle(handle)
-        except PeerLostError:
-            raise
-        except Exception as error:  # NIXL has its own for each
-            raise OSError(f"{type(error).__name__}: {error}") from None
-        if state != "DONE":
-            raise OSError(f"NIXL: {state}")
+            if state != "DONE":
+                raise OSError(f"NIXL: {state}")
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except (PeerLostError, OSError):
+        raise
+    except Exception as error:  # NIXL has its own for each
+        raise OSError(f"{type(error).__name__}: {error}") from None
 
 
 class _NixlSlabs(SlabMemory):

@@ -99,10 +99,12 @@ class PeerConnector(KvConnector):
         One connection for all of it: what was lost with a cut connection would be missing from a later one.
         """
         if save not in self._ways:
-            with self._gate:
-                outlet = self._outlets.get(save.to)
-                if outlet is None:
-                    outlet = self._outlets[save.to] = self._new(save.to)
+            outlet = self._outlets.get(save.to)
+            if outlet is None:
+                outlet = self._new(save.to)
+                with self._gate:
+                    self._outlets[save.to] = outlet
+                outlet.start()
             # A connection that had ended before its queue was kept is told to no other.
             self._lose(save.to, "it is gone")
             self._ways[save] = outlet, [0]

@@ -40,17 +40,18 @@ class _IncomingSlice:
 
 
 class _RequestPlace:
-    """A request's place and what has come of it. `left`: layers, heads and tokens that have not, multiplied. `gate` is
-    held while slots are written."""
+    """A request's place, and what has not come of it: `missing`, by layer, head and token, and how much that is. What
+    comes twice counts once. `gate` is held while slots are written."""
 
     def __init__(self, place: KvPlace) -> None:
         self.place, self.slots = place, SlotRanges(place.runs)
-        self.left = int(place.cache.shape[0]) * len(place.heads) * place.tokens
+        self.missing = np.ones((place.cache.shape[0], len(place.heads), place.tokens), dtype=bool)
+        self.left = self.missing.size
         self.coming: dict[tuple[int, int], _IncomingSlice] = {}
         self.gate, self.closed = threading.Lock(), False
 
-    def write(self, note: KvBody, body: Bytes) -> int:
-        """Put a body into its slots; of how much it was (see `left`). Raises ValueError where it does not fit."""
+    def write(self, note: KvBody, body: Bytes) -> None:
+        """Put a body into its slots. Raises ValueError where it does not fit."""
         place, positions = self.place, note.positions
         first, stop = note.heads
         if first < place.heads.start or stop > place.heads.stop or first >= stop:
@@ -58,7 +59,8 @@ class _RequestPlace:
         here = len(positions) and positions.min() >= 0 and positions.max() < place.tokens
         if not 0 <= note.layer < len(place.cache) or not here:
             raise ValueError(f"layer {note.layer}, tokens up to {positions.max(initial=-1)} of {place.tokens}")
-        heads = place.cache[note.layer, :, first - place.heads.start : stop - place.heads.start]
+        rows = slice(first - place.heads.start, stop - place.heads.start)
+        heads = place.cache[note.layer, :, rows]
         if body.nbytes != heads.shape[0] * heads.shape[1] * len(positions) * heads.shape[3]:
             raise ValueError(f"{body.nbytes} bytes for {len(positions)} tokens of {stop - first} heads")
         slots = self.slots.of(positions)
@@ -67,7 +69,9 @@ class _RequestPlace:
             spread(body, heads, found)
         else:
             scatter(body, heads, slots)
-        return (stop - first) * len(positions)
+        missing = self.missing[note.layer, rows]
+        self.left -= int(missing[:, positions].sum())
+        missing[:, positions] = False
 
 
 class ReceiveQueue:
@@ -141,7 +145,7 @@ class ReceiveQueue:
                 return
             coming = box.coming.setdefault((note.piece, source), _IncomingSlice())
             try:
-                box.left -= box.write(note, body)
+                box.write(note, body)
                 coming.bodies += 1
                 return
             except ValueError as error:

@@ -91,7 +91,10 @@ class SendQueue:
         self._free: list[int] = []
         self._taken: bool | None = None
         self._closed, self._why = False, ""
-        threading.Thread(target=self._run, name=f"KV to {to}", daemon=True).start()
+
+    def start(self) -> None:
+        """Begin to send: what the other end says reaches this queue."""
+        threading.Thread(target=self._run, name=f"KV to {self.to}", daemon=True).start()
 
     @property
     def pending(self) -> bool:
