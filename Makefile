@@ -34,13 +34,15 @@ test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples o
 	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) \
 		--dist worksteal $(SEARCHED)
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
+	@if [ -d .nixl ]; then $(QUIET) PYTHONPATH=.nixl $(BIN)/python -m pytest tests/transfer tests/e2e/test_cluster_nixl.py -k nixl; \
+	else echo "skipped: KV by NIXL between native instances, which needs NIXL (make nixl, 0.5 GB)"; fi
 	@if [ -d $(VLLM_VENV) ] || [ -n "$(HEADWAY_CI)" ]; then $(MAKE) --no-print-directory test-vllm; \
 	else echo "skipped: the contract tests with vLLM, which need its environment (make vllm, 3.4 GB)"; fi
 
 vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV)
 
-nixl: ## NIXL beside it, in .nixl, for hand-over of KV between vLLM servers (0.5 GB)
+nixl: ## NIXL beside it, in .nixl, for hand-over of KV between servers of vLLM and between native instances (0.5 GB)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target .nixl nixl==1.5.1 nixl-cu12==1.5.1
 
 # In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
