@@ -175,6 +175,23 @@ def test_forgotten_kv_is_neither_written_nor_reported(make: Make) -> None:
     assert sender.lost == []
 
 
+def test_forgotten_requests_leave_room_for_others(make: Make) -> None:
+    """More of them than there are slabs, forgotten by one end before they come, or by the other while they leave."""
+    sender, receiver = make(range(2), range(2))
+    positions = np.arange(40)
+    for turn in range(3 * slab_memory.SLABS):
+        name, by = f"a{turn}", (sender, receiver)[turn % 2]
+        if by is receiver:
+            receiver.peers.forget(name)
+        sender.save(SaveKv(name, 1, 1), sender.part(positions, positions))
+        by.connector.forget(name)
+        by.peers.forget(name)
+    receiver.open("b", 40, ((40, 40),))
+    sender.save(SaveKv("b", 2, 1), sender.part(positions, positions))
+    receiver.until(lambda: bool(receiver.received))
+    assert np.array_equal(receiver.cache[:, :, :, 40:80], sender.cache[:, :, :, :40])
+
+
 def test_a_lost_peer_is_reported_on_both_sides(make: Make) -> None:
     sender, receiver, other = make(range(2), range(2), range(2))
     receiver.open("a", 40, ((0, 40),))

@@ -123,7 +123,8 @@ class PeerConnection:
         """One message, behind those before it. Never waits for the other side."""
         head = FrameHead(*self._sender, *self.life, kind, scope, lane, note)
         with self._sending:
-            why = self._closed(scope)
+            # What is pushed is the handlers' to drop: they keep account of it.
+            why = self.ended if kind == FrameKind.PUSH else self._closed(scope)
             if why is None:
                 try:
                     self._out.send(_encode(head), zmq.NOBLOCK | zmq.SNDMORE)

@@ -116,7 +116,7 @@ class PeerNetwork:
         return self.line(scope, (to,)).push(to, note, body)
 
     def forget(self, scope: str) -> None:
-        """End a scope for good: its waits raise PeerLostError, and its late messages are dropped.
+        """End a scope for good: its waits raise PeerLostError, and what comes late for `expect` is dropped.
 
         Nothing is written to the buffers of its messages any more once this has returned.
         """
@@ -284,7 +284,7 @@ class PeerNetwork:
         connection.up = True
         if head.kind == FrameKind.DATA:
             connection.came(head.scope, head.lane, body)
-        elif head.kind == FrameKind.PUSH and self._handler is not None and head.scope not in self._forgotten:
+        elif head.kind == FrameKind.PUSH and self._handler is not None:
             self._handler(head.source, head.scope, head.note, body)
 
     def _welcome(self, connection: PeerConnection | None, hello: FrameHead) -> bool:
