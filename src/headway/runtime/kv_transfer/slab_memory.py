@@ -21,7 +21,7 @@ import numpy as np
 
 from headway.runtime.kv_transfer.connector import Bytes
 
-SLABS, SLAB_BYTES = 8, 2 << 20
+SLABS, SLAB_BYTES = 4, 2 << 20
 """How much may have been sent to one other end and not have been read: backpressure, and bounded memory. Host memory
 that is never touched is none. What a body of 2 MiB costs beside its copies is a fifth of them."""
 
