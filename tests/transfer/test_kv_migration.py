@@ -23,8 +23,8 @@ def test_a_prefill_is_staged_and_handed_over(trio: World, expected: Expected) ->
     arrived(trio, "s", 2, [(1, 0)])
     check(rest(trio, 2, "s", prompt, first, max_tokens=12), *expected(prompt, 12))
     end(trio, "s")
-    for one in trio.instances:  # the memory of two others, and two of its own
-        assert Path(f"/proc/{one.process.pid}/maps").read_text().count("memfd:headway-kv") == 4
+    for number in (0, 2):  # memory through which KV has gone from one to the other
+        assert "memfd:headway-kv" in Path(f"/proc/{trio[number].process.pid}/maps").read_text()
 
 
 def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, expected: Expected) -> None:

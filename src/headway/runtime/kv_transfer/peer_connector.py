@@ -113,8 +113,9 @@ class PeerConnector(KvConnector):
     def _new(self, to: int) -> SendQueue:
         if to == self._peers.number:
             return SendQueue(to, _HomeLine(self._handle, to), (), self._inbox.fail)
+        kinds = [kind for kind in self._kinds if kind.name != SharedMemory.name or self._peers.near(to)]
         try:
-            return SendQueue(to, self._peers.line(NO_SCOPE, (to,)), self._kinds, self._inbox.fail)
+            return SendQueue(to, self._peers.line(NO_SCOPE, (to,)), kinds, self._inbox.fail)
         except PeerLostError as error:
             return SendQueue(to, _NoLine(str(error), to), (), self._inbox.fail)
 

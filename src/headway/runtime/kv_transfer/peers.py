@@ -95,6 +95,13 @@ class PeerNetwork:
         with self._lock:
             return self._ranks.get(instance, 1)
 
+    def near(self, end: int) -> bool:
+        """Whether an end listens at an address of this one's host."""
+        with self._lock:
+            peer = self._table.get(end)
+        host = "unix:" if self.address.startswith("unix:") else self.address.rpartition(":")[0] + ":"
+        return peer is not None and peer.address.startswith(host)
+
     def handle(self, handler: Handler) -> None:
         """Set the handler of pushed messages. Called before the first `meet`."""
         self._handler = handler
