@@ -236,3 +236,17 @@ def test_messages_of_an_earlier_term_are_dropped(make: Make) -> None:
     until(lambda: got[-1] == b"last")
     assert got == [b"first", b"in its term", b"last"]
     context.destroy(linger=0)
+
+
+def test_an_end_that_greets_first_is_then_reached_where_it_is_named(make: Make, tmp_path: Path) -> None:
+    one, two = make(0), make(1)
+    got: list[bytes] = []
+    two.handle(lambda source, scope, note, body: got.append(note))
+    two.meet([PeerAddress(0, 0, one.address)])
+    until(lambda: 1 in one._connections)
+    assert one._connections[1].peer.address == two.address
+    (tmp_path / "named").symlink_to(two.address.removeprefix("unix:"))
+    one.meet([PeerAddress(1, 0, f"unix:{tmp_path}/named")])
+    assert one._connections[1].peer.address == f"unix:{tmp_path}/named"
+    one.push(1, "r", b"note")
+    until(lambda: got == [b"note"])

@@ -125,23 +125,23 @@ def test_a_receiver_that_hangs_delays_no_other(trio: World, expected: Expected) 
 
 @pytest.fixture
 def relay(trio: World, tmp_path: Path) -> Iterator[Relay]:
-    """Between 0 and 2, of which 2 connects."""
-    trio[0].kill()
-    trio.again(0)
-    between = Relay(tmp_path, trio[0].peer.address)
-    assert trio[0].info is not None
-    trio[0].info = msgspec.structs.replace(trio[0].info, peer_address=between.address)
+    """What 0 sends to 2 passes here."""
     trio[2].kill()
     trio.again(2)
-    yield between
-    between.close()
+    between = Relay(tmp_path, trio[2].peer.address)
+    assert trio[2].info is not None
+    trio[2].info = msgspec.structs.replace(trio[2].info, peer_address=between.address)
     trio[0].kill()
     trio.again(0)
+    yield between
+    between.close()
+    trio[2].kill()
+    trio.again(2)
 
 
 def test_a_socket_that_is_cut_half_way(trio: World, expected: Expected, relay: Relay) -> None:
     hands_over(trio, expected, "c0", 0, 2)
-    assert relay.passed > 77 * 3 * 128
+    assert relay.passed > 0
     half_way(trio, "c", 0, 2)
     let_arrive()
     relay.cut()

@@ -85,10 +85,18 @@ class PeerNetwork:
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
         for connection in gone:
             connection.end(f"{named(connection.peer.instance)} has left the cluster, or was started again")
+        moved = []
         with self._lock:
             for peer in table.values():
-                if peer.instance not in self._connections:
+                current = self._connections.get(peer.instance)
+                if current is None:
                     self._begin(peer, 0)
+                # It greeted before it was named, and is reached elsewhere than it says.
+                elif current.peer.incarnation == peer.incarnation and current.peer.address != peer.address:
+                    moved.append(current)
+                    self._begin(peer, current.term + 1)
+        for connection in moved:
+            connection.end(f"{named(connection.peer.instance)} is reached elsewhere")
 
     def ranks_of(self, instance: int) -> int:
         """How many ends an instance has, as far as it was met."""
