@@ -11,7 +11,7 @@ QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long vllm nixl test-vllm check format bench clients docs figures lock audit sbom package embedded clean
+.PHONY: help setup demo test test-long vllm nixl ray test-vllm check format bench clients docs figures lock audit sbom package embedded clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,7 @@ test: check ## checks, then all tests but the long ones (about 6 minutes on 2 co
 	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal
 
 test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples of properties, soaks (about half an hour)
+	@$(MAKE) --no-print-directory ray || echo "SKIPPED: the tests of several hosts, which need Ray: no wheel"
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadgroup --timeout 900
 	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) \
 		--dist worksteal $(SEARCHED)
@@ -44,6 +45,10 @@ vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, mi
 
 nixl: ## NIXL beside it, in .nixl, for hand-over of KV between servers of vLLM and between native instances (0.5 GB)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target .nixl nixl==1.5.1 nixl-cu12==1.5.1
+
+ray: setup ## Ray beside .venv, in .ray, for the tests of several hosts (0.25 GB)
+	@test -d .ray/ray || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .ray \
+		ray==2.60.0 msgpack==1.2.4 protobuf==7.36.2 requests==2.34.2 charset-normalizer==3.5.2
 
 # In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
 test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server), a cluster of its servers; makes .venv-vllm

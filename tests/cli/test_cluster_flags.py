@@ -12,26 +12,23 @@ TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("content", "flags", "words"),
     [
-        (("--node-rank", "7", "--nnodes", "2"), "node-rank must be from 0 to nnodes - 1, not 7 of 2"),
-        (("--node-rank", "-1", "--nnodes", "2"), "not -1 of 2"),
-        (("--nnodes", "0"), "not 0 of 0"),
-        (("--node-rank", "2"), "node-rank is 2, but no pool says `host: 2`"),
-        (("--node-rank", "-1"), "node-rank is -1, but no pool says `host: -1`"),
-        (("--nnodes", "3"), "--nnodes is 3, but no pool says `host: 2`"),
+        ("pools: [{}, {host: 2}]", (), "there is a host 2, but no pool says `host: 1`"),
+        ("pools: [{}]", ("--nnodes", "2"), "nnodes spreads the workers of one engine; in a cluster a pool says `host`"),
     ],
 )
 def test_an_unknown_host_is_refused_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    content: str,
     flags: tuple[str, ...],
     words: str,
 ) -> None:
     monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
     path = tmp_path / "cluster.yaml"
-    path.write_text(TWO_HOSTS)
+    path.write_text(content)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -54,15 +51,16 @@ def test_more_instances_than_cores_are_said(
     assert capsys.readouterr().out == "loaded\n"
 
 
-@pytest.mark.parametrize("flags", [(), ("--node-rank", "1"), ("--nnodes", "2"), ("--nnodes", "2", "--node-rank", "1")])
-def test_a_host_of_the_file_is_accepted_with_and_without_a_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+def test_two_hosts_are_tried_without_ray_and_not_served_without_its_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
-    assert main(["cluster", str(path), "--dry-run", *flags]) == 0
+    assert main(["cluster", str(path), "--dry-run"]) == 0
     assert capsys.readouterr().out == "loaded\n"
+    assert main(["cluster", str(path)]) == 2
+    assert "several hosts need --ray-address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -97,13 +95,15 @@ def test_a_dry_run_names_idle_pools(
     monkeypatch.setattr(
         "headway.runtime.build.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"]
     )
+    for name in ("measurement", "cluster_plan", "groups", "capacity"):
+        monkeypatch.setattr(f"headway.runtime.build.cluster_dry_run.{name}", lambda *_: [])
     path = tmp_path / "cluster.yaml"
     for placement, idle in (("fifo", True), ("fixed-sp", False)):
         size = "long_sp" if placement == "fifo" else "sp"
         path.write_text(f"pools: [{{}}, {{role: decode, host: 1}}]\nplacement: {placement}\noptions: {{{size}: 1}}\n")
-        assert main(["cluster", str(path), "--dry-run", "--nnodes", "2", "--node-rank", "1"]) == 0
+        assert main(["cluster", str(path), "--dry-run"]) == 0
         said = capsys.readouterr().out
-        assert "threads each\ndecodes\n" in said
+        assert "threads each\n  loaded on this host: what fits on host 1 may differ\ndecodes\n" in said
         assert ("pools[1] is of role decode and does nothing: fifo decodes where it prefills" in said) == idle
 
 

@@ -1,4 +1,4 @@
-"""A cluster on two hosts (network namespaces): the launch of docs/how-to/cluster.md, and what may go wrong there."""
+"""A cluster on two hosts (network namespaces), nodes of one Ray cluster, and what may go wrong there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.cluster_probe import APART, CLUSTER, instances, pid_of, write
 from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream, decoding, handing_over
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
-from tests.helpers.namespaces import NODE0, Hosts, Running, inside
+from tests.helpers.namespaces import RAY_ADDRESS, Hosts, RayOnHosts, Running, inside, ray_on
 from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
@@ -29,6 +29,7 @@ URL = "http://127.0.0.1:8000"
 SLOW_MBIT_S = 4
 """What a long prompt's KV takes seconds for."""
 LONG = pytest.mark.long
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +37,23 @@ def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(PROMPT, ANSWER_TOKENS), reference.tokens(OTHER, ANSWER_TOKENS)]
 
 
-class Pair:
-    """The command on both hosts, but for --node-rank."""
+@pytest.fixture(scope="module")
+def ray(hosts: Hosts) -> Iterator[RayOnHosts]:
+    with ray_on(hosts) as made:
+        yield made
 
-    def __init__(self, hosts: Hosts, path: str, stack: ExitStack, *flags: str) -> None:
-        self._hosts, self._stack = hosts, stack
-        self._words = *CLUSTER, path, "--nnodes", "2", "--rdzv-endpoint", f"{NODE0}:29400", *flags
-        self.agent = self.start(1)
-        self.head = self.start(0)
 
-    def start(self, rank: int, **more: Any) -> Running:
-        namespace = self._hosts.b if rank else self._hosts.a
-        one = Running(namespace, *self._words, "--node-rank", str(rank), **more)
-        self._stack.callback(one.remove)
-        return one
+class Head:
+    """The command on host 0."""
+
+    def __init__(self, hosts: Hosts, ray: RayOnHosts, path: str, stack: ExitStack, *flags: str) -> None:
+        self._hosts, self._ray, self._stack = hosts, ray, stack
+        self._words = *CLUSTER, path, "--ray-address", RAY_ADDRESS, *flags
+        self.start()
+
+    def start(self) -> None:
+        self.server = Running(self._hosts.a, *self._words, variables=self._ray.variables)
+        self._stack.callback(self.server.remove)
 
 
 def ready() -> bool:
@@ -68,28 +72,27 @@ def all_ready() -> bool:
 
 
 @contextmanager
-def clustered(hosts: Hosts, path: str, *flags: str) -> Iterator[Pair]:
+def clustered(hosts: Hosts, ray: RayOnHosts, path: str, *flags: str) -> Iterator[Head]:
     with ExitStack() as stack:
-        pair = Pair(hosts, path, stack, *flags)
+        head = Head(hosts, ray, path, stack, *flags)
         stack.enter_context(inside(hosts.a))
 
         def up() -> bool:
-            for one in (pair.head, pair.agent):
-                assert one.process.poll() is None, one.said
+            assert head.server.process.poll() is None, head.server.said
             return ready()
 
-        until(up, 90.0)
-        yield pair
+        until(up, 120.0)
+        yield head
 
 
 @LONG
-def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable(
-    hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
+def test_prefill_here_and_decode_there_through_a_lost_host_and_a_pulled_cable(
+    hosts: Hosts, ray: RayOnHosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
     """Each in the midst of a hand-over. What was decided replays."""
     log = str(tmp_path / "log")
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT, event_log=log)
-    with clustered(hosts, path) as pair:
+    with clustered(hosts, ray, path) as head:
         assert [(each["host"], each["node"]) for each in instances(URL)] == [(0, 0), (1, 1)]
         assert [streamed_ids(URL, each, ANSWER_TOKENS, ignore_eos=True) for each in (PROMPT, OTHER)] == wanted
         for number in (0, 1):  # though it is one machine: what is between hosts goes over the cable
@@ -98,64 +101,40 @@ def test_prefill_here_and_decode_there_through_a_killed_agent_and_a_pulled_cable
         with hosts.slow(SLOW_MBIT_S):
             one, other = ClientStream(URL, PROMPT), ClientStream(URL, OTHER)
             until(lambda: handing_over(URL, one))
-            engine = pid_of(URL, 1)
-            pair.agent.process.kill()
-            until(lambda: ends_soon(engine), 5.0)
-        until(lambda: states() == ["ready", "lost"], 10.0)
-        pair.agent = pair.start(1)
+            ray.kill_other()
+        until(lambda: states() == ["ready", "lost"], 20.0)
+        ray.start_other()
         assert [one.answer(), other.answer()] == wanted
-        until(all_ready)
+        until(all_ready, 60.0)
 
         with hosts.slow(SLOW_MBIT_S):
             other, one = ClientStream(URL, OTHER), ClientStream(URL, PROMPT)
             until(lambda: handing_over(URL, one))
             hosts.cable("down")
         until(lambda: states() == ["ready", "lost"], 20.0)
-        until(lambda: "ending its instances" in pair.agent.said, 10.0)
         hosts.cable("up")
         assert [one.answer(), other.answer()] == wanted
-        until(all_ready)
+        until(all_ready, 60.0)
         assert metric(URL, "headway_instance_restarts_total") == 2, "one for each loss"
-        pair.head.terminate()
-        assert (pair.head.ended(), pair.agent.ended()) == (0, 0)
-        assert "node 0 has ended" in pair.agent.said
+        engine = pid_of(URL, 1)
+        head.server.terminate()
+        assert head.server.ended(30.0) == 0
+        assert ends_soon(engine, 30.0)
     assert main(["cluster", path, "--replay", log]) == 0
 
 
 @LONG
 def test_an_instance_there_is_killed_decoding(
-    hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
+    hosts: Hosts, ray: RayOnHosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
-    with clustered(hosts, path) as pair:
+    with clustered(hosts, ray, path) as head:
         one = ClientStream(URL, PROMPT)
         until(lambda: decoding(URL, one))
         os.kill(pid_of(URL, 1), signal.SIGKILL)
-        until(lambda: "(on host 1) has ended with signal 9 (SIGKILL)" in pair.head.said, 5.0)
+        until(lambda: "(on host 1) has ended with signal 9 (SIGKILL)" in head.server.said, 10.0)
         assert one.answer() == wanted[0]
-        until(all_ready)
-
-
-@LONG
-def test_an_instance_that_cannot_start_is_reported_on_both_hosts(hosts: Hosts, tmp_path: Path, llama: Path) -> None:
-    """A model that is missing there, another token, and a host that never comes."""
-    path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "cluster.yaml").write_text(Path(path).read_text())
-    flags = "--nnodes", "2", "--rdzv-endpoint", f"{NODE0}:29400", "--rdzv-timeout", "6"
-    with ExitStack() as stack:
-        head = Running(hosts.a, *CLUSTER, path, *flags)
-        bare = Running(hosts.b, *CLUSTER, str(elsewhere / "cluster.yaml"), *flags, "--node-rank", "1")
-        other = Running(hosts.b, *CLUSTER, path, *flags, "--node-rank", "1", token="another-token-of-tests")
-        for each in (head, bare, other):
-            stack.callback(each.remove)
-        assert (bare.ended(15), other.ended(15), head.ended(15)) == (2, 2, 2)
-        assert "node 0 refuses this host: " in bare.said
-        assert "config.json" in bare.said
-        assert "does not take this host's token" in other.said
-        assert "no host came with --node-rank 1 within 6 s; host 1 was refused: " in head.said
-        assert "config.json" in head.said.splitlines()[-1]
+        until(all_ready, 60.0)
 
 
 MORE: list[tuple[str, str, str, object, Any]] = [
@@ -178,6 +157,7 @@ MORE: list[tuple[str, str, str, object, Any]] = [
 )
 def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
     hosts: Hosts,
+    ray: RayOnHosts,
     tmp_path: Path,
     llama: Path,
     wanted: list[list[int]],
@@ -187,7 +167,7 @@ def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
     pools: Any,
 ) -> None:
     path = write(tmp_path, llama, placement, options, pools)
-    with clustered(hosts, path) as pair:
+    with clustered(hosts, ray, path) as head:
         one, other = ClientStream(URL, PROMPT), ClientStream(URL, OTHER)
         until(lambda: len(other.told) > 5)
         if harm == "stop":
@@ -198,17 +178,17 @@ def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
             until(lambda: "lost" in states(), 20.0)
             hosts.cable("up")
         assert [one.answer(), other.answer()] == wanted
-        until(all_ready)
-        pair.head.terminate()
-        assert (pair.head.ended(), pair.agent.ended()) == (0, 0)
+        until(all_ready, 60.0)
+        head.server.terminate()
+        assert head.server.ended(30.0) == 0
 
 
 @LONG
 def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
-    hosts: Hosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
+    hosts: Hosts, ray: RayOnHosts, tmp_path: Path, llama: Path, wanted: list[list[int]]
 ) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, SPLIT)
-    with clustered(hosts, path, "--journal", str(tmp_path / "journal")) as pair:
+    with clustered(hosts, ray, path, "--journal", str(tmp_path / "journal")) as head:
         one = ClientStream(URL, PROMPT)
         until(lambda: decoding(URL, one))
         hosts.cable("down")
@@ -217,11 +197,11 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
         assert one.answer() == wanted[0]
         assert metric(URL, "headway_instance_restarts_total") == 0
         engine = pid_of(URL, 1)
-        pair.head.process.kill()
-        pair.head.ended()
-        pair.head = pair.start(0)
+        head.server.process.kill()
+        head.server.ended()
+        head.start()
         until(ready, 60.0)
-        until(lambda: ends_soon(engine), 15.0)
+        assert ends_soon(engine, 30.0)
         assert streamed_ids(URL, OTHER, ANSWER_TOKENS, ignore_eos=True) == wanted[1]
 
 
@@ -233,11 +213,8 @@ def test_a_dry_run_lists_the_instances_of_each_host(
     assert main(["cluster", path, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "pool 0: 1 x prefill, on host 0, 1 threads each\nmodel " in said
-    assert "pool 1: 1 x decode, on host 1, 1 threads each\n  loaded on this host; " in said
+    assert (
+        "pool 1: 1 x decode, on host 1, 1 threads each\n  loaded on this host: what fits on host 1 may differ\n" in said
+    )
     assert "predicted capacity" in said
     assert said.count("prompt of this length") == 1  # a decode pool gets none
-    assert main(["cluster", path, "--dry-run", "--nnodes", "2", "--node-rank", "1"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("KV cache ") == 1
-    assert "pool 1: 1 x decode, on host 1, 1 threads each\nmodel " in said
-    assert "predicted capacity" not in said

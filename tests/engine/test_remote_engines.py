@@ -1,14 +1,13 @@
-"""Engine processes of a cluster on two hosts beside node 0, all over the loopback: agents and engines are processes."""
+"""Engine processes on two other hosts, over the loopback: what runs there is real, Ray is not."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ import numpy as np
 import pytest
 import zmq
 from tests.helpers.fake_executor import answer
-from tests.helpers.host_agent_process import NODES, TOKEN
+from tests.helpers.fake_ray import FakeRay
 from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError
-from headway.core.ports import free_port
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.launch import host_launcher
 from headway.runtime.cluster.live_instance import LiveInstance
@@ -41,45 +39,36 @@ from headway.runtime.engine.protocol import (
     join_endpoints,
     split_endpoints,
 )
-from headway.runtime.launcher.host_compatibility import CLUSTER, cluster_terms, mismatch
-from headway.runtime.launcher.host_coordinator import HostCoordinator
-from headway.runtime.launcher.network import HostEndpoint
+from headway.runtime.launcher.host_actor import HostActor, mismatch
+from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.remote_engine import RemoteEngine
-from headway.runtime.launcher.secret import guard_client, peers_secret
+from headway.runtime.launcher.secret import guard_client
 
 HOST_OF = {0: 0, 1: 1, 2: 2, 3: 2}
+FAKE = "tests.helpers.fake_engine_process"
 
 
 class Cluster:
-    """Node 0's end, and the processes of the others."""
+    """This host's end, and the actors of the others."""
 
-    def __init__(self, stack: ExitStack, patience_s: float = 20.0, lost_s: float = 10.0) -> None:
-        self._stack, self.port = stack, free_port()
-        mine = cluster_terms(0, NODES, str(model_path()))
-        self.meeting = HostCoordinator(
-            HostEndpoint("127.0.0.1", self.port), TOKEN, mine, HOST_OF.__getitem__, patience_s, lost_s
-        )
-        stack.callback(self.meeting.close)
-
-    def agent(self, node: int, model: str = "beating", folder: str = str(model_path())) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "tests.helpers.host_agent_process", str(self.port), str(node), model, folder]
-        agent = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        assert agent.stderr is not None
-        self._stack.callback(agent.stderr.close)
-        self._stack.callback(agent.wait)
-        self._stack.callback(agent.kill)
-        return agent
+    def __init__(self, stack: ExitStack, patience_s: float = 20.0, model: str = "beating") -> None:
+        self._stack, self.ray = stack, FakeRay()
+        self.actors = [self.ray.actor(model), self.ray.actor(model)]
+        there: Future[None] = Future()
+        there.set_result(None)
+        self.hosts = RayHosts(self.ray, self.actors, there, "127.0.0.1", HOST_OF.__getitem__, model, patience_s)
+        stack.callback(self.hosts.close)
 
     def engine(self, number: int, **fields: Any) -> RemoteEngine:
-        instance = InstanceConfig(number=number, listen="tcp:127.0.0.1:0", secret=peers_secret(TOKEN))
+        instance = InstanceConfig(number=number, listen="tcp:127.0.0.1:0", secret="shared")
         config = EngineConfig(model="elsewhere", instance=instance, **fields)
-        engine = RemoteEngine(config, number, self.meeting)
+        engine = RemoteEngine(config, number, self.hosts, FAKE)
         self._stack.callback(engine.end)
         return engine
 
 
 @contextmanager
-def hosts(**settings: float) -> Iterator[Cluster]:
+def hosts(**settings: Any) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(stack, **settings)
 
@@ -134,11 +123,10 @@ async def pid(engine: RemoteEngine) -> int:
 
 
 def test_engines_of_two_hosts_answer_independently() -> None:
-    """One is drained, one killed, and of one the agent is; a new agent takes what waits for it."""
+    """One is drained, one killed, and of one the host is lost; what waits for the host starts when it is back."""
 
     async def test() -> None:
         with hosts() as cluster:
-            agents = {node: cluster.agent(node) for node in (1, 2)}
             one, two, three = (cluster.engine(number) for number in (1, 2, 3))
             for engine in (one, two, three):
                 await said(engine, EngineInfo)
@@ -153,11 +141,13 @@ def test_engines_of_two_hosts_answer_independently() -> None:
             os.kill(await pid(two), signal.SIGKILL)
             assert await two.wait_until_exited() == "(on host 2) has ended with signal 9 (SIGKILL)"
             orphan = await pid(three)
-            agents[2].kill()
-            assert await three.wait_until_exited() == "was cut off: its connection has ended"
+            cluster.actors[1].lose()
+            assert await three.wait_until_exited() == "was on host 2, which is lost"
             await eventually(lambda: not alive(orphan))
             waiting = cluster.engine(3)
-            cluster.agent(2)
+            await asyncio.sleep(0.2)
+            assert waiting.process.pid is None
+            cluster.actors[1].come()
             await said(waiting, EngineInfo)
             last = await pid(waiting)
         await eventually(lambda: not alive(last))
@@ -165,10 +155,40 @@ def test_engines_of_two_hosts_answer_independently() -> None:
     go(test)
 
 
+def test_the_times_of_another_clock_are_known_to_a_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def later(self: HostActor) -> float:
+        return time.monotonic() + 1e6
+
+    monkeypatch.setattr(HostActor, "now", later)
+
+    async def test() -> None:
+        with hosts() as cluster:
+            engine = cluster.engine(1)
+            await said(engine, EngineInfo)
+            await eventually(lambda: engine.ahead_s)
+            assert abs(engine.ahead_s + 1e6) < 0.5
+            assert cluster.hosts.ahead_s(0) == cluster.hosts.ahead_s(2) == 0.0
+
+    go(test)
+
+
+def test_an_engine_that_is_ended_before_its_host_is_there_never_runs() -> None:
+    async def test() -> None:
+        with hosts() as cluster:
+            cluster.actors[0].lose()
+            engine = cluster.engine(1)
+            engine.end()
+            assert engine.process.ended == "was told to end"
+            cluster.actors[0].come()
+            await asyncio.sleep(1.2)  # longer than the interval of tries
+            assert engine.process.pid is None
+
+    go(test)
+
+
 def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
     async def test() -> None:
         with hosts() as cluster:
-            cluster.agent(1)
             engine = cluster.engine(1, worker_timeout_s=1.0)
             await said(engine, EngineInfo)
             engine.ready()
@@ -187,17 +207,18 @@ def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyP
     async def test() -> None:
         with hosts() as cluster:
             launches: list[str] = []
-            launch = cluster.meeting.launch
+            launch = cluster.hosts.launch
 
-            def spied(rank: int, endpoint: str, settings: bytes) -> Any:
+            def spied(number: int, endpoint: str, settings: bytes, module: str) -> Any:
                 launches.append(endpoint)
-                return launch(rank, endpoint, settings)
+                return launch(number, endpoint, settings, module)
 
-            monkeypatch.setattr(cluster.meeting, "launch", spied)
+            monkeypatch.setattr(cluster.hosts, "launch", spied)
+            cluster.actors[0].lose()
             engine = cluster.engine(1)
             where, _ = split_endpoints(launches[0])
             context = zmq.Context()
-            for token in (None, TOKEN):
+            for token in (None, cluster.hosts.token):
                 stranger = context.socket(zmq.PAIR)
                 stranger.linger = 0
                 if token is not None:
@@ -209,13 +230,14 @@ def test_only_its_own_process_can_speak_at_its_ports(monkeypatch: pytest.MonkeyP
                         await engine.receive()
                 stranger.close()
             context.term()
-            cluster.agent(1)
-            assert isinstance(await engine.receive(), EngineInfo), "the strangers have not taken its place"
+            cluster.actors[0].come()
+            async with within(20.0):
+                assert isinstance(await engine.receive(), EngineInfo), "the strangers have not taken its place"
 
     go(test)
 
 
-def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> None:
+def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Told:
         ends: list[int] = []
 
@@ -225,14 +247,18 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
         def ended(self, number: int) -> None:
             self.ends.append(number)
 
+    monkeypatch.setattr(
+        "headway.runtime.cluster.launch.RemoteEngine",
+        lambda config, number, hosts: RemoteEngine(config, number, hosts, FAKE),
+    )
+
     async def test() -> None:
         with hosts(patience_s=1.5) as cluster:
-            agent = cluster.agent(1)
-            launch = host_launcher(1, Path(__file__).parent, cluster.meeting, peers_secret(TOKEN))
+            launch = host_launcher(1, Path(__file__).parent, cluster.hosts, "shared")
             instance = LiveInstance(1, "mixed", 1, 0, EngineConfig(model="elsewhere"), launch, 0, 1)
             life = asyncio.create_task(instance.look_after(Told()))
             await eventually(lambda: instance.state == "ready")
-            agent.terminate()
+            cluster.actors[0].lose()
             await eventually(lambda: instance.state == "lost")
             assert instance.pid == 0
             await life
@@ -244,28 +270,26 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once() -> No
     go(test)
 
 
-def test_a_host_without_the_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with hosts(patience_s=2.0) as cluster:
-        agent = cluster.agent(1, folder=str(tmp_path / "nothing"))
-        cluster.agent(2)
-        _, said = agent.communicate(timeout=20.0)
-        assert "node 0 refuses this host" in said
-        assert "nothing" in said
-        with pytest.raises(
-            ConfigError, match=r"no host came with --node-rank 1 within .*host 1 was refused: .*nothing"
-        ):
-            cluster.meeting.gather()
+def test_a_host_that_does_not_match_is_named_with_the_reason(tmp_path: Path) -> None:
+    with hosts(model=str(tmp_path)) as cluster, pytest.raises(ConfigError, match=r"host 1 cannot .*config\.json"):
+        cluster.hosts.gather()
+    with hosts(model=str(model_path())) as cluster:
+        mine, *others = cluster.hosts.gather()
+        assert others == [mine._replace(available_bytes=each.available_bytes) for each in others]
+        assert mine.cores == len(os.sched_getaffinity(0))
+    assert mismatch(mine, mine) is None
+    assert "it runs Headway 0.0, and this host " in str(mismatch(mine, mine._replace(version="0.0")))
+    assert "another model (x) than this host's" in str(mismatch(mine, mine._replace(model="x")))
 
 
-def test_hosts_of_a_cluster_and_of_an_engine_do_not_mix(tmp_path: Path) -> None:
-    mine = cluster_terms(0, 2, str(model_path()))
-    theirs = msgspec.structs.replace(cluster_terms(1, 2, str(model_path())), layout="tp2-pp1-kvp1")
-    assert mismatch(mine, theirs) == (
-        f"it was started for tp2-pp1-kvp1, and node 0 for {CLUSTER}: give the same command on all hosts"
-    )
-    assert cluster_terms(1, 2, str(tmp_path)).trouble
-    with pytest.raises(ConfigError):
-        cluster_terms(0, 2, str(tmp_path))
+def test_hosts_that_do_not_come_are_an_error_after_a_while() -> None:
+    with hosts(patience_s=0.1) as cluster:
+        cluster.hosts._ready = Future()
+        with pytest.raises(ConfigError, match=r"Ray has no 2 nodes .* within 0\.1 s"):
+            cluster.hosts.gather()
+        cluster.hosts._patience_s = 60.0
+        with pytest.raises(ConfigError):
+            cluster.hosts.gather(lambda: False)
 
 
 def test_times_of_another_clock_are_moved_and_nothing_else_is() -> None:

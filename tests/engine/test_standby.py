@@ -124,7 +124,9 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:
     asyncio.run(refused())
 
 
-@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"nnodes": 2}])
+@pytest.mark.parametrize(
+    "fields", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "nnodes": 2, "ray_address": "auto"}]
+)
 def test_standby_needs_an_engine_of_one_process(fields: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="leave out the parallel sizes and nnodes, or standby"):
         EngineConfig(model="m", standby=True, **fields)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     if config.model == "silent":
         return 3
     clock = WallClock()
-    service = EngineService(endpoint, clock, server_pid, config.rdzv_token)
+    service = EngineService(endpoint, clock, server_pid, config.channel_token)
     if config.model == "hangs":
         service.start_heartbeats(config.engine_timeout_s / 5)
         time.sleep(1.0)

@@ -7,16 +7,20 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.helpers.polling import until
+from tests.helpers.ray_nodes import environment
 
-TOKEN = "a-token-of-the-tests"
 NODE0 = "10.77.0.1"
+RAY_ADDRESS = f"{NODE0}:6379"
 _NEWNET = 0x40000000
+_RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block", "--num-cpus", "2")
 
 
 def ip(*words: str) -> None:
@@ -59,6 +63,20 @@ class Hosts:
             yield
         finally:
             subprocess.run([*here, "del", "dev", self._link, "root"], check=True)
+
+    def pids(self, name: str) -> list[int]:
+        """The processes on a host."""
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def kill(self, name: str) -> None:
+        """Kill all that runs on a host."""
+        for pid in self.pids(name):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        until(lambda: not self.pids(name))
 
     def remove(self) -> None:
         for name in (self.a, self.b):
@@ -104,14 +122,14 @@ def inside(namespace: str) -> Iterator[None]:
 class Running:
     """A command on a host."""
 
-    def __init__(self, namespace: str, *words: str, token: str = TOKEN) -> None:
+    def __init__(self, namespace: str, *words: str, variables: Mapping[str, str] = os.environ) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *words],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "HEADWAY_RDZV_TOKEN": token},
+            env=dict(variables),
             start_new_session=True,
         )
 
@@ -131,3 +149,44 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.log.close()
+
+
+class RayOnHosts:
+    """A node of Ray on each host; `a` has the head, at `RAY_ADDRESS`."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.variables = environment()
+        self._hosts = hosts
+        self._running: list[Running] = []
+        self._start(hosts.a, "--head", "--node-ip-address", NODE0, "--port", "6379", "--include-dashboard", "false")
+        until(lambda: "Ray runtime started" in self._running[0].said, 60.0)
+        self.start_other()
+
+    def start_other(self) -> None:
+        """Start the node on `b`."""
+        self._start(self._hosts.b, "--address", RAY_ADDRESS, "--node-ip-address", "10.77.0.2")
+        until(lambda: "Ray runtime started" in self._running[-1].said, 60.0)
+
+    def kill_other(self) -> None:
+        """Kill the node on `b`, with all that runs there."""
+        self._hosts.kill(self._hosts.b)
+
+    def remove(self) -> None:
+        for name in (self._hosts.a, self._hosts.b):
+            self._hosts.kill(name)
+        for one in self._running:
+            one.remove()
+
+    def _start(self, namespace: str, *words: str) -> None:
+        words = (*_RAY, "--object-store-memory", str(80 << 20), *words)
+        self._running.append(Running(namespace, *words, variables=self.variables))
+
+
+@contextmanager
+def ray_on(hosts: Hosts) -> Iterator[RayOnHosts]:
+    """Skips the test without Ray."""
+    ray = RayOnHosts(hosts)
+    try:
+        yield ray
+    finally:
+        ray.remove()

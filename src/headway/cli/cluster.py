@@ -9,8 +9,8 @@ from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError
 from headway.core.settings import flag_of, resolve
 from headway.core.strict_yaml import read_yaml
-from headway.runtime.build import hosts
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
+from headway.runtime.engine.config import RAY_ADDRESS_NEEDED
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.model_folder import model_folder
@@ -43,12 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Precedence: flags, environment, then the file's `serve` section.
     flags = given_flags(ServeSettings, arguments)
     settings = resolve(ServeSettings, flags=flags, environment=environment(), file=file.serve, origin=f"{where}: serve")
-    named, node = model_of(file, arguments.file.parent), settings.node_rank
-    if node and not arguments.dry_run:
-        config = hosts.settle_token(settings.engine_config(named or ""), node, instances=True)
-        check_hosts(file, where, config.nnodes)
-        return hosts.run_cluster_host(config, node, named)
-    model = model_folder(named)
+    model = model_folder(model_of(file, arguments.file.parent))
+    check_hosts(file, where, settings.nnodes)
     if arguments.dry_run:
         print(_dry_run(file, where, model, settings))
         return 0
@@ -58,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
         outcome, same = replay_log(file, model, arguments.replay)
         print(outcome)
         return 0 if same else 1
-    check_hosts(file, where, settings.nnodes)
+    if file.hosts != {0} and settings.ray_address is None:
+        raise ConfigError(RAY_ADDRESS_NEEDED)
     instance_configs(file, where, model, settings)  # only for its errors: cores of other hosts are not known yet
-    config = hosts.settle_token(settings.engine_config(model), node, instances=True)
     from headway.serving.launch import serve_cluster
 
-    return serve_cluster(file, where, config, settings, allow_public=arguments.allow_public)
+    return serve_cluster(file, where, model, settings, allow_public=arguments.allow_public)
 
 
 def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) -> int:
@@ -86,15 +82,7 @@ def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) ->
 
 def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings) -> str:
     settle()
-    node = settings.node_rank
-    if settings.nnodes != 1:
-        hosts.check_node(settings.nnodes, node)
-        check_hosts(file, where, settings.nnodes)
-    elif node not in file.hosts | {0}:
-        raise ConfigError(f"{where}: node-rank is {node}, but no pool says `host: {node}`: nothing would run there")
     configs = instance_configs(file, where, model, settings)
     from headway.runtime.build.cluster_dry_run import report
 
-    return "\n".join(
-        [*(f"warning: {each}\n" for each in shared_cores(file, configs, node)), report(file, model, configs, node)]
-    )
+    return "\n".join([*(f"warning: {each}\n" for each in shared_cores(file, configs)), report(file, model, configs)])

@@ -9,7 +9,6 @@ from headway.cli.start_settings import StartSettings
 from headway.cli.vllm_flags import add_vllm_flags
 from headway.core.errors import ConfigError
 from headway.core.settings import print_config, resolve
-from headway.runtime.build import hosts
 from headway.runtime.engine.numerics import settle
 from headway.serving.model_folder import is_hub_id, model_folder
 
@@ -62,10 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_hub_id(settings.model) and not settings.served_model_name:
         # The cache's folder is named after a commit.
         settings = settings.model_copy(update={"served_model_name": (settings.model,)})
-    config = hosts.settle_token(settings.engine_config(model), settings.node_rank)
-    # Only node 0 has the endpoint; the other hosts run workers until node 0 ends.
-    if settings.node_rank:
-        return hosts.run_host(config, settings.node_rank)
+    config = settings.engine_config(model)
     if arguments.dry_run:
         settle()
         from headway.runtime.build.dry_run import report

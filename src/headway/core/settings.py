@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headway.core.errors import ConfigError
 from headway.core.file_sections import limit_words
 
-_SECRETS = ("api_key", "admin_key", "rdzv_token")
+_SECRETS = ("api_key", "admin_key")
 """Settings whose value is never printed."""
 
 

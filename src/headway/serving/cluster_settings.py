@@ -14,9 +14,8 @@ from headway.runtime.engine.config import PREFIX_CACHE_ALONE, EngineConfig
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import EndpointSettings
 
-_MEETING = frozenset(("nnodes", "node_rank", "rdzv_endpoint", "rdzv_token", "rdzv_timeout"))
-_CLUSTER_WIDE = _MEETING.union(EndpointSettings.model_fields)
-"""Settings of the whole cluster that a pool cannot override: rendezvous of the hosts, and the endpoint."""
+_CLUSTER_WIDE = frozenset(("nnodes", "ray_address", "host_timeout")).union(EndpointSettings.model_fields)
+"""Settings of the whole cluster that a pool cannot override: the hosts, and the endpoint."""
 
 
 def instance_configs(
@@ -51,14 +50,14 @@ def instance_configs(
     return configs
 
 
-def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig], node: int) -> list[str]:
-    """Return a sentence where this host's instances have more threads than it has cores; else nothing."""
+def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig], host: int = 0) -> list[str]:
+    """Return a sentence where the host's instances have more threads than it has cores; else nothing."""
     hosts = [pool.host for pool in file.pools for _ in range(pool.count)]
-    here = [config for host, config in zip(hosts, configs, strict=True) if host == node]
+    here = [config for where, config in zip(hosts, configs, strict=True) if where == host]
     threads = sum((config.threads or 1) * _workers(config) for config in here)
     if threads <= len(CORES):
         return []
-    words = f"{len(here)} instances of host {node} have {threads} threads on {len(CORES)} cores: they take turns, and "
+    words = f"{len(here)} instances of host {host} have {threads} threads on {len(CORES)} cores: they take turns, and "
     words += (
         f"compute up to {threads / len(CORES):.3g} times as slowly as one alone, which predictions take no account of"
     )
@@ -76,10 +75,7 @@ def _pool_config(
     merged = overlay(settings, own)
     if merged.prefix_cache:
         raise ConfigError(f"{where}: {PREFIX_CACHE_ALONE}")
-    # An instance runs on one host: `nnodes` and the rendezvous belong to the cluster.
-    engine = msgspec.structs.replace(
-        merged.engine_config(model), nnodes=1, rdzv_endpoint=None, rdzv_token=None, prefix_cache=False
-    )
+    engine = msgspec.structs.replace(merged.engine_config(model), prefix_cache=False)
     # KV moves between instances whose ranks are cut by heads only.
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
 from headway.core.structured_log import setup
-from headway.runtime.build import cluster_rules, hosts
+from headway.runtime.build import cluster_rules
 from headway.runtime.build.instance_factory import InstanceFactory
 from headway.runtime.cluster.cluster_file import ClusterFile
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineClient
-from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.ray_hosts import RayHosts, join_ray
 from headway.serving.binding import bind, check_binding, release
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.serve_settings import ServeSettings
@@ -46,31 +46,29 @@ def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public:
     return _exit_status(client.failure, started)
 
 
-def serve_cluster(
-    file: ClusterFile, where: str, config: EngineConfig, settings: ServeSettings, *, allow_public: bool
-) -> int:
+def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSettings, *, allow_public: bool) -> int:
     """Serve the instances of a cluster file until a signal; return the exit status.
 
-    where: the file's name in errors; config: node 0's, with the hosts' token; settings: the file's `serve` section.
+    where: the file's name in errors; model: the checkpoint's folder; settings: the file's `serve` section.
     Raises ConfigError when the cluster cannot start.
     """
     server = settings.server_settings()
     with _bound(server, allow_public) as sockets:
         from headway.runtime.cluster.client import ClusterClient
 
-        model = config.model
         log = cluster_rules.open_log(settings.event_log)
-        # Host of each instance by number: filled by the factory, read by the coordinator.
+        # Host of each instance by number: filled by the factory.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []
         factory: InstanceFactory | None = None
         folder = ScratchFolder("headway-cluster-")
-        coordinator = hosts.open_coordinator(config, host_of.__getitem__) if config.nnodes > 1 else None
+        hosts = _open_hosts(file, model, settings, host_of)
         try:
-            configs = instance_configs(file, where, model, settings, _cores(coordinator))
-            for warning in shared_cores(file, configs, 0):
+            cores = [] if hosts is None else [host.cores for host in hosts.gather()]
+            configs = instance_configs(file, where, model, settings, cores)
+            for warning in shared_cores(file, configs):
                 logging.getLogger("headway.cluster").warning("%s", warning)
-            factory = InstanceFactory(file, configs, folder.path, host_of, coordinator, config.rdzv_token or "")
+            factory = InstanceFactory(file, configs, folder.path, host_of, hosts)
             instances = factory.start_all()
             client = ClusterClient(
                 instances,
@@ -88,8 +86,8 @@ def serve_cluster(
                 each.end()
             if factory is not None:
                 factory.close()
-            if coordinator is not None:
-                coordinator.close()
+            if hosts is not None:
+                hosts.close()
             folder.close()
     return _exit_status(client.failure, started)
 
@@ -154,9 +152,13 @@ def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
     return ModelTokenizer.load(Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE)
 
 
-def _cores(coordinator: HostCoordinator | None) -> list[int]:
-    """Return the cores of each host, after waiting until all have connected; empty for one host."""
-    return [] if coordinator is None else [host.cores for host in coordinator.gather()]
+def _open_hosts(file: ClusterFile, model: str, settings: ServeSettings, host_of: dict[int, int]) -> RayHosts | None:
+    """Join the Ray cluster whose nodes are the file's other hosts; None where the file names none."""
+    count = max(file.hosts) + 1
+    if count == 1:
+        return None
+    assert settings.ray_address is not None
+    return join_ray(settings.ray_address, count, host_of.__getitem__, model, settings.host_timeout)
 
 
 def _exit_status(failure: str | None, started: bool) -> int:

@@ -94,23 +94,16 @@ class EngineSettings(SettingsModel):
     )
     nnodes: WholeNumber = Field(
         1,
-        description="hosts that the workers are spread over; the same flags are given on each",
+        description="hosts that the workers are spread over: this one and nodes of Ray",
         json_schema_extra=_shown_as("N"),
     )
-    node_rank: WholeNumber = Field(
-        0, description="which of them this is; 0 is where clients connect", json_schema_extra=_shown_as("R")
-    )
-    rdzv_endpoint: Text | None = Field(
+    ray_address: Text | None = Field(
         None,
-        description="HOST[:PORT] of node 0, reachable from all; port 29400 if none is given",
-        json_schema_extra=_shown_as("HOST:PORT"),
+        description="HOST:PORT of the Ray cluster that this host and the others are nodes of, or auto; needed for "
+        "several hosts alone",
+        json_schema_extra=_shown_as("ADDRESS"),
     )
-    rdzv_token: Text | None = Field(
-        None,
-        description="secret that all hosts share, best given in the environment; node 0 makes and prints one if there "
-        "is none",
-    )
-    rdzv_timeout: Number = Field(
+    host_timeout: Number = Field(
         600.0,
         description="seconds to wait for hosts, at first and when one is lost",
         json_schema_extra=_shown_as("SECONDS"),
@@ -265,9 +258,8 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             kv_parallel_size=self.kv_parallel_size,
             pipeline_schedule=self.pipeline_schedule,
             nnodes=self.nnodes,
-            rdzv_endpoint=self.rdzv_endpoint,
-            rdzv_token=self.rdzv_token,
-            rdzv_timeout_s=self.rdzv_timeout,
+            ray_address=self.ray_address,
+            host_timeout_s=self.host_timeout,
             max_queued_requests=self.max_queued_requests,
             mode=self.mode,
             scheduler=self.scheduler,

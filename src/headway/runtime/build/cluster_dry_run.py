@@ -33,11 +33,10 @@ _STEPS = 7
 """Bisections of the rate: the interval shrinks to 1/128."""
 
 
-def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node: int) -> str:
+def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig]) -> str:
     """Load one instance of each pool, one after another, and describe the cluster.
 
-    model: the checkpoint's folder; configs: of each instance, in the order of the pools; node: this host. On node 0 one
-    instance of every pool is loaded; on another host only of the pools that are to run there, and nothing is predicted.
+    model: the checkpoint's folder; configs: of each instance, in the order of the pools. All are loaded on this host.
     """
     several_hosts = len(file.hosts | {0}) > 1
     lines = [f"placement            {file.placement}, {len(configs)} instances"]
@@ -45,20 +44,13 @@ def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig], node:
     for i, (pool, first) in enumerate(zip(file.pools, first_of(file), strict=True)):
         place = f", on host {pool.host}" if several_hosts else ""
         lines += ["", f"pool {i}: {pool.count} x {pool.role}{place}, {configs[first].threads} threads each"]
-        if node and pool.host != node:
-            continue
-        if pool.host != node:
-            lines += [
-                f"  loaded on this host; `--dry-run --node-rank {pool.host}` on host {pool.host} says what fits there"
-            ]
+        if pool.host:
+            lines += [f"  loaded on this host: what fits on host {pool.host} may differ"]
         core = dry_run.loaded(configs[first])
         lines += dry_run.described(core, prefills=pool.role != "decode")
-        if not node:
-            measured += [measurement(core)] * pool.count
+        measured += [measurement(core)] * pool.count
     idle = idle_pools(file)
     lines += ["", *idle] if idle else []
-    if node:
-        return "\n".join(lines)
     plan = cluster_plan(file, model, configs, measured)
     return "\n".join([*lines, "", *groups(plan), "", *capacity(plan)])
 

@@ -73,7 +73,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     clock = WallClock()
     # TCP: the server is on another host, and the connection is authenticated by the token.
     elsewhere = endpoint.startswith("tcp:")
-    service = EngineService(endpoint, clock, server_pid, config.rdzv_token if elsewhere else None)
+    service = EngineService(endpoint, clock, server_pid, config.channel_token if elsewhere else None)
     # Before loading, which may take longer than the timeout.
     service.start_heartbeats(config.engine_timeout_s / PER_TIMEOUT)
     core: EngineCore | None = None

@@ -13,8 +13,8 @@ from headway.runtime.cluster.launch import host_launcher, launcher
 from headway.runtime.cluster.live_instance import Launch, LiveInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.launcher.engine_template import TemplatePool
-from headway.runtime.launcher.host_coordinator import HostCoordinator
-from headway.runtime.launcher.secret import peers_secret
+from headway.runtime.launcher.ray_hosts import RayHosts
+from headway.runtime.launcher.secret import new_token
 
 
 class InstanceFactory:
@@ -26,17 +26,18 @@ class InstanceFactory:
         configs: Sequence[EngineConfig],
         folder: Path,
         host_of: dict[int, int],
-        coordinator: HostCoordinator | None = None,
-        token: str = "",
+        hosts: RayHosts | None = None,
     ) -> None:
         """Prepare to start instances.
 
         configs: of each instance, in the order of the pools; folder: for sockets; host_of: filled with the host of each
-        instance number, for the coordinator; coordinator: of several hosts, which share `token`.
+        instance number; hosts: None where all instances run on this one.
         """
         self._file, self._configs, self._folder = file, configs, folder
         self._first, self._nodes = first_of(file), nodes_of(file)
-        self._host_of, self._coordinator, self._token = host_of, coordinator, token
+        self._host_of, self._hosts = host_of, hosts
+        self._secret = new_token()
+        """Known to the instances of several hosts alone."""
         self._templates = TemplatePool()
         # The newest instance of each number, those that have left included.
         self._started: dict[int, LiveInstance] = {}
@@ -77,9 +78,9 @@ class InstanceFactory:
 
     def _launcher(self, number: int, config: EngineConfig) -> Launch:
         connector = self._file.kv_connector
-        if self._coordinator is None:
+        if self._hosts is None:
             return launcher(number, self._folder, kv_connector=connector, template=self._templates.of(config))
-        return host_launcher(number, self._folder, self._coordinator, peers_secret(self._token), connector)
+        return host_launcher(number, self._folder, self._hosts, self._secret, connector)
 
 
 def joining_config(config: EngineConfig, like: int, number: int, incarnation: int) -> EngineConfig:

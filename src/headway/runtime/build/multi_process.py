@@ -20,10 +20,8 @@ from headway.runtime.executor.memory_fit import check_memory, check_shape, need,
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankConfig, RankPeer
 from headway.runtime.executor.rank_processes import ProcessTransport
-from headway.runtime.launcher.host_compatibility import node_of, terms
-from headway.runtime.launcher.host_coordinator import HostCoordinator
-from headway.runtime.launcher.network import parse_endpoint
 from headway.runtime.launcher.rank_launcher import warm
+from headway.runtime.launcher.ray_hosts import RayHosts, join_ray, node_of
 from headway.runtime.model.config import DecoderConfig, read_config
 from headway.runtime.model.fields import read_json
 
@@ -44,7 +42,7 @@ class _Placement:
     """Tokens of the longest request that the KV pool must hold."""
     devices: DeviceAssignment | None
     """None: the ranks compute on CPUs."""
-    hosts: HostCoordinator | None
+    hosts: RayHosts | None
     """None: all ranks run on this host."""
 
 
@@ -64,7 +62,7 @@ def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[]
     longest = config.max_model_len or min(shape.max_model_len, 2 * config.block_size)
     check_shape(shape, layout)
     devices = choose(config.device, layout.accelerators // config.nnodes, look_apart)
-    hosts = open_rendezvous(config, layout) if config.nnodes > 1 else None
+    hosts = _open_hosts(config, layout, devices) if config.nnodes > 1 else None
     try:
         placement = _Placement(layout, shape, itemsize, longest, devices, hosts)
         return _start_ranks(config, placement, _rank_config(config, placement, wanted))
@@ -74,18 +72,13 @@ def build_many(config: EngineConfig, layout: ParallelLayout, wanted: Callable[[]
         raise
 
 
-def open_rendezvous(config: EngineConfig, layout: ParallelLayout) -> HostCoordinator:
-    """Open node 0's end of several hosts that run one engine's workers."""
-    assert config.rdzv_endpoint is not None
-    assert config.rdzv_token is not None
-    mine = terms(0, config.nnodes, layout, config.model)
-    return HostCoordinator(
-        parse_endpoint(config.rdzv_endpoint),
-        config.rdzv_token,
-        mine,
-        partial(node_of, nodes=config.nnodes, layout=layout),
-        patience_s=config.rdzv_timeout_s,
-    )
+def _open_hosts(config: EngineConfig, layout: ParallelLayout, devices: DeviceAssignment | None) -> RayHosts:
+    """Join the Ray cluster whose nodes run this engine's workers together with this host."""
+    assert config.ray_address is not None
+    each = layout.accelerators // config.nnodes
+    host_of = partial(node_of, nodes=config.nnodes, ranks=layout.accelerators)
+    reserved = 0 if devices is None else each
+    return join_ray(config.ray_address, config.nnodes, host_of, config.model, config.host_timeout_s, reserved)
 
 
 def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, int]:
@@ -100,7 +93,8 @@ def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, 
         warm()
         present = hosts.gather(wanted)
         available = len(present) * min(host.available_bytes for host in present)
-        cores *= len(present)
+        # Equally many ranks on each, all with the same number of threads.
+        cores = len(present) * min(host.cores for host in present)
     if placement.devices is not None:
         # On devices the host's memory does not limit weights and KV.
         available = layout.accelerators * placement.devices.free_bytes
@@ -130,10 +124,10 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
         cuda=None if devices is None else devices.first,
         nodes=config.nnodes,
         host="127.0.0.1" if hosts is None else hosts.address,
-        token=config.rdzv_token if hosts is not None else None,
+        token=None if hosts is None else hosts.token,
         timeout_s=config.worker_timeout_s,
         # On several hosts a start may have to wait for a host that is itself being started again.
-        start_timeout_s=_START_S if hosts is None else _START_S + config.rdzv_timeout_s,
+        start_timeout_s=_START_S if hosts is None else _START_S + config.host_timeout_s,
         log_level=config.log_level,
         log_format=config.log_format,
         instance=None if config.instance is None else config.instance.number,

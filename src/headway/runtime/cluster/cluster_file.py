@@ -52,7 +52,7 @@ class InstancePool(FileSection):
         "in; null: `headway serve --engine vllm`, with the pool's `serve` as flags",
     )
     host: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="the --node-rank of the host that the instances run on"
+        default=0, description="the host that the instances run on: 0 is this one, the others are nodes of Ray"
     )
     serve: dict[str, Any] = Field(
         default_factory=dict, description="settings of `headway serve` for these instances alone, over the file's"
@@ -242,19 +242,13 @@ def moves_kv(file: ClusterFile) -> bool:
     return file.placement not in _WHOLE or file.options.get("long_sp") != 1
 
 
-def check_hosts(file: ClusterFile, where: str, count: int) -> None:
-    """Whether instances are on hosts that there are (`count`, node 0 included), and there are no others. Raises
-    ConfigError."""
-    for i, pool in enumerate(file.pools):
-        if pool.host >= count:
-            hosts = "there is host 0 alone" if count == 1 else f"there are hosts 0 to {count - 1}"
-            raise ConfigError(
-                f"{where}: pools[{i}].host is {pool.host}, but with --nnodes {count} {hosts}: give --nnodes "
-                f"{max(file.hosts) + 1}, --rdzv-endpoint and --node-rank (docs/how-to/several-hosts.md)"
-            )
-    idle = sorted(set(range(1, count)) - file.hosts)
+def check_hosts(file: ClusterFile, where: str, nnodes: int) -> None:
+    """Raise ConfigError where the pools' hosts are not numbered without gaps, or `nnodes` is asked for besides."""
+    if nnodes != 1:
+        raise ConfigError(f"{where}: nnodes spreads the workers of one engine; in a cluster a pool says `host`")
+    idle = sorted(set(range(1, max(file.hosts))) - file.hosts)
     if idle:
-        raise ConfigError(f"{where}: --nnodes is {count}, but no pool says `host: {idle[0]}`: nothing would run there")
+        raise ConfigError(f"{where}: there is a host {max(file.hosts)}, but no pool says `host: {idle[0]}`")
 
 
 def computes_alone(file: ClusterFile) -> bool:

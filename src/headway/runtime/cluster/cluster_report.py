@@ -15,9 +15,9 @@ from headway.runtime.cluster.live_instance import InstanceState
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one instance now.
 
-    host: the --node-rank of where it runs; node: as policies see it. waiting, running: requests in its scheduler;
-    placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed; free_in_s:
-    predicted seconds until all that is placed there is prefilled; failure: why it was given up.
+    host: where it runs, 0 is the controller's host; node: as policies see it. waiting, running: requests in its
+    scheduler; placed: requests of which any part is or will be there; queued_tokens: of prompts, not computed;
+    free_in_s: predicted seconds until all that is placed there is prefilled; failure: why it was given up.
     """
 
     id: int

@@ -11,7 +11,7 @@ from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.launcher.engine_spawn import ENGINE
 from headway.runtime.launcher.engine_template import EngineTemplate
-from headway.runtime.launcher.host_coordinator import HostCoordinator
+from headway.runtime.launcher.ray_hosts import RayHosts
 from headway.runtime.launcher.remote_engine import RemoteEngine
 
 
@@ -37,10 +37,8 @@ def launcher(
     return launch
 
 
-def host_launcher(
-    number: int, folder: Path, meeting: HostCoordinator, secret: str, kv_connector: str = "auto"
-) -> Launch:
-    """The same in a cluster of several hosts: on that one of them which `meeting` has for the number. Instances then
+def host_launcher(number: int, folder: Path, hosts: RayHosts, secret: str, kv_connector: str = "auto") -> Launch:
+    """The same in a cluster of several hosts: on that one of them which `hosts` has for the number. Instances then
     speak to each other over TCP, and show that they know `secret`."""
     own = folder / str(number)
 
@@ -48,13 +46,13 @@ def host_launcher(
         instance = InstanceConfig(
             number=number,
             incarnation=incarnation,
-            listen=f"tcp:{meeting.address}:0",
+            listen=f"tcp:{hosts.address}:0",
             secret=secret,
             kv_connector=kv_connector,
         )
         config = msgspec.structs.replace(config, instance=instance)
-        if meeting.node_of(number):
-            return RemoteEngine(config, number, meeting)
+        if hosts.node_of(number):
+            return RemoteEngine(config, number, hosts)
         own.mkdir(exist_ok=True)
         return EngineChild(msgspec.structs.replace(config, measured=f"{own}/measured"), ENGINE, own, incarnation)
 

@@ -14,6 +14,10 @@ PREFIX_CACHE_ALONE = (
     "prefix-cache needs an engine without KV groups, outside of clusters and without an event log: leave out "
     "kv-parallel-size and event-log, or prefix-cache"
 )
+RAY_ADDRESS_NEEDED = (
+    "several hosts need --ray-address: HOST:PORT of a Ray cluster, or auto on a host that is part of one "
+    "(docs/how-to/several-hosts.md)"
+)
 
 
 class InstanceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +62,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_parallel_size: int = 1
     pipeline_schedule: Literal["stream", "microbatch"] = "stream"
     nnodes: int = 1
-    rdzv_endpoint: str | None = None
-    rdzv_token: str | None = None
-    rdzv_timeout_s: float = 600.0
+    ray_address: str | None = None
+    """Where the Ray cluster is whose nodes are the hosts."""
+    host_timeout_s: float = 600.0
+    """How long to wait for hosts, at first and when one is lost."""
+    channel_token: str | None = None
+    """Authenticates an engine's connection to its server where that is on another host."""
     max_queued_requests: int = 1024
     mode: Literal["default", "paper"] = "default"
     scheduler: dict[str, Any] = {}
@@ -120,6 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"hang-factor must be at least 2, not {self.hang_factor:g}")
         if self.restart_window_s <= 0:
             raise ConfigError(f"restart-window must be above 0 s, not {self.restart_window_s:g}")
+        self._check_hosts()
         if self.standby and (self.layout.accelerators > 1 or self.nnodes > 1):
             raise ConfigError(
                 "standby keeps the weights of an engine of one process on this host: leave out the parallel sizes and "
@@ -129,3 +137,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"max-restarts must be at least 0, not {self.max_restarts}")
         if self.max_queued_requests < 1:
             raise ConfigError(f"max-queued-requests must be at least 1, not {self.max_queued_requests}")
+
+    def _check_hosts(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"nnodes must be at least 1, not {self.nnodes}")
+        if self.host_timeout_s <= 0.0:
+            raise ConfigError(f"host-timeout must be more than 0 seconds, not {self.host_timeout_s:g}")
+        if self.nnodes == 1:
+            return
+        if self.ray_address is None:
+            raise ConfigError(RAY_ADDRESS_NEEDED)
+        if self.layout.accelerators % self.nnodes:
+            raise ConfigError(
+                f"{self.layout.name} has {self.layout.accelerators} workers, which cannot be spread evenly over "
+                f"nnodes {self.nnodes}"
+            )

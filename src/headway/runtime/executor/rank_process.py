@@ -1,6 +1,8 @@
 """Entry point of a rank's process: joins the other ranks, loads its share of the model, serves.
 
-Started by `runtime.executor.rank_processes`, never by hand.
+Started by `runtime.executor.rank_processes`, on another host by `runtime.launcher.host_actor`, never by hand.
+
+usage there: python -m headway.runtime.executor.rank_process ENDPOINT PARENT_PID RANK < config.json
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
@@ -58,6 +62,8 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _LOCAL = "ipc://"
 """Beginning of the engine's endpoint where all ranks are on its host."""
 _PR_SET_PDEATHSIG = 1
+_PARENT_S = 0.5
+"""Interval between two looks for the parent of a rank on another host."""
 
 
 class ZmqChannel:
@@ -128,9 +134,12 @@ class ZmqChannel:
         self._context.term()
 
 
-def main(rank: int, endpoint: str, settings: bytes) -> None:
-    """Serve until `StopRank`, or until the engine's process has ended. Never returns."""
-    _end_with_the_engine()
+def main(rank: int, endpoint: str, settings: bytes, parent: int | None = None) -> None:
+    """Serve until `StopRank`, or until the parent's process has ended. Never returns.
+
+    parent: process id of what has started this process on another host than the engine's.
+    """
+    _end_with_the_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     config = msgspec.json.decode(settings, type=RankConfig)
     owner = {} if config.instance is None else {"instance": config.instance}
@@ -214,20 +223,27 @@ def _send(channel: ZmqChannel, message: FromRank) -> None:
     channel.send(_encoder.encode(message))
 
 
-def _end_with_the_engine() -> None:
-    """Have this process end with the engine, in two ways.
+def _end_with_the_parent(parent_pid: int | None) -> None:
+    """Have this process end with the engine, or on another host with what has started it there, in two ways.
 
-    The parent's sentinel is a pipe that the engine holds open for as long as it lives: a thread watches it. The parent,
-    the engine's forkserver, ends with the engine; the kernel then kills even a rank that is stopped by a signal.
+    The sentinel of a fork is a pipe that the engine holds open for as long as it lives: a thread watches it. The
+    parent, the engine's forkserver, ends with the engine; the kernel then kills even a rank that is stopped.
     """
     with suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
 
     def watch() -> None:
-        wait_for([parent.sentinel])
+        if parent is not None:
+            wait_for([parent.sentinel])
+        else:
+            # An orphan gets another parent.
+            while parent_pid is not None and os.getppid() == parent_pid:
+                time.sleep(_PARENT_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[3]), sys.argv[1], sys.stdin.buffer.read(), int(sys.argv[2]))

@@ -30,9 +30,8 @@ from headway.runtime.executor.messages import (
 from headway.runtime.executor.rank_config import RankConfig
 from headway.runtime.executor.rank_transport import Frame, RankLostError
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
-from headway.runtime.launcher.host_coordinator import HostCoordinator
-from headway.runtime.launcher.rank_launcher import end_words, launch
-from headway.runtime.launcher.remote_rank import RemoteProcess
+from headway.runtime.launcher.rank_launcher import RANK, end_words, launch
+from headway.runtime.launcher.ray_hosts import RayHosts, RemoteProcess
 
 M = TypeVar("M", RankHello, RankReady)
 
@@ -52,7 +51,7 @@ class ProcessTransport:
     or is cut off counts as lost after `config.timeout_s`.
     """
 
-    def __init__(self, config: RankConfig, hosts: HostCoordinator | None = None) -> None:
+    def __init__(self, config: RankConfig, hosts: RayHosts | None = None) -> None:
         self._folder = ScratchFolder("headway-ranks-")
         self._directory = self._folder.path
         self._context = zmq.Context()
@@ -73,7 +72,7 @@ class ProcessTransport:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         for rank in range(config.layout.accelerators):
-            remote = None if hosts is None else hosts.launch(rank, endpoint, settings)
+            remote = None if hosts is None else hosts.launch(rank, endpoint, settings, RANK)
             process = launch(rank, endpoint, settings) if remote is None else remote
             self.processes.append(process)
             self._poller.register(process.sentinel, zmq.POLLIN)

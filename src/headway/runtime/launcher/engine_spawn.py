@@ -1,4 +1,4 @@
-"""Starting an engine's process."""
+"""Starting an engine's process, or a rank's on another host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from contextlib import suppress
 
 import msgspec
 
-from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import NUMERICS
 
 ENGINE = "headway.runtime.build.engine_process"
 
 
-def spawn(endpoint: str, config: EngineConfig, module: str = ENGINE) -> subprocess.Popen[bytes]:
-    """A process that speaks to its server at `endpoint`, ends with this one, and leads a group of its own. Raises
-    OSError."""
+def spawn(endpoint: str, config: msgspec.Struct, module: str = ENGINE, *more: str) -> subprocess.Popen[bytes]:
+    """A process that speaks to its server at `endpoint`, ends with this one, and leads a group of its own.
+
+    config: its settings, as its `module` reads them; more: arguments that follow. Raises OSError.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, endpoint, str(os.getpid())],
+        [sys.executable, "-m", module, endpoint, str(os.getpid()), *more],
         stdin=subprocess.PIPE,
         env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,

@@ -3,7 +3,7 @@
 It connects straight back, to two ports of this host that accept this one process only, whose settings hold a key made
 for it alone (CURVE: encrypted, both ends authenticated); strangers that connect there and leave change nothing. Its own
 connection is not re-established once it has ended, because messages on their way may be lost: the process then counts
-as lost. Its host's reports on it come through the `HostCoordinator`.
+as lost. What its host knows of it comes through `RayHosts`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineChannel
 from headway.runtime.engine.iteration_deadline import IterationDeadline
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, join_endpoints
-from headway.runtime.launcher.host_coordinator import HostCoordinator
-from headway.runtime.launcher.remote_rank import RemoteProcess
+from headway.runtime.launcher.engine_spawn import ENGINE
+from headway.runtime.launcher.ray_hosts import RayHosts, RemoteProcess
 from headway.runtime.launcher.secret import guard_server, new_token
 
 _LOOK_S = 0.1
@@ -34,14 +34,14 @@ _REPORT_S = 1.0
 class RemoteEngine:
     """Started at construction, on the host of `number`, as soon as that is there."""
 
-    def __init__(self, config: EngineConfig, number: int, meeting: HostCoordinator) -> None:
-        self._number, self._meeting = number, meeting
+    def __init__(self, config: EngineConfig, number: int, hosts: RayHosts, module: str = ENGINE) -> None:
+        self._number, self._hosts = number, hosts
         token, ports = new_token(), []
 
         def bind(*sockets: zmq.Socket[Any]) -> None:
             for socket in sockets:
                 guard_server(socket, token)
-                ports.append(socket.bind_to_random_port(f"tcp://{meeting.address}"))
+                ports.append(socket.bind_to_random_port(f"tcp://{hosts.address}"))
 
         deadline = IterationDeadline(config.worker_timeout_s, config.hang_factor)
         self._channel = EngineChannel(config.worker_timeout_s, bind, deadline)
@@ -49,17 +49,16 @@ class RemoteEngine:
         """What it said of its own end."""
         self.served = False
         """Whether it has ever been ready."""
-        settings = msgspec.json.encode(msgspec.structs.replace(config, rdzv_token=token))
-        process = meeting.launch(
-            number, join_endpoints(*(f"tcp://{meeting.address}:{port}" for port in ports)), settings
-        )
+        settings = msgspec.json.encode(msgspec.structs.replace(config, channel_token=token))
+        endpoint = join_endpoints(*(f"tcp://{hosts.address}:{port}" for port in ports))
+        process = hosts.launch(number, endpoint, settings, module)
         assert process is not None, "of this host it would be a child"
         self.process: RemoteProcess = process
 
     @property
     def ahead_s(self) -> float:
         """To be added to its clock to have ours."""
-        return self._meeting.ahead_s(self._number)
+        return self._hosts.ahead_s(self._number)
 
     @property
     def abandoned(self) -> bool:

@@ -1,4 +1,4 @@
-"""ZeroMQ CURVE keys, derived from the token that the hosts of one instance share. No torch.
+"""ZeroMQ CURVE keys, derived from a random token that processes of different hosts get through Ray. No torch.
 
 Connections are encrypted, and closed to peers without the token: the serving socket's permanent key pair is made from
 it, and without that public key, which is never sent, a client cannot even begin CURVE's handshake (RFC 26/CurveZMQ).
@@ -16,27 +16,12 @@ from zmq.utils import z85
 
 from headway.core.errors import ConfigError
 
-_LEAST = 16
-_PURPOSE = b"headway rendezvous 1\x00"
-_PEERS = b"headway peers 1\x00"
+_PURPOSE = b"headway channel 1\x00"
 
 
 def new_token() -> str:
     """192 random bits, as text."""
     return secrets.token_urlsafe(24)
-
-
-def check_token(token: str) -> str:
-    """The token, if it is one that cannot be guessed by trying; ConfigError otherwise."""
-    if len(token) < _LEAST:
-        raise ConfigError(f"the token that the hosts share must have at least {_LEAST} characters, not {len(token)}")
-    return token
-
-
-def peers_secret(token: str) -> str:
-    """What the instances of a cluster show each other (`runtime.kv_transfer.peers`): from it the token does
-    not follow."""
-    return hashlib.sha256(_PEERS + token.encode()).hexdigest()
 
 
 def guard_server(socket: zmq.Socket[Any], token: str) -> None:

@@ -1,0 +1,281 @@
+"""The other hosts of an instance or a cluster: nodes of a Ray cluster, which starts and watches processes. No torch.
+
+One placement group has a bundle on each host but this one, and one actor in each bundle starts processes there
+(`host_actor`). When a node is lost, Ray moves its bundle to another node, or waits for one, and restarts the actor
+there. Ray's token authentication guards all of it; the processes' own connections have keys that travel through Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.runtime.launcher.engine_spawn import ENGINE
+from headway.runtime.launcher.host_actor import HostActor, HostFacts, ProcessLaunch, host_facts, mismatch
+from headway.runtime.launcher.secret import guard_server, new_token
+
+log = logging.getLogger("headway.engine")
+
+_RETRY_S = 0.5
+_CLOCK_S = 30.0
+"""Interval between two measurements of a host's clock."""
+_PINGS = 5
+_TELL_S = 10.0
+_KEEP_DEVICES = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""The processes choose among the devices that a host has, not the actor."""
+
+
+class RemoteProcess:
+    """A process on another host, with the interface of a local one. Made by `RayHosts.launch`. Safe between threads.
+
+    ended: None, or why it is gone, in words that follow 'worker 3'. abandoned: no host for it came back in time.
+    """
+
+    def __init__(self, number: int, node: int, drop: Callable[[], None]) -> None:
+        self.node = node
+        self.name = f"process {number} on host {node}"
+        self.pid: int | None = None
+        self.ended: str | None = None
+        self.abandoned = False
+        self.sentinel, self._held = os.pipe()
+        """sentinel: readable once the process has ended."""
+        self._changed = threading.Condition()
+        self._drop = drop
+        weakref.finalize(self, os.close, self.sentinel)
+
+    def end(self, why: str) -> None:
+        """Record that it is gone."""
+        with self._changed:
+            if self.ended is None:
+                self.ended = why
+                os.close(self._held)
+                self._changed.notify_all()
+
+    def is_alive(self) -> bool:
+        """Return whether it shall run, and nothing else is known."""
+        return self.ended is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, or its host is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended is not None, timeout)
+
+    def kill(self) -> None:
+        """Have it ended; not waited for."""
+        if self.ended is None:
+            self.end("was told to end")
+            self._drop()
+
+
+class RayHosts:
+    """The nodes of a Ray cluster on which processes of this one run, until `close`. Made by `join_ray`.
+
+    ray: the module. actors: one `HostActor` for each host but this one, which is host 0; they exist once `ready` does.
+    address: of this host, for the others. node_of: the host of a rank's or an instance's number. model: the
+    checkpoint's folder. patience_s: how long to wait for hosts, at first and when one is lost.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        actors: Sequence[Any],
+        ready: Any,
+        address: str,
+        node_of: Callable[[int], int],
+        model: str,
+        patience_s: float,
+    ) -> None:
+        self._ray, self._actors, self._ready = ray, actors, ready
+        self.address, self.node_of = address, node_of
+        self._model, self._patience_s = model, patience_s
+        self.token = new_token()
+        """Authenticates connections between the hosts' processes."""
+        self._ahead_s = [0.0] * (1 + len(actors))
+        self._serials = itertools.count(1)
+        self._processes: weakref.WeakSet[RemoteProcess] = weakref.WeakSet()
+        self._closing = False
+
+    def gather(self, wanted: Callable[[], bool] = lambda: True) -> list[HostFacts]:
+        """Return the facts of all hosts, by number, once Ray has a node for each; log every 10 s what is waited for.
+
+        Raises ConfigError after `patience_s`, when `wanted` returns False, or when a host does not match this one.
+        """
+        began = told = time.monotonic()
+        count = len(self._actors)
+        while not self._ray.wait([self._ready], timeout=_RETRY_S)[0]:
+            now = time.monotonic()
+            if now - began > self._patience_s or not wanted():
+                raise ConfigError(
+                    f"Ray has no {count} nodes with a free CPU beside this one within {self._patience_s:g} s: `ray "
+                    "status` lists what there is"
+                )
+            if now - told >= 10.0:
+                told = now
+                left = self._patience_s - (now - began)
+                log.warning("waiting for %d nodes of Ray beside this one; %.0f s left", count, left)
+        mine = host_facts(self._model)
+        facts: list[HostFacts] = self._ray.get([each.facts.remote() for each in self._actors])
+        for node, theirs in enumerate(facts, 1):
+            if (why := mismatch(mine, theirs)) is not None:
+                raise ConfigError(f"host {node} cannot take part: {why}")
+        return [mine, *facts]
+
+    def open(self, socket: Any) -> str:
+        """Bind a socket on this host's address for processes with `token`; return its endpoint."""
+        guard_server(socket, self.token)
+        port = socket.bind_to_random_port(f"tcp://{self.address}")
+        return f"tcp://{self.address}:{port}"
+
+    def launch(self, number: int, endpoint: str, settings: bytes, module: str = ENGINE) -> RemoteProcess | None:
+        """Have a process run on its host, as soon as that is there; None for host 0, whose processes are children.
+
+        endpoint: where the process finds its server; settings: its EngineConfig or RankConfig as JSON.
+        """
+        node = self.node_of(number)
+        if node == 0:
+            return None
+        launch = ProcessLaunch(next(self._serials), number, endpoint, settings, module)
+        actor = self._actors[node - 1]
+        process = RemoteProcess(number, node, lambda: actor.end.remote(launch.serial))
+        self._processes.add(process)
+        threading.Thread(target=self._follow, args=(process, launch), name=process.name, daemon=True).start()
+        return process
+
+    def ahead_s(self, number: int) -> float:
+        """Return the seconds to add to the clock of that number's host to have this one's."""
+        return self._ahead_s[self.node_of(number)]
+
+    def close(self) -> None:
+        """End what runs on the other hosts, and leave the Ray cluster. Harmless when repeated."""
+        if self._closing:
+            return
+        self._closing = True
+        for process in list(self._processes):
+            process.end("was told to end")
+        # The driver's actors and placement groups end with its connection, and their processes with the actors.
+        self._ray.shutdown()
+
+    # -- a thread for each process ------------------------------------------------------------------------------
+
+    def _follow(self, process: RemoteProcess, launch: ProcessLaunch) -> None:
+        """Start the process, wait for its end, and record that."""
+        actor = self._actors[process.node - 1]
+        try:
+            if self._started(process, launch):
+                process.end(f"(on host {process.node}) has ended with {self._end(process, launch)}")
+        except OSError as error:
+            process.end(f"(on host {process.node}) cannot be started: {error}")
+        # Errors of Ray, and whatever a call raises after `close`.
+        except Exception as error:
+            log.debug("%s: %s", process.name, error)
+            process.end(f"was on host {process.node}, which is lost")
+            if not self._closing:
+                # If the actor can be reached again, its process shall not stay.
+                actor.end.remote(launch.serial)
+
+    def _started(self, process: RemoteProcess, launch: ProcessLaunch) -> bool:
+        """Start the process once its host is there; False where it is not wanted any more, or no host came in time."""
+        actor, until = self._actors[process.node - 1], time.monotonic() + self._patience_s
+        while process.is_alive():
+            try:
+                process.pid = self._ray.get(actor.start.remote(launch))
+                return True
+            except self._ray.exceptions.RayTaskError:
+                raise
+            except self._ray.exceptions.RayError as error:
+                if time.monotonic() > until:
+                    process.abandoned = True
+                    process.end(f"was on host {process.node}, which has not come back for {self._patience_s:g} s")
+                    return False
+                log.debug("%s cannot be started yet: %s", process.name, error)
+                time.sleep(_RETRY_S)
+        return False
+
+    def _end(self, process: RemoteProcess, launch: ProcessLaunch) -> str:
+        """Wait for the process's end; return how it ended. Measures its host's clock meanwhile."""
+        actor = self._actors[process.node - 1]
+        ending = actor.wait.remote(launch.serial)
+        done: list[Any] = []
+        while not done:
+            self._measure_clock(process.node)
+            done, _ = self._ray.wait([ending], timeout=_CLOCK_S)
+        why: str = self._ray.get(ending)
+        return why
+
+    def _measure_clock(self, node: int) -> None:
+        """As NTP does: the other clock is read in the middle of a round trip; the shortest trip is most exact."""
+        trips = []
+        for _ in range(_PINGS):
+            began = time.monotonic()
+            theirs: float = self._ray.get(self._actors[node - 1].now.remote())
+            trip = time.monotonic() - began
+            trips.append((trip, began + trip / 2 - theirs))
+        self._ahead_s[node] = min(trips)[1]
+
+
+def join_ray(
+    address: str, count: int, node_of: Callable[[int], int], model: str, patience_s: float, devices: int = 0
+) -> RayHosts:
+    """Join the Ray cluster at `address`, of which this host is a node, and reserve hosts.
+
+    count: hosts, this one included. devices: GPUs of each other host that are reserved. The rest: see `RayHosts`.
+    Raises ConfigError.
+    """
+    ray = _connected(address)
+    from ray.util import get_node_ip_address
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    here, model = str(get_node_ip_address()), os.path.abspath(model)
+    own = ray.get_runtime_context().get_node_id()
+    bundle = {"CPU": 1.0} | ({"GPU": float(devices)} if devices else {})
+    group = placement_group(
+        [bundle] * (count - 1),
+        strategy="STRICT_SPREAD",
+        bundle_label_selector=[{"ray.io/node-id": f"!{own}"}] * (count - 1),
+    )
+    actor = ray.remote(HostActor)
+    actors = [
+        actor.options(
+            num_cpus=0,
+            max_restarts=-1,
+            runtime_env=_KEEP_DEVICES if devices else None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
+        ).remote(model, here)
+        for i in range(count - 1)
+    ]
+    return RayHosts(ray, actors, group.ready(), here, node_of, model, patience_s)
+
+
+def node_of(rank: int, nodes: int, ranks: int) -> int:
+    """Return a rank's host: ranks fill host 0 first, then host 1, so that those of one stage are together."""
+    return rank * nodes // ranks
+
+
+def _connected(address: str) -> Any:
+    """Join the Ray cluster at `address` as a driver; return the module. Raises ConfigError."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "several hosts need Ray: `pip install 'headway[ray]'` and `ray start` on each of them "
+            "(docs/how-to/several-hosts.md)"
+        ) from error
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, ignore_reinit_error=True, logging_level=logging.WARNING)
+    except Exception as error:
+        raise ConfigError(f"no Ray cluster can be joined at ray-address {address}: {error}") from error
+    finally:
+        # Ray sets a handler of its own, which would keep this process from ending in order.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+    return ray
