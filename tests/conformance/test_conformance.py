@@ -125,8 +125,9 @@ class _Silent(InstanceBackend):
     def send(self, kv_slice: KvSlice, now: float) -> None:
         """It is on its way."""
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         """It is gone."""
+        return False
 
     def pump(self, now: float) -> None:
         """They go on."""

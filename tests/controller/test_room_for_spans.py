@@ -55,8 +55,9 @@ class Room(InstanceBackend):
     def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
         return 1
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         self.prompts += 1
+        return False
 
 
 class Mute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import time
@@ -182,6 +183,21 @@ def test_an_engine_that_is_ended_before_its_host_is_there_never_runs() -> None:
             cluster.actors[0].come()
             await asyncio.sleep(1.2)  # longer than the interval of tries
             assert engine.process.pid is None
+
+    go(test)
+
+
+def test_a_process_that_the_system_refuses_to_start_is_told_from_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("headway.runtime.launcher.host_actor.spawn", refused)
+
+    async def test() -> None:
+        with hosts() as cluster:
+            engine = cluster.engine(1)
+            assert "(on host 1) cannot be started: " in await engine.wait_until_exited()
+            assert not engine.abandoned
 
     go(test)
 

@@ -229,12 +229,11 @@ class Chaos(InstanceBackend):
     def send(self, piece: KvSlice, now: float) -> None:
         self.soon("sent", piece)
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         name = controlled.request.id
         assert name not in self.ended
         self.ended[name] = why
-        if self.rng.random() < 0.5:
-            self.machine.cancel(name)
+        return self.rng.random() < 0.5
 
     def pump(self, now: float) -> None:
         pass

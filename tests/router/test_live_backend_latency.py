@@ -40,7 +40,7 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
         return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
 
     nobody: Any = None
-    hands = LiveBackend(fleet, nobody, latency_of, SHAPE, False, 0, nobody, nobody, lambda: 0.0)
+    hands = LiveBackend(fleet, nobody, latency_of, SHAPE, False, 0, lambda: 0.0)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
     assert hands.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)

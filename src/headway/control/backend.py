@@ -1,8 +1,8 @@
 """The seam below `ClusterController`: everything that computes, moves bytes, or predicts how long that takes.
 
-The simulator's backend lets virtual time pass, and the live one sends messages to instances. A backend reports outcomes
-later, through the controller's callbacks; during a call it only returns or raises (and may call
-`ClusterController.cancel` from `forget`).
+The simulator's backend lets virtual time pass, and the live one sends messages to instances. During a call a backend
+only returns or raises. Outcomes, also those that are known at once, are events that its driver gives to the controller
+after the call.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class InstanceBackend(Protocol):
         """Send a KV slice that is `ready`: its sender is free, and one of its target's receivers is reserved until
         `ClusterController.sent`."""
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
-        """Free everything of a request that has ended, with all of its output (`why` None) or without. If its transfers
-        stop at once, call `ClusterController.cancel`; else call `sent` for each slice under way."""
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
+        """Free everything of a request that has ended, with all of its output (`why` None) or without. Return whether
+        its transfers stop at once; else `sent` follows for each slice under way."""
 
     def pump(self, now: float) -> None:
         """Let schedulers continue with their iterations: everything that may begin has begun."""

@@ -169,10 +169,6 @@ class ClusterController:
         self.state.now = now
         self._pending_events.append(WakeupDue())
 
-    def cancel(self, name: str) -> None:
-        """End a request's transfers that are under way. Called from `InstanceBackend.forget`."""
-        self.state.transfers.cancel(name)
-
     def may_use(self, name: str, instance: int) -> bool:
         """Return whether a request may be given to an instance: to none that is gone, and to one that is drained only
         with something there already."""
@@ -340,7 +336,7 @@ class ClusterController:
         left = [entry for entry in controlled.entries if entry.state != "done"]
         for entry in left:
             self._dispatcher.leave(entry)
-        # slices that have been granted go on until `sent` or `cancel`: bytes are on the wire
+        # slices that have been granted go on until `sent`, or until the backend has stopped them: bytes are on the wire
         state.transfers.drop(name)
         self._reservations.withdraw(name)
         self._reservations.release_now(name)
@@ -348,5 +344,5 @@ class ClusterController:
         if left:
             state.relayout()
         del self.requests[name]
-        # last: the backend may call `cancel` from here
-        self._backend.forget(controlled, why, state.now)
+        if self._backend.forget(controlled, why, state.now):
+            state.transfers.cancel(name)

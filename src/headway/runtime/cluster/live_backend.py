@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from headway.control.backend import ActionImpossible, SchedulerStats
 from headway.control.controlled_request import ControlledRequest
@@ -35,11 +36,37 @@ LatencyOf = Callable[[EngineInfo | None], GroupLatency]
 """From an instance's report to the predictor of its times; None: the instance is not there now."""
 
 
-class LiveBackend:
-    """The `control.backend.InstanceBackend` of live instances.
+class SliceSent(NamedTuple):
+    """A KV slice has arrived."""
 
-    `LiveController` empties `completed`, `over` and `ended` after each call of the `ClusterController`.
-    """
+    kv_slice: KvSlice
+
+
+class BatchComplete(NamedTuple):
+    """A batch is complete without a message: its last member's request has ended."""
+
+    entry: SpanEntry
+
+
+class DecodeOver(NamedTuple):
+    """A request had ended when its decode was enqueued."""
+
+    attempt: RequestAttempt
+
+
+class RequestReleased(NamedTuple):
+    """The controller has released a request."""
+
+    attempt: RequestAttempt
+    why: str | None
+    """None: all of its output was sent."""
+
+
+BackendEvent = SliceSent | BatchComplete | DecodeOver | RequestReleased
+
+
+class LiveBackend:
+    """The `control.backend.InstanceBackend` of live instances."""
 
     capabilities = NATIVE_CAPABILITIES
 
@@ -51,28 +78,21 @@ class LiveBackend:
         shape: ModelShape,
         in_place: bool,
         rows: int,
-        sent: Callable[[KvSlice], None],
-        cancel: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
         """latency_of: predictor of an instance, and of a group that begins with it. in_place: groups decode where KV
-        lies. rows: see `SpanTask.rows`. sent: called with a slice that has arrived; it must not call the controller at
-        once. cancel: ends the transfers of a request, by name.
+        lies. rows: see `SpanTask.rows`.
         """
         self.fleet, self.attempts = fleet, attempts
-        self._latency_of, self._sent, self._cancel, self._clock = latency_of, sent, cancel, clock
+        self._latency_of, self._clock = latency_of, clock
+        self.events: deque[BackendEvent] = deque()
+        """What has happened during calls, in order: `LiveController` takes it after each of them."""
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
         self.loads: dict[int, InstanceLoad] = {}
-        self.moves = LiveKvMigrations(fleet, sent)
-        self.over: list[RequestAttempt] = []
-        """Requests that had ended when their decode was enqueued."""
-        self.completed: list[SpanEntry] = []
-        """Batches that are complete without a message: their last member's request has ended."""
-        self.ended: deque[tuple[RequestAttempt, str | None]] = deque()
-        """Requests that the controller has released, with the reason; None: all of their output was sent."""
+        self.moves = LiveKvMigrations(fleet, self._sent)
         self.steps = GroupDecodeSteps(fleet)
-        self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self.over.append)
+        self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self._over)
         self.rooms = KvAdmission(fleet.kv, clock)
         self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit)
 
@@ -152,7 +172,7 @@ class LiveBackend:
         else:
             self._sent(piece)
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         attempt: RequestAttempt = controlled.backend_state
         name = attempt.request.id
         # The estimate first, then reservations, then the message that frees the KV itself on each instance.
@@ -165,9 +185,9 @@ class LiveBackend:
         # A batch continues with its next member; it may be complete because this one was the last.
         complete = self.runs.left(attempt)
         if complete is not None:
-            self.completed.append(complete)
-        self.ended.append((attempt, why))
-        self._cancel(name)
+            self.events.append(BatchComplete(complete))
+        self.events.append(RequestReleased(attempt, why))
+        return True
 
     def pump(self, now: float) -> None:
         """Stop decodes that no group is to compute any more. Schedulers continue by themselves."""
@@ -207,6 +227,12 @@ class LiveBackend:
         if known is None or known[0] is not info:
             known = self._latencies[number] = info, self._latency_of(info)
         return known[1]
+
+    def _sent(self, kv_slice: KvSlice) -> None:
+        self.events.append(SliceSent(kv_slice))
+
+    def _over(self, attempt: RequestAttempt) -> None:
+        self.events.append(DecodeOver(attempt))
 
     def _placed(self, attempt: RequestAttempt, number: int) -> None:
         tokens = attempt.request.prompt_tokens + attempt.said

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headway.control.controller import ClusterController
 from headway.control.decision_log import RecordingController
@@ -21,7 +21,14 @@ from headway.policy.placement.view import ClusterLinks, ClusterState
 from headway.runtime.cluster.attempt import AttemptTable
 from headway.runtime.cluster.instance_messages import InstanceMessages
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.live_backend import LatencyOf, LiveBackend
+from headway.runtime.cluster.live_backend import (
+    BatchComplete,
+    DecodeOver,
+    LatencyOf,
+    LiveBackend,
+    RequestReleased,
+    SliceSent,
+)
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.membership import LiveMembership
 from headway.runtime.cluster.policies import PlacementChain
@@ -63,7 +70,6 @@ class LiveController:
         `SpanTask.rows`. log: of all decisions, for a replay. clock: seconds, of the same clock as the event loop's.
         """
         self._clock = clock
-        self._sent: list[Any] = []
         attempts = AttemptTable()
         book = ClusterState([each.initial_instance for each in fleet], links)
         self.hands = LiveBackend(
@@ -73,8 +79,6 @@ class LiveController:
             shape,
             in_place,
             rows,
-            self._sent.append,
-            lambda name: self.machine.cancel(name),
             clock,
         )
         self.policies = PlacementChain(make, lambda name, number: self.machine.may_use(name, number))
@@ -103,40 +107,36 @@ class LiveController:
     # -- what came up inside calls of the controller ------------------------------------------------------------------
 
     def _follow(self) -> bool:
-        """Report back what came up inside calls of the controller, which is not re-entrant; True if there was any.
-
-        Each list is swapped for an empty one before it is walked: what the calls add is left for the next round.
-        """
+        """Report back what came up inside calls of the controller, which is not re-entrant; True if there was any."""
         # Every part runs, whatever those before it return.
-        some = [self._follow_kv(), self._follow_decodes(), self._follow_stranded(), self._follow_kv_claims()]
-        self._follow_ended()
+        some = [self._take_events(), self._follow_stranded(), self._follow_kv_claims(), self._take_events()]
         # Last, so that new attempts see all that was freed above.
         some.append(self.requests.begin_due())
         return any(some)
 
-    def _follow_kv(self) -> bool:
-        """Slices that have arrived; batches that are complete because their last member's request ended."""
-        # `_sent` is emptied in place: the backend holds a reference to the list itself.
-        sent, self._sent[:] = list(self._sent), []
-        for piece in sent:
-            self._isolate(piece.request, partial(self.machine.sent, piece, self._clock()))
-        completed, self.hands.completed = self.hands.completed, []
-        some = bool(sent)
-        for entry in completed:
-            # it may have been dropped since
-            if entry.state == "running":
-                some = True
-                self._isolate(entry.owner, partial(self.messages.complete, entry))
-        return some
-
-    def _follow_decodes(self) -> bool:
-        """Requests whose last token came before their decode was placed: the decode ends as soon as it begins."""
-        over, self.hands.over[:] = list(self.hands.over), []
+    def _take_events(self) -> bool:
+        """Give the controller what its backend has reported, in order; what these calls add is left for the next
+        round."""
+        events = self.hands.events
         some = False
-        for attempt in over:
-            if attempt.controlled.resident:
-                some = True
-                self._isolate(attempt.request.id, partial(self.messages.decoded, attempt, True))
+        for event in [events.popleft() for _ in range(len(events))]:
+            match event:
+                case SliceSent(kv_slice):
+                    some = True
+                    self._isolate(kv_slice.request, partial(self.machine.sent, kv_slice, self._clock()))
+                # It may have been dropped since.
+                case BatchComplete(entry) if entry.state == "running":
+                    some = True
+                    self._isolate(entry.owner, partial(self.messages.complete, entry))
+                # The decode ends as soon as it has begun.
+                case DecodeOver(attempt) if attempt.controlled.resident:
+                    some = True
+                    self._isolate(attempt.request.id, partial(self.messages.decoded, attempt, True))
+                case RequestReleased(attempt, why):
+                    if why is not None and attempt.controlled.rejected:
+                        attempt.asked.fail(RequestError(why))
+                    if why is None or attempt.controlled.rejected:
+                        self.requests.ended(attempt)
         return some
 
     def _follow_stranded(self) -> bool:
@@ -154,16 +154,6 @@ class LiveController:
                 why = "its instances are gone, or its placement failed"
                 self._isolate(name, partial(self.requests.retry, attempt, why))
         return some
-
-    def _follow_ended(self) -> None:
-        """Requests that the controller has ended: complete, or rejected by a policy."""
-        while self.hands.ended:
-            ended, why = self.hands.ended.popleft()
-            if why is None:
-                self.requests.ended(ended)
-            elif ended.controlled.rejected:
-                ended.asked.fail(RequestError(why))
-                self.requests.ended(ended)
 
     def _follow_kv_claims(self) -> bool:
         """A request that waits for KV which others, directly or not, would only free after it: it begins again."""

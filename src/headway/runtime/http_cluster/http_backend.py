@@ -116,13 +116,14 @@ class HttpBackend(InstanceBackend):
         """Never called: `capabilities` has no KV transfer."""
         raise ActionImpossible("HTTP instances move no KV")
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         request: HttpRequest = controlled.backend_state
         self._stop(request)
         for each in self._instances.values():
             each.queue.remove(controlled.request.id, now)
         if why is not None and controlled.rejected:
             self.rejected.append((request, why))
+        return False
 
     def pump(self, now: float) -> None:
         """Do nothing: servers continue by themselves."""

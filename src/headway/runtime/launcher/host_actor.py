@@ -93,7 +93,9 @@ class HostActor:
 
     async def wait(self, serial: int) -> str:
         """Return how a process has ended, once it has: a phrase that follows 'has ended with'."""
-        process = self._running[serial]
+        # Started by an earlier process of the actor, which it ended with.
+        if (process := self._running.get(serial)) is None:
+            return "what had started it"
         while (code := process.poll()) is None:
             await asyncio.sleep(_POLL_S)
         # Its workers end with it; one that is stopped might not.

@@ -171,8 +171,8 @@ class RayHosts:
         try:
             if self._started(process, launch):
                 process.end(f"(on host {process.node}) has ended with {self._end(process, launch)}")
-        except OSError as error:
-            process.end(f"(on host {process.node}) cannot be started: {error}")
+        except (OSError, self._ray.exceptions.RayTaskError) as error:
+            process.end(f"(on host {process.node}) cannot be started: {getattr(error, 'cause', error)}")
         # Errors of Ray, and whatever a call raises after `close`.
         except Exception as error:
             log.debug("%s: %s", process.name, error)

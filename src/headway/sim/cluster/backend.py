@@ -249,7 +249,7 @@ class SimulatedBackend(InstanceBackend):
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> None:
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         for entry in controlled.entries:
             self.transfers.send_deferred(entry, now)
         self._paused_s.pop(controlled.request.id, None)
@@ -258,6 +258,7 @@ class SimulatedBackend(InstanceBackend):
         request: SimRequest = controlled.backend_state
         request.ended_s, request.error, request.rejected = now, why, controlled.rejected
         self.simulation.schedule_next_turn(request.source)
+        return False
 
     def _freed(self, instance: int) -> None:
         """Let spans and schedulers that wait for blocks of an instance try again."""
