@@ -250,7 +250,7 @@ def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> Non
             await draining
             told = await asyncio.gather(*rest)
             assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
-            assert client._child.process.returncode == 0
+            assert client._engine.process.process.returncode == 0
 
     go(test)
 

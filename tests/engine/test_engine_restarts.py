@@ -145,7 +145,7 @@ def test_an_engine_with_unreadable_messages_is_ended() -> None:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
-        await eventually(lambda: client._child.process.poll() is not None)
+        await eventually(lambda: client._engine.process.process.poll() is not None)
         await client.drain()
 
     go(test, model="garbles")

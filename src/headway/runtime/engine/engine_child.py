@@ -23,6 +23,8 @@ from headway.runtime.engine.protocol import HEARTBEAT_SUFFIX, EngineInfo, FatalE
 from headway.runtime.launcher.engine_spawn import spawn
 from headway.runtime.launcher.engine_template import EngineTemplate, ForkedEngine
 
+ENDED_IN_ORDER = "has ended with exit code 0"
+"""What `EngineChild.wait_until_exited` returns after a drain."""
 _LOOK_S = 0.1
 """Interval between two checks of the engine's heartbeats; the end of its process is noticed at once."""
 _LAST_MESSAGES_S = 0.2
