@@ -100,21 +100,23 @@ def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
         return inside
 
     assert entered({}, 1000) == 1
-    assert entered({}, 3000) == 0, "more than a quarter of the group's time"
-    assert entered({"yields_to": 1.0}, 3000) == 1
+    assert entered({}, 4000) == 1, "a fifth of what the group's prompt takes on one instance, though four compute it"
+    assert entered({}, 6000) == 0, "more than a quarter"
+    assert entered({"yields_to": 1.0}, 6000) == 1
     assert entered({"yields_to": 0.0}, 10) == 0
     given = [entered({"rho_min": share, "rho_max": share}, 1000, 60) for share in (0.1, 0.3, 0.6)]
     assert given == sorted(set(given))
     assert given[-1] < 60
     late = {"rho_min": 0.1, "rho_max": 0.1}
     assert entered(late, 1000, 10, ttft_s=2.5) > entered(late, 1000, 10), "what would be late enters all the same"
-    assert entered({}, 3000, ttft_s=0.1) == 0, "but only before much longer work"
+    assert entered({}, 6000, ttft_s=0.1) == 0, "but only before much longer work"
 
 
-@pytest.mark.parametrize(("qps", "seed"), [(8.0, 0), (8.0, 1), (7.0, 2), (8.0, 2)])
-def test_short_prompts_do_not_wait_for_a_saturated_prefill_pool(qps: float, seed: int) -> None:
-    """Eight A100s, past what six can prefill. Shorts waited 14 to 33 s on instances that computed another group than
-    the policy thought."""
+@pytest.mark.parametrize(("qps", "seed"), [(3.0, 0), (4.0, 2), (5.0, 0), (6.0, 1), (7.0, 2), (8.0, 0), (8.0, 2)])
+def test_short_prompts_wait_no_longer_than_under_jsq(qps: float, seed: int) -> None:
+    """Eight A100s, below and past what six can prefill. Shorts waited 14 to 33 s on instances that computed another
+    group than the policy thought, and below saturation up to twice as long as under jsq for a layer of a whole document
+    to end."""
 
     def short_p99_s(cluster: dict[str, Any]) -> float:
         mix = [
@@ -133,11 +135,29 @@ def test_short_prompts_do_not_wait_for_a_saturated_prefill_pool(qps: float, seed
     pools = [{"role": "prefill", "count": 6}, {"role": "decode", "count": 2}]
     weave = short_p99_s({"placement": "weave", "options": {"rate": 0.3}, "pools": pools})
     jsq = short_p99_s({"placement": "jsq", "pools": [{"role": "mixed", "count": 8}]})
-    assert weave < 1.3 * jsq
+    assert weave <= 1.05 * jsq
+
+
+def test_chunks_are_cut_so_that_their_groups_can_be_paused() -> None:
+    def spans(options: dict[str, Any]) -> list[tuple[int, int]]:
+        (commit,) = ask(
+            made(options), book_of(cluster(4, decode=1, per_node=4)), RequestArrived(request("a", 20_000)), 0
+        )
+        assert isinstance(commit, CommitSpans)
+        assert {span.group for span in commit.spans} == {(0, 1, 2, 3)}
+        return [(span.start, span.end) for span in commit.spans]
+
+    assert len(spans({"pause_s": 10.0})) == 1
+    fine = spans({"pause_s": 0.05})
+    assert len(fine) > 1
+    assert fine[0][0] == 0
+    assert fine[-1][1] == 20_000
+    assert all(one[1] == other[0] for one, other in pairwise(fine))
+    assert len(spans({"yields_to": 0.0, "pause_s": 0.05})) == 1, "what never yields is not cut"
 
 
 def test_share_of_yielding_follows_relative_slack_down_to_the_least() -> None:
-    placed = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0)
+    placed = PlacedGroup("r", [(0, 1)], [0.0], [0.1], 10.0, work_s=10.0, alone_s=20.0, deadline_s=50.0)
     assert placed.slack(0.0) == 4.0
     # a share r of the total is r / (1 - r) of the work; ample slack is cut to the largest share, little to the least
     assert placed.yieldable_s(0.0, 0.2, 0.7) == pytest.approx(10 * 0.7 / 0.3)
@@ -267,7 +287,7 @@ def test_long_prompt_on_one_instance_is_a_group_of_one_that_can_be_paused() -> N
     policy = made()
     (commit,) = ask(policy, state, RequestArrived(request("long", 4000)), 0.0)
     assert isinstance(commit, CommitSpans)
-    assert [span.group for span in commit.spans] == [(0,)]
+    assert {span.group for span in commit.spans} == {(0,)}
     state.put(msgspec.structs.replace(state.instances[0], free_at_s=4.0))
     assert ask(policy, state, RequestArrived(request("a", 100)), 0.5) == [
         EnqueueRequest("a", (0,), "all", True),
@@ -282,11 +302,25 @@ def test_a_resumed_prompt_comes_before_what_waits_and_behind_what_runs() -> None
     state, groups = book_of(cluster(4, decode=1, per_node=4)), PlacedGroups()
     view = ClusterSnapshot(state, 0.0)
     for name, group in (("a", (0,)), ("b", (1,)), ("c", (0, 1)), ("d", (2, 3))):
-        groups.add(PlacedGroup(name, [group], [0.0], [0.1], 10.0, work_s=10.0, deadline_s=50.0))
+        groups.add(PlacedGroup(name, [group], [0.0], [0.1], 10.0, work_s=10.0, alone_s=20.0, deadline_s=50.0))
     groups.resume("c", view)
     assert [placed.request for placed in groups.on(0)] == ["a", "c"], "a runs there"
     state.put(msgspec.structs.replace(state.instances[1], running=1))
-    groups.add(PlacedGroup("e", [(1,), (1, 2)], [0.0] * 2, [0.1] * 2, 10.0, work_s=10.0, deadline_s=50.0))
+    groups.add(PlacedGroup("e", [(1,), (1, 2)], [0.0] * 2, [0.1] * 2, 10.0, work_s=10.0, alone_s=20.0, deadline_s=50.0))
     groups.resume("e", ClusterSnapshot(state, 1.0))
     assert [placed.request for placed in groups.on(1)] == ["e", "b", "c"]
     assert [placed.request for placed in groups.on(2)] == ["d", "e"], "with the spans to come, on other instances too"
+
+
+def test_a_resumed_prompt_comes_before_the_later_spans_of_what_runs() -> None:
+    """Else shorts entered instances that computed another prompt than the policy thought, and waited for its end."""
+    groups, view = PlacedGroups(), ClusterSnapshot(book_of(cluster(4, decode=1, per_node=4)), 0.0)
+    first, second = (PlacedGroup(name, [(0, 1)] * 2, [0.0] * 2, [0.1] * 2, 9.0, 9.0, 20.0, 50.0) for name in "ab")
+    groups.add(first)
+    groups.add(second)
+    groups.resume("b", view)
+    assert groups.is_running(first, view)
+    groups.advance(first)
+    assert groups.is_running(second, view)
+    groups.remove("b")
+    assert groups.is_running(first, view)

@@ -24,12 +24,13 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Self
 
+import msgspec
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import PositiveOrZero
 from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.span import Span, cut
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement import tetris
 from headway.policy.placement.base import (
@@ -66,7 +67,7 @@ class WeaveOptions(tetris.TetrisOptions):
     """A prompt that the plan gives to one instance goes to its scheduler if it takes at most so long there; a longer
     one is a group of one."""
     yields_to: PositiveOrZero = 0.25
-    """A group yields to prompts that take, on one instance, at most so many times its own time; 0: to none."""
+    """A group yields to prompts that take, on one instance, at most so many times what its own would; 0: to none."""
     rho_min: PositiveOrZero = 0.2
     """Least share of its time that a group yields."""
     rho_max: Annotated[float, Field(lt=1)] = 0.7
@@ -77,6 +78,8 @@ class WeaveOptions(tetris.TetrisOptions):
     """The same as a multiple of the prompt's own time; the later of the two counts."""
     lost_s: PositiveOrZero = 0.0
     """Seconds to restore a paused group's state."""
+    pause_s: Annotated[float, Field(gt=0)] = 0.05
+    """A chunk whose group could be paused only after longer is cut into several."""
 
     @model_validator(mode="after")
     def _possible_together(self) -> Self:
@@ -174,6 +177,8 @@ class WeavePlacement(PlacementPolicy):
         if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
             (instance,) = spans[0].group
             return self._enqueue(request, instance, alone_s, view, prefix, concurrent=False)
+        if self._options.yields_to:
+            spans = tuple(part for span in spans for part in self._pausable(span, view))
         self.groups.add(self._placed_group(request, plan, spans, view))
         self._decodes.place(request, [span.group for span in spans], view)
         return [CommitSpans(request.id, spans, view.version, prefix=prefix)]
@@ -201,6 +206,16 @@ class WeavePlacement(PlacementPolicy):
             prefix = CachedPrefix(prefix.instance, prefix.tokens, copy_s)
         return [EnqueueRequest(request.id, (instance,), phase, concurrent, prefix)]
 
+    def _pausable(self, span: Span, view: ClusterSnapshot) -> list[Span]:
+        """Return a chunk as chunks between whose layers the group can be paused every `pause_s` or so."""
+        members, tokens = len(span.group), span.end - span.start
+        shape = GroupShape(members, view.nodes_of(span.group), span.strategy)
+        seconds = self._latency.prefill_s(span.start, tokens, shape)
+        interval_s = self._context.pause_interval_s(span.start, span.end, shape, seconds)
+        parts = max(1, math.ceil(interval_s / self._options.pause_s))
+        pieces = cut(span.start, span.end, members, math.ceil(tokens / (parts * members)))
+        return [msgspec.structs.replace(span, start=start, end=end) for start, end in pieces]
+
     def _placed_group(
         self, request: Request, plan: ChunkAllocation, spans: Sequence[Span], view: ClusterSnapshot
     ) -> PlacedGroup:
@@ -215,9 +230,10 @@ class WeavePlacement(PlacementPolicy):
             pause_intervals_s.append(self._context.pause_interval_s(span.start, span.end, shape, seconds))
             work_s += seconds
             now = start_s + seconds
+        alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
         deadline_s = request.arrival_s + self._due_s(request, work_s)
         groups = [span.group for span in spans]
-        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, deadline_s)
+        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, alone_s, deadline_s)
 
     def _due_s(self, request: Request, work_s: float) -> float:
         """Return the seconds within which a request's first token is due. work_s: the prompt's own time."""
@@ -239,9 +255,9 @@ class WeavePlacement(PlacementPolicy):
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[str, tuple[float, float]] = {}
         for placed in self.groups.all():
-            # below any charge, 0 included, unless the prompt is much shorter than the group's work
+            # below any charge, 0 included, unless the prompt is much shorter than the group's
             left_s = -1.0  # too short to yield to this prompt
-            if alone_s <= options.yields_to * placed.work_s:
+            if alone_s <= options.yields_to * placed.alone_s:
                 left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if shares else math.inf
             # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
             # before the schedulers of its instances are empty
@@ -311,7 +327,7 @@ class WeavePlacement(PlacementPolicy):
         if event.last:
             self.groups.remove(event.request)
         else:
-            placed.index = event.index + 1
+            self.groups.advance(placed)
 
     def _left_scheduler(self, request: str, view: ClusterSnapshot) -> None:
         """Note that a prompt has left its scheduler."""

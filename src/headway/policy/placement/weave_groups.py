@@ -15,8 +15,8 @@ from headway.policy.placement.view import ClusterSnapshot
 class PlacedGroup:
     """A prompt committed to groups of instances. All durations are predicted, all times absolute."""
 
-    __slots__ = ("deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing", "request", "starts_s",
-                 "work_s", "yielded_s")  # fmt: skip
+    __slots__ = ("alone_s", "deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing", "request",
+                 "starts_s", "work_s", "yielded_s")  # fmt: skip
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class PlacedGroup:
         pause_intervals_s: Sequence[float],
         end_s: float,
         work_s: float,
+        alone_s: float,
         deadline_s: float,
     ) -> None:
         self.request = request
@@ -34,6 +35,7 @@ class PlacedGroup:
         self.pause_intervals_s = tuple(pause_intervals_s)  # longest time between two pause points, by span
         self.end_s = end_s  # when the first token is expected
         self.work_s = work_s  # time of all spans together
+        self.alone_s = alone_s  # time of the whole prompt on one instance
         self.deadline_s = deadline_s  # of the first token
         self.index = 0  # of the span that runs or comes next
         self.yielded_s = 0.0
@@ -68,12 +70,13 @@ class PlacedGroup:
 
 
 class PlacedGroups:
-    """All committed prompts that have not ended; on each instance in the order of their turn: that of commitment, but
-    for what was resumed."""
+    """All committed prompts that have not ended, and their spans on each instance in the order of the controller's
+    queues: that of commitment, but for what was resumed."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, PlacedGroup] = {}
-        self._on: dict[int, list[PlacedGroup]] = {}
+        # (prompt, number of its span), the next one first
+        self._on: dict[int, list[tuple[PlacedGroup, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -83,7 +86,7 @@ class PlacedGroups:
 
     def on(self, instance: int) -> Sequence[PlacedGroup]:
         """Return those that run or wait on an instance, in turn."""
-        return self._on.get(instance, ())
+        return list(dict.fromkeys(placed for placed, _ in self._on.get(instance, ())))
 
     def all(self) -> Iterable[PlacedGroup]:
         """Return all, in order of commitment."""
@@ -91,19 +94,25 @@ class PlacedGroups:
 
     def occupied(self) -> Iterable[int]:
         """Return the instances that have any."""
-        return sorted(i for i, groups in self._on.items() if groups)
+        return sorted(i for i, spans in self._on.items() if spans)
 
     def add(self, placed: PlacedGroup) -> None:
         self._by_request[placed.request] = placed
-        # groups are nested: the last one has all instances
-        for i in placed.groups[-1]:
-            self._on.setdefault(i, []).append(placed)
+        for index, group in enumerate(placed.groups):
+            for i in group:
+                self._on.setdefault(i, []).append((placed, index))
+
+    def advance(self, placed: PlacedGroup) -> None:
+        """Note that the current span of a prompt is done; it has another one."""
+        for i in placed.group:
+            self._on[i].remove((placed, placed.index))
+        placed.index += 1
 
     def remove(self, request: str) -> None:
         placed = self._by_request.pop(request, None)
         if placed is not None:
             for i in placed.groups[-1]:
-                self._on[i].remove(placed)
+                self._on[i] = [entry for entry in self._on[i] if entry[0] is not placed]
 
     def resume(self, request: str, view: ClusterSnapshot) -> None:
         """Note that a paused prompt goes on: all of its spans that are left come before everything that waits."""
@@ -113,10 +122,14 @@ class PlacedGroups:
         # What computes stays in front, on the instances of the span that runs.
         others = (each for each in self.all() if each is not placed)
         computes = {i for each in others if each.pausing or self.is_running(each, view) for i in each.group}
-        for i in placed.groups[-1]:
-            self._on[i].remove(placed)
-            self._on[i].insert(i in computes, placed)
+        for i in placed.groups[-1]:  # groups are nested: the last one has all instances
+            own = [entry for entry in self._on[i] if entry[0] is placed]
+            rest = [entry for entry in self._on[i] if entry[0] is not placed]
+            # only the span that computes stays in front, not those that its prompt has behind it
+            front = int(i in computes)
+            self._on[i] = [*rest[:front], *own, *rest[front:]]
 
     def is_running(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Return whether a span of it runs now: it is next on all its instances, and their schedulers are empty."""
-        return all(self._on[i][0] is placed and not view.instances[i].running for i in placed.group)
+        next_one = (placed, placed.index)
+        return all(self._on[i][0] == next_one and not view.instances[i].running for i in placed.group)
