@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import msgspec
 import pytest
 from tests.controller.test_cluster_replay import OPTIONS, TRAFFIC, made
@@ -18,13 +21,18 @@ from headway.sim.workload import TraceRequest
 HEEDED = {"weave", "pecsched", "priority"}
 
 
-def decided(name: str, ttft_s: float | None) -> tuple[list[object], set[Slo]]:
+DENSE = [replace(request, arrival_s=request.arrival_s * 0.27) for request in TRAFFIC]
+
+
+def decided(
+    name: str, ttft_s: float | None, traffic: Sequence[TraceRequest] = TRAFFIC
+) -> tuple[list[object], set[Slo]]:
     """Return a policy's actions, but for the requests in them, and the targets that schedulers were given."""
     lines: list[bytes] = []
     run = RunSpec(targets={klass: SloTargets(ttft_s=ttft_s) for klass in ("short", "long", "")}, send_slo=True)
     seen: set[Slo] = set()
     spec = cluster(4, 0 if name == "jsq" else 2)
-    result = simulate_cluster(spec, made(name), TRAFFIC, run, record=lines.append)
+    result = simulate_cluster(spec, made(name), traffic, run, record=lines.append)
     assert all(record.ok for record in result.sim.records)
     for line in map(msgspec.json.decode, lines):
         if line.get("event", [""])[0] == "RequestArrived":
@@ -40,6 +48,11 @@ def test_placements_that_keep_to_the_order_of_arrival_ignore_targets_and_the_oth
     lax, _ = decided(name, 60.0)
     assert (none, given) == ({Slo()}, {Slo(ttft_s=0.05)})
     assert (without == tight == lax) == (name not in HEEDED)
+
+
+@pytest.mark.parametrize("name", sorted(HEEDED))
+def test_a_tight_target_changes_what_is_decided_where_prompts_queue(name: str) -> None:
+    assert decided(name, 0.05, DENSE)[0] != decided(name, None, DENSE)[0]
 
 
 @pytest.mark.parametrize("phase", ["all", "prefill", "decode"])

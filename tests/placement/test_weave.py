@@ -109,7 +109,8 @@ def test_group_yields_only_to_much_shorter_prompts_and_only_its_share() -> None:
     assert given[-1] < 60
     late = {"rho_min": 0.1, "rho_max": 0.1}
     assert entered(late, 1000, 10, ttft_s=2.5) > entered(late, 1000, 10), "what would be late enters all the same"
-    assert entered({}, 6000, ttft_s=0.1) == 0, "but only before much longer work"
+    assert entered({}, 6000, ttft_s=0.1) == 1, "also before work of its size, which stays in time"
+    assert entered({}, 6000, 60, ttft_s=0.1) < 10, "or is delayed by less than the prompt would be late"
 
 
 @pytest.mark.parametrize(("qps", "seed"), [(3.0, 0), (4.0, 2), (5.0, 0), (6.0, 1), (7.0, 2), (8.0, 0), (8.0, 2)])
@@ -136,6 +137,16 @@ def test_short_prompts_wait_no_longer_than_under_jsq(qps: float, seed: int) -> N
     weave = short_p99_s({"placement": "weave", "options": {"rate": 0.3}, "pools": pools})
     jsq = short_p99_s({"placement": "jsq", "pools": [{"role": "mixed", "count": 8}]})
     assert weave <= 1.05 * jsq
+
+
+def test_short_prompts_on_groups_do_not_send_the_next_one_behind_a_document() -> None:
+    """It waited 4.3 s behind the document: it could not go before groups of its own size, which had 50 ms to wait."""
+    long = {i for i in range(60) if i % 9 == 3}
+    traffic = [TraceRequest(0.03 * i, 16_000 if i in long else 150 + 37 * (i % 7), 3) for i in range(60)]
+    spec = cluster(4, 2)
+    result = simulate_cluster(spec, make_placement("weave", spec.policy_context, WIDE), traffic)
+    waits = [r.token_s[0] - r.arrival_s for i, r in enumerate(result.sim.records) if i not in long]
+    assert max(waits) < 0.2
 
 
 def test_chunks_are_cut_so_that_their_groups_can_be_paused() -> None:

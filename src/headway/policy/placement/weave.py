@@ -12,6 +12,7 @@ while it runs, if that gives an earlier first token than the plan, and as long a
 yielding (`weave_groups`), which follows its relative slack as space sharing does. Entering an idle instance of a group
 that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again
 but for prompts that would miss their own deadlines: without that, shorts wait for minutes once groups fill the pool.
+Those also go before groups that are not much longer, if these stay in time or lose less than the prompt gains.
 
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
 be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
@@ -161,8 +162,9 @@ class WeavePlacement(PlacementPolicy):
             gap = self._best_gap(alone_s, plan.ttft_s, view)
             due_s = request.arrival_s + self._due_s(request, alone_s)
             # Late where it would go: groups yield beyond their shares, as schedulers under `jsq` would.
-            if (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) > due_s:
-                gap = self._best_gap(alone_s, plan.ttft_s, view, shares=False)
+            late_s = (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) - due_s
+            if late_s > 0:
+                gap = self._best_gap(alone_s, plan.ttft_s, view, late_s)
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
@@ -247,10 +249,13 @@ class WeavePlacement(PlacementPolicy):
 
     # -- before groups -----------------------------------------------------------------------------------------------
 
-    def _best_gap(self, alone_s: float, plan_s: float, view: ClusterSnapshot, shares: bool = True) -> QueueGap | None:
+    def _best_gap(
+        self, alone_s: float, plan_s: float, view: ClusterSnapshot, late_s: float | None = None
+    ) -> QueueGap | None:
         """Return the place before groups with the earliest first token, of equal ones that which stops the fewest
         instances; None if the plan is as good. alone_s: the prompt's time on one instance. plan_s: seconds until the
-        plan's first token. shares: whether groups keep to their shares of yielding."""
+        plan's first token. late_s: by how much the prompt would be late where groups keep to their shares of
+        yielding, which they then need not; None: they do."""
         now, options = view.now_s, self._options
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[str, tuple[float, float]] = {}
@@ -258,7 +263,10 @@ class WeavePlacement(PlacementPolicy):
             # below any charge, 0 included, unless the prompt is much shorter than the group's
             left_s = -1.0  # too short to yield to this prompt
             if alone_s <= options.yields_to * placed.alone_s:
-                left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if shares else math.inf
+                left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if late_s is None else math.inf
+            elif late_s is not None:
+                # of two of a size, one waits that stays in time, or that the wait makes less late than the other
+                left_s = max(placed.deadline_s - max(now, placed.end_s), late_s - placed.yielded_s)
             # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
             # before the schedulers of its instances are empty
             begins_s = now if self._can_stop(placed, view) else max(now, placed.starts_s[placed.index])
