@@ -29,7 +29,7 @@ class EntryStarter:
         while state.touched:
             # only queues with a change can have a new ready entry; each start touches its group again
             touched, state.touched = state.touched, set()
-            for entry in queues.candidates(sorted(touched)):
+            for entry in self._candidates(touched):
                 if entry.state == "waiting" and queues.ready(entry) and self._schedulers_allow(entry):
                     # KV is short: decodes behind the span go first, because only their end frees blocks. The span
                     # is tried again when something changes on its group.
@@ -41,6 +41,15 @@ class EntryStarter:
                     self._start(entry)
                     started = True
         return started
+
+    def _candidates(self, touched: set[int]) -> list[QueueEntry]:
+        """Return what may begin now that these instances have changed, by rank."""
+        found = self._state.queues.candidates(sorted(touched))
+        # A prompt's first span waits for KV room on the instances of its later ones too.
+        for entry in list(found):
+            if isinstance(entry, SpanEntry) and entry.index:
+                found.append(entry.controlled.entries[0])
+        return sorted({id(entry): entry for entry in found}.values())
 
     def _schedulers_allow(self, entry: QueueEntry) -> bool:
         """Return whether schedulers let an entry begin: spans and reservations wait until the schedulers of their

@@ -159,12 +159,12 @@ class WeavePlacement(PlacementPolicy):
             alone_s += prefix.copy_s
         gap = None
         if self._options.yields_to:
-            gap = self._best_gap(alone_s, plan.ttft_s, view)
+            gap = self._best_gap(request, alone_s, plan.ttft_s, view)
             due_s = request.arrival_s + self._due_s(request, alone_s)
             # Late where it would go: groups yield beyond their shares, as schedulers under `jsq` would.
             late_s = (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) - due_s
             if late_s > 0:
-                gap = self._best_gap(alone_s, plan.ttft_s, view, late_s)
+                gap = self._best_gap(request, alone_s, plan.ttft_s, view, late_s)
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
@@ -234,8 +234,8 @@ class WeavePlacement(PlacementPolicy):
             now = start_s + seconds
         alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
         deadline_s = request.arrival_s + self._due_s(request, work_s)
-        groups = [span.group for span in spans]
-        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, alone_s, deadline_s)
+        groups, tokens = [span.group for span in spans], request.prompt_tokens
+        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, alone_s, deadline_s, tokens)
 
     def _due_s(self, request: Request, work_s: float) -> float:
         """Return the seconds within which a request's first token is due. work_s: the prompt's own time."""
@@ -250,7 +250,7 @@ class WeavePlacement(PlacementPolicy):
     # -- before groups -----------------------------------------------------------------------------------------------
 
     def _best_gap(
-        self, alone_s: float, plan_s: float, view: ClusterSnapshot, late_s: float | None = None
+        self, request: Request, alone_s: float, plan_s: float, view: ClusterSnapshot, late_s: float | None = None
     ) -> QueueGap | None:
         """Return the place before groups with the earliest first token, of equal ones that which stops the fewest
         instances; None if the plan is as good. alone_s: the prompt's time on one instance. plan_s: seconds until the
@@ -273,6 +273,8 @@ class WeavePlacement(PlacementPolicy):
             yields[placed.request] = max(begins_s, *(idle_s[i] for i in placed.group)), left_s
         best: QueueGap | None = None
         for i, scheduler_idle_s in idle_s.items():
+            if not self._has_room(i, request.prompt_tokens, view):
+                continue
             gap = self._gap(i, scheduler_idle_s, alone_s, yields, view)
             if gap is not None and gap.first_token_s < now + plan_s and (best is None or gap[:3] < best[:3]):
                 best = gap
@@ -308,6 +310,14 @@ class WeavePlacement(PlacementPolicy):
         # a group that is pausing already stops no further instances
         stopped = len(to_pause.group) if to_pause is not None and not to_pause.pausing else 0
         return QueueGap(first_token_s, stopped, instance, tuple(charges), to_pause)
+
+    def _has_room(self, instance: int, tokens: int, view: ClusterSnapshot) -> bool:
+        """Return whether a prompt's KV fits beside that of groups that have begun there. Else the prompt would wait for
+        a group's KV, and the group for the prompt."""
+        capacity = view.instances[instance].capacity
+        begun = (placed for placed in self.groups.on(instance) if placed.begun or self._can_stop(placed, view))
+        # a twentieth for blocks that are not full
+        return not capacity or tokens + sum(placed.tokens / len(placed.group) for placed in begun) <= 0.95 * capacity
 
     def _can_stop(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
         """Return whether a group runs now, perhaps on its way to a pause."""

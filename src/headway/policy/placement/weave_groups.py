@@ -15,8 +15,8 @@ from headway.policy.placement.view import ClusterSnapshot
 class PlacedGroup:
     """A prompt committed to groups of instances. All durations are predicted, all times absolute."""
 
-    __slots__ = ("alone_s", "deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing", "request",
-                 "starts_s", "work_s", "yielded_s")  # fmt: skip
+    __slots__ = ("alone_s", "begun", "deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing",
+                 "request", "starts_s", "tokens", "work_s", "yielded_s")  # fmt: skip
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class PlacedGroup:
         work_s: float,
         alone_s: float,
         deadline_s: float,
+        tokens: int = 0,
     ) -> None:
         self.request = request
         self.groups = tuple(groups)  # of its spans, nested
@@ -37,6 +38,8 @@ class PlacedGroup:
         self.work_s = work_s  # time of all spans together
         self.alone_s = alone_s  # time of the whole prompt on one instance
         self.deadline_s = deadline_s  # of the first token
+        self.tokens = tokens  # of the prompt
+        self.begun = False  # known to hold KV
         self.index = 0  # of the span that runs or comes next
         self.yielded_s = 0.0
         self.pausing = False  # a preemption is under way
@@ -107,6 +110,7 @@ class PlacedGroups:
         for i in placed.group:
             self._on[i].remove((placed, placed.index))
         placed.index += 1
+        placed.begun = True
 
     def remove(self, request: str) -> None:
         placed = self._by_request.pop(request, None)
@@ -119,6 +123,7 @@ class PlacedGroups:
         placed = self._by_request.get(request)
         if placed is None:
             return
+        placed.begun = True
         # What computes stays in front, on the instances of the span that runs.
         others = (each for each in self.all() if each is not placed)
         computes = {i for each in others if each.pausing or self.is_running(each, view) for i in each.group}
