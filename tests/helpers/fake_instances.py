@@ -374,7 +374,8 @@ class FakeProcess:
         known = self.requests.get(message.id)
         if known is None:
             return
-        known.tokens[message.run.end - len(message.drawn) :] = message.drawn
+        if message.drawn:
+            known.tokens[message.run.end - len(message.drawn) :] = message.drawn
         if message.last and len(known.tokens) != message.run.end:
             self._complain(f"{message.id}: a run up to {message.run.end}, of which {len(known.tokens)} are known")
 
