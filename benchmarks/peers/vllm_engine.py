@@ -205,7 +205,7 @@ def main() -> int:
         "--eager", action="store_true", help="vLLM without compilation: starts sooner, steps are slower"
     )
     parser.add_argument("--plugged", metavar="AIM_MS", help="Headway inside vLLM in place of the native engine")
-    parser.add_argument("--only", default="", help="measure what has this word in its name")
+    parser.add_argument("--only", nargs="+", default=[""], help="measure what has one of these words in its name")
     parser.add_argument("--table", type=Path, help="page to append the rows to")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
@@ -213,7 +213,9 @@ def main() -> int:
     a.json.parent.mkdir(parents=True, exist_ok=True)
     held = json.loads(a.json.read_text()) if a.json.exists() else {"schema": "headway.peers/1", "rows": []}
     done = {row["probe"] for row in held["rows"]}
-    asked = [probe for probe in probes(lengths) if a.only in probe.name and probe.name not in done]
+    asked = [
+        probe for probe in probes(lengths) if any(word in probe.name for word in a.only) and probe.name not in done
+    ]
     if asked:
         measure_all(a, asked, held)
     if a.table is not None:

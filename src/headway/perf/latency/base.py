@@ -9,7 +9,7 @@ microseconds. `CoupledLatency` is the exception.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -49,6 +49,14 @@ class BatchLoad(msgspec.Struct, frozen=True, gc=False):
             self.chunk_past + past,
             self.chunk_scale,
         )
+
+
+class FloorTable(NamedTuple):
+    """Lower bounds of a batch: `rows[rows + tokens]`, and `own[tokens] + per_past[tokens] * past`, in seconds."""
+
+    rows: memoryview[float]
+    own: memoryview[float]
+    per_past: memoryview[float]
 
 
 class LatencyModel(Protocol):
@@ -101,12 +109,11 @@ class LatencyModel(Protocol):
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
         """Return the sum of both lower bounds as a function of a chunk's tokens, batched with `rows` other rows."""
-        rows_s, attention_s = self.floor_terms(rows, past)
-        return lambda tokens: rows_s(tokens) + attention_s(tokens)
+        return lambda tokens: self.least_rows_s(rows + tokens) + self.least_attention_s(past, tokens)
 
-    def floor_terms(self, rows: int, past: int) -> tuple[Callable[[int], float], Callable[[int], float]]:
-        """Return the two terms of `floor_s` as functions of a chunk's tokens."""
-        return lambda tokens: self.least_rows_s(rows + tokens), lambda tokens: self.least_attention_s(past, tokens)
+    def floor_table(self, rows: int, past: int) -> FloorTable | None:
+        """Return what `floor_s` of chunks up to MAX_CHUNK is looked up in; None: it is no look-up."""
+        return None
 
 
 class CoupledLatency(LatencyModel, Protocol):

@@ -82,10 +82,18 @@ class CorrectedLatency(LatencyModel):
 
     def floor_s(self, rows: int, past: int) -> Callable[[int], float]:
         """The sum of both lower bounds, with what does not depend on the chunk looked up once."""
-        rows_s, attention_s = self.base.floor_terms(rows, past)
+        table = self.base.floor_table(rows, past)
+        if table is None:
+            return super().floor_s(rows, past)
+        least_rows, own, per_past = table
         k_rows, k_chunk = self._k_rows, self._k_chunk
         fixed_s = self._fixed_s * (self._k_fixed - k_rows)
-        return lambda tokens: max(rows_s(tokens) * k_rows + fixed_s, 0.0) + attention_s(tokens) * k_chunk
+
+        def floor_s(tokens: int) -> float:
+            rows_s = least_rows[rows + tokens] * k_rows + fixed_s
+            return max(rows_s, 0.0) + (own[tokens] + per_past[tokens] * past) * k_chunk
+
+        return floor_s
 
     def further_prompts(self) -> LatencyModel:
         further = self.base.further_prompts()

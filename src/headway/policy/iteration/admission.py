@@ -35,6 +35,7 @@ class KvBlockAdmission:
     def __init__(self, config: SchedulerConfig, pool: KvPool) -> None:
         self._config = config
         self._pool = pool
+        self._total_tokens = pool.total_tokens
         self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
         # A request that other groups hold shards of was asked about in their decisions, which have counts of their own.
         self.answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
@@ -100,7 +101,8 @@ class KvBlockAdmission:
         """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
         tokens = self._entry_tokens(state)
         name = state.request.id
-        headroom = self.headroom(state, self.blocks(state))
+        # Only a long request leaves headroom: for others its blocks need not be counted.
+        headroom = self.headroom(state, self.blocks(state)) if state.is_long else 0
         if not self._pool.pledge(name, tokens, headroom):
             state.asked_again = 0
             return False
@@ -140,7 +142,8 @@ class KvBlockAdmission:
     def _entry_tokens(self, state: PrefillState) -> int:
         """Return the tokens to reserve on entry: all known tokens, and `reserve_tokens` of output, within limits."""
         most = state.prompt + state.request.max_output_tokens
-        return max(1, min(state.known + self._config.reserve_tokens, most, self._pool.total_tokens, state.limit))
+        # `total_tokens` does not change: a look-up through the pool is much of this.
+        return max(1, min(state.known + self._config.reserve_tokens, most, self._total_tokens, state.limit))
 
     def _short_blocks(self) -> int:
         """Return the blocks that short holders have together, at most the headroom."""

@@ -130,7 +130,7 @@ def pack(
             continue
         tokens, attention_s = filling.size(candidate)
         if tokens <= 0:
-            if filling.exhausted(candidate):
+            if filling.exhausted():
                 break
         # Reserve KV last: a candidate that gets no time must not hold blocks.
         elif admit(candidate.request):
@@ -152,7 +152,9 @@ class _Filling:
 
     __slots__ = (
         "_decode_s",
+        "_full_time",
         "_load_s",
+        "_model",
         "_yields_time",
         "bounded",
         "chunking",
@@ -194,6 +196,10 @@ class _Filling:
         self._decode_s = decodes_s(latency, load) if separable else None
         # Predicted seconds of `load`; None: not known yet.
         self._load_s: float | None = None
+        # The latency model of the next chunk.
+        self._model = beside_prompts(latency, load)
+        # Whether the last candidate that was sized had the full budget.
+        self._full_time = True
 
     @property
     def full(self) -> bool:
@@ -201,14 +207,14 @@ class _Filling:
 
     def size(self, candidate: PackCandidate) -> tuple[int, float]:
         """Return (tokens, seconds of their attention) for a candidate on top of `load`; 0 tokens: skip it."""
-        model, past, remaining = beside_prompts(self.latency, self.load), candidate.past, candidate.remaining
+        model, past, remaining = self._model, candidate.past, candidate.remaining
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room = max(self.max_tokens - self.load.tokens, 0)
-        ask = PrefillDemand(past, remaining, room)
         if not self.chunking.timed:
-            return self.chunking.quota(ask, self.load, self.rules.t_target_s, model)
+            return self.chunking.quota(PrefillDemand(past, remaining, room), self.load, self.rules.t_target_s, model)
         budget_s = self._budget_s(candidate)
+        self._full_time = budget_s == self.rules.t_target_s
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
         floor = min(max(self.rules.min_chunk, 1), remaining, max(room, 1))
         # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the
@@ -216,7 +222,7 @@ class _Filling:
         if not self.first and self._exceeds(model, past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
-            tokens, attention_s = self.chunking.quota(ask, self.load, budget_s, model)
+            tokens, attention_s = self.chunking.quota(PrefillDemand(past, remaining, room), self.load, budget_s, model)
         # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
         if tokens < remaining <= room and self.rules.stretch and not candidate.is_long:
             tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
@@ -254,10 +260,9 @@ class _Filling:
         # A short prompt with so much before its chunk is one whose prefix was cached.
         if past >= self.rules.cached_from and is_empty(self.load):
             longer_s = max(longer_s, self.rules.cached_rest_s)
-        model = beside_prompts(self.latency, self.load)
-        if self._exceeds(model, past, rest, longer_s):
+        if self._exceeds(self._model, past, rest, longer_s):
             return tokens, attention_s
-        return rest, one_chunk_s(model, past, rest)
+        return rest, one_chunk_s(self._model, past, rest)
 
     def _progress(
         self, candidate: PackCandidate, model: LatencyModel, floor: int, tokens: int, attention_s: float
@@ -276,20 +281,23 @@ class _Filling:
         self.skipped = self.skipped or candidate
         return 0, 0.0
 
-    def exhausted(self, candidate: PackCandidate) -> bool:
-        """Count a candidate that found no time. Return whether the search can stop."""
+    def exhausted(self) -> bool:
+        """Count the candidate that was sized last, and found no time. Return whether the search can stop."""
         if not self.chunking.timed:
             self.first = False
             return False
         # The time is used up: every later chunk costs more than nothing.
         if self._load_s is None:
-            self._load_s = load_s(self.latency, self.load)
+            if self._decode_s is None:
+                self._load_s = load_s(self.latency, self.load)
+            else:
+                self._load_s = self.latency.rows_s(self.load.tokens) + self._decode_s + self.load.chunk_s
         if self.load.tokens and self._load_s >= self.rules.t_target_s:
             return True
         self.first = False
         # A candidate with a reduced budget (yielding, or in a busy group) says nothing about candidates with the full
         # one.
-        self.unschedulable += self._budget_s(candidate) == self.rules.t_target_s
+        self.unschedulable += self._full_time
         return self.unschedulable >= MAX_UNSCHEDULABLE
 
     def add(self, candidate: PackCandidate, tokens: int, attention_s: float) -> None:
@@ -297,6 +305,7 @@ class _Filling:
         self.first = False
         self.quotas.append(ChunkAllocation(candidate.request, tokens))
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
+        self._model = beside_prompts(self.latency, self.load)
         self._load_s = None
         self.has_long = self.has_long or candidate.is_long
 
