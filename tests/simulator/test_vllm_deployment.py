@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.strict_yaml import read_yaml
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.policy.hosted.settings import VllmSettings
+from headway.policy.iteration.config import SchedulerConfig
+from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.build import run_scenario
 from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import with_field
@@ -20,6 +25,7 @@ from headway.sim.vllm.block_pool import VllmBlockPool
 from headway.sim.vllm.scheduler import VllmScheduler
 from headway.sim.vllm.spec import VllmSpec
 from headway.sim.vllm.vllm_request import VllmRequestState
+from headway.sim.workload import TraceRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vllm-convoy.yaml"
 SPEC = VllmSpec(num_blocks=101, max_num_batched_tokens=256, max_num_seqs=8, async_scheduling=False)
@@ -189,3 +195,23 @@ def test_settings_of_the_plugin_reach_the_policy() -> None:
 def with_requests(given: Scenario, count: int) -> Scenario:
     data = given.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return parse_scenario(with_field(data, "workload.requests", count))
+
+
+def test_a_step_after_an_idle_engine_takes_what_a_profile_says_longer() -> None:
+    requests = [TraceRequest(1.0, 100, 3), TraceRequest(5.0, 100, 3)]
+
+    def ttfts(idle_s: float) -> list[float]:
+        shape = ModelShape(layers=2, hidden=64, q_heads=4, kv_heads=2, head_dim=16, mlp=128, vocab=512)
+        rates = MachineRates(linear_flops=1e9, attention_flops=1e9, bandwidth=1e9, name="x")
+        spec = InstanceSpec(
+            config=SchedulerConfig(), latency=roofline(shape, rates), kv_tokens=1600, block_tokens=16, vllm=SPEC,
+            serving=ServingOverhead(idle_s=idle_s),
+        )  # fmt: skip
+        records = simulate(spec, requests, RunSpec()).records
+        assert len(records) == 2
+        gaps = [after - before for r in records for before, after in zip(r.token_s, r.token_s[1:], strict=False)]
+        assert max(gaps) < 0.25
+        return [r.token_s[0] - r.arrival_s for r in records]
+
+    plain, woken = ttfts(0.0), ttfts(0.25)
+    assert woken == pytest.approx([seconds + 0.25 for seconds in plain])

@@ -15,8 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headway.core.errors import ConfigError
 from headway.perf.latency import store
+from headway.perf.latency.base import LatencyModel, one_chunk_s
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.perf.latency.step_table import StepSample, median_error, step_table
 from headway.perf.latency.table_latency import TableLatency
 
@@ -29,6 +33,10 @@ DECODES = ((1, 64), (1, 2048), (4, 64), (4, 1024), (16, 64), (16, 512), (64, 64)
 MIXED = ((4, 256), (16, 64))
 """Groups of decodes beside which chunks are measured, to check the table: they are no part of the fit."""
 _MOST_PASSES, _DECODE_STEPS = 8, 8
+_PAUSES, _PAUSE_S, _WOKEN_CHUNK = 8, 0.5, 64
+"""Pauses after which a chunk of so many tokens is measured."""
+_IN_A_ROW = 32
+"""Steps of decodes between which the engine's own time is measured."""
 _LEAST_LARGEST = 256
 """Chunk size up to which all are measured, however slow the engine is."""
 
@@ -53,7 +61,10 @@ class StepProbe:
         self.most_prompt = config.model_config.max_model_len - 2 * _DECODE_STEPS
         self.kv_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size - 4 * self._limit
         self.most_requests = config.scheduler_config.max_num_seqs
-        self._began_s = self._seconds = 0.0
+        # Seconds of chunks (tokens, seconds) after a pause, and between two steps in a row.
+        self.woken: list[tuple[int, float]] = []
+        self.between: list[float] = []
+        self._began_s = self._ended_s = self._seconds = 0.0
         self._names = 0
         self._time_steps()
 
@@ -73,7 +84,8 @@ class StepProbe:
             self.measure_decodes()
             self.measure_mixed()
             if self._late(turn / (turn + 1)):
-                return
+                break
+        self.measure_serving()
 
     def measure_fresh_chunks(self) -> None:
         """Measure each chunk size without history; a slow engine's larger ones are left out."""
@@ -127,6 +139,30 @@ class StepProbe:
                 self._end(names)
                 if self._late(1.0):
                     return
+
+    def measure_serving(self) -> None:
+        """Measure what a table of steps in a row leaves out: the first step after a pause, and the time between."""
+        size = max(size for size in self.chunks if size <= _WOKEN_CHUNK)
+        for _ in range(_PAUSES):
+            time.sleep(_PAUSE_S)
+            self._add(size, 1)
+            self.woken.append((size, self._step(size)))
+            self._drain()
+        name = self._add(size, _IN_A_ROW)
+        while self._scheduler.requests[name].num_output_tokens == 0:
+            self._step(self._limit)
+        for _ in range(_IN_A_ROW - 2):
+            before_s = self._ended_s
+            self._step(self._limit)
+            self.between.append(self._began_s - before_s)
+        self._end([name])
+
+    def overhead(self, latency: LatencyModel) -> ServingOverhead:
+        """Return what serving adds to the steps of this table. Requests' way over HTTP is not measured here."""
+        predicted = [(latency.rows_s(size) + one_chunk_s(latency, 0, size), seconds) for size, seconds in self.woken]
+        # By itself: no time between steps is in a step's, which `of` would take off.
+        idle_s = ServingOverhead.of((), [took - said for said, took in predicted], ()).idle_s
+        return msgspec.structs.replace(ServingOverhead.of((), (), self.between), idle_s=idle_s)
 
     # -- the engine ---------------------------------------------------------------------------------------------
 
@@ -196,7 +232,8 @@ class StepProbe:
 
         def timed_update(*args: Any, **kwargs: Any) -> Any:
             outputs = update(*args, **kwargs)
-            self._seconds = time.perf_counter() - self._began_s
+            self._ended_s = time.perf_counter()
+            self._seconds = self._ended_s - self._began_s
             return outputs
 
         self._scheduler.schedule, self._scheduler.update_from_output = timed_schedule, timed_update
@@ -236,14 +273,16 @@ def main(words: Sequence[str] | None = None) -> None:
         source = step_table(probe.samples, mark, words_of)
     except ConfigError as error:
         raise SystemExit(f"headway: error: {error}") from error
+    latency = TableLatency(source)
+    source = msgspec.structs.replace(source, serving=probe.overhead(latency))
     path = given.headway_out or store.default_path(mark)
     store.save(source, path)
-    latency = TableLatency(source)
     print(f"measured {words_of}: {mark}")
     print(f"error, median: {median_error(latency, probe.samples):.1%} of the steps that were fitted", end="")
     print(
         f"; {median_error(latency, probe.mixed):.1%} of {len(probe.mixed)} steps of a chunk beside decodes, not fitted"
     )
+    print(f"beside its steps the engine takes {probe.overhead(latency).words()}")
     print(f"written to {path}")
 
 

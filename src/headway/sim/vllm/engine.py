@@ -52,6 +52,7 @@ class SimulatedVllm:
             PluggedPolicy(self.scheduler, vllm.plugged, self.latency)
         self._vllm = vllm
         self._actual_latency = spec.actual_latency or spec.latency
+        self._idle_s = spec.serving.idle_s
         self._noise = noise
         self._iteration_rows = iterations
         self._stopwatch = stopwatch
@@ -121,6 +122,9 @@ class SimulatedVllm:
         load = self._load(step, self._actual_latency)
         seconds = load_s(self._actual_latency, load)
         seconds *= self._noise.factor(seconds)
+        # The engine had nothing to do.
+        if not self._in_flight and self._free_s < now:
+            seconds += self._idle_s
         start_s = max(now, self._free_s)
         self._free_s = end_s = start_s + seconds
         self._busy_s += seconds
