@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, solve_tokens
 from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
@@ -130,6 +130,26 @@ def test_a_configured_target_is_a_hard_bound_beside_decodes_only() -> None:
     assert policy.budget_s(0.0) == 0.08
     policy.ended("chat")
     assert policy.budget_s(0.0) > 0.08
+
+
+def test_a_target_beyond_what_a_prompt_gains_by_makes_no_one_wait() -> None:
+    policy, literal = (policy_of(t_target_s=30.0, useful_share=share) for share in (0.99, 1.0))
+    enter(policy, "chat", 100)
+    sizes = range(8, 8192, 8)
+    best = max(size / (SLOW.rows_s(size) + SLOW.attention_s(8192, size)) for size in sizes)
+    run(policy, "chat", 100)
+    budget_s = policy.budget_s(0.0)
+    assert solve_tokens(SLOW, BatchLoad(), 8192, 8192, budget_s)[0] / budget_s >= 0.97 * best
+    assert budget_s < 1.0
+    enter(literal, "chat", 100)
+    run(literal, "chat", 100)
+    assert literal.budget_s(0.0) == 30.0
+
+
+def test_a_longer_target_makes_no_prompt_short() -> None:
+    policies = [policy_of(machine(1e-3, 2e-4, 0.0), t_target_s=target_s) for target_s in (None, 0.3, 3.0)]
+    assert [policy.urgency.is_long_work(4000, 0) for policy in policies] == [True] * 3
+    assert not any(policy.urgency.is_long_work(100, 0) for policy in policies)
 
 
 def test_a_gap_target_of_a_request_lends_nothing() -> None:

@@ -106,6 +106,7 @@ def test_the_modes_differ_in_named_fields_only() -> None:
         "quantum",
         "long_iterations",
         "least_gain",
+        "useful_share",
         "stretch",
         "min_chunk",
         "t_target_s",

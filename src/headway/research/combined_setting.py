@@ -120,7 +120,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
     base = tetris_setting.prefill_cluster("8b")
     mixed = point.system in ("FIFO", "JSQ-Medha")
     policy = "fcfs" if point.system in ("FIFO", "PecSched") else "lars"
-    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, newcomer_wait_s=0.0)
+    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, newcomer_wait_s=0.0, useful_share=1.0)
     model = instance_latency(base.spans)  # type: ignore[arg-type]
     instances = [
         ClusterInstance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)
@@ -169,6 +169,7 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
         "policy": "lars",
         "chunking": "adaptive",
         "t_target_s": aim_s,
+        "useful_share": 1.0,
         "newcomer_wait_s": 0.0,
         "max_num_seqs": 512,
     }

@@ -49,6 +49,11 @@ class SchedulerConfig:
         3.0,
         "an iteration may take so many times what it costs to run one token, lest chunks pay for overhead; paper: 0",
     )
+    useful_share: float = _f(
+        0.99,
+        "iterations are no longer than those whose chunks reach this share of the best tokens per second, whatever "
+        "t_target_s allows; 1: as long as it allows (paper)",
+    )
     stretch: float = _f(
         0.15, "share by which an iteration may exceed its aim where that completes a short prompt; paper: 0"
     )
@@ -96,6 +101,7 @@ class SchedulerConfig:
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
         need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
         need(self.min_chunk >= 0, "min_chunk", "0 or more")
+        need(0 < self.useful_share <= 1, "useful_share", "above 0 and at most 1")
         need(self.stretch >= 0, "stretch", "0 or more")
         need(self.progress_every >= 1, "progress_every", "at least 1")
         need(0 < self.relegated_share < 1, "relegated_share", "between 0 and 1")
@@ -132,6 +138,7 @@ class SchedulerConfig:
                 quantum=0.0,
                 long_iterations=0.0,
                 least_gain=0.0,
+                useful_share=1.0,
                 stretch=0.0,
                 min_chunk=0,
                 t_target_s=0.020,

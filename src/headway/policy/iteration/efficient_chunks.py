@@ -41,6 +41,10 @@ class EfficientChunks:
         """Return the shortest iteration, seconds, whose lone chunk reaches `share` of the best tokens per second.
 
         Within `LEAST_AIM_S` … `LONGEST_AIM_S`. `context`: tokens that the chunk attends."""
+        return min(self.useful_s(context, share), LONGEST_AIM_S)
+
+    def useful_s(self, context: int, share: float) -> float:
+        """Return `aim_s` without its upper bound: beyond it a prompt gains less than the rest of the rate."""
         bucket = max(context, _LEAST_CONTEXT).bit_length()
         aim = self._aims.get((bucket, share))
         if aim is None:
@@ -49,8 +53,18 @@ class EfficientChunks:
                 points = self._points[bucket] = self._measure(1 << (bucket - 1))
             enough = share * max(rate for rate, _ in points)
             seconds = next(seconds for rate, seconds in points if rate >= enough)
-            aim = self._aims[bucket, share] = min(max(seconds, LEAST_AIM_S), LONGEST_AIM_S)
+            aim = self._aims[bucket, share] = max(seconds, LEAST_AIM_S)
         return aim
+
+    def target_s(self, config: SchedulerConfig, context: int) -> float:
+        """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful:
+        a prompt would gain nothing by it, and others would wait."""
+        configured_s, share = config.t_target_s, config.useful_share
+        if configured_s is None:
+            return self.aim_s(context, DECODE_EFFICIENCY)
+        if configured_s <= LEAST_AIM_S or share >= 1:
+            return configured_s
+        return min(configured_s, self.useful_s(context, share))
 
     def _measure(self, context: int) -> list[tuple[float, float]]:
         points = []
@@ -63,12 +77,10 @@ class EfficientChunks:
 
 
 def reference_aim_s(config: SchedulerConfig, latency: LatencyModel) -> float:
-    """Return the target between two tokens for a prompt of moderate length: as configured, else the machine's.
+    """Return the target between two tokens for a prompt of moderate length.
 
     The unit of `long_iterations`, and the iteration of a predicted isolated prefill."""
-    if config.t_target_s is not None:
-        return config.t_target_s
-    return EfficientChunks(latency, config.max_num_batched_tokens).aim_s(0, DECODE_EFFICIENCY)
+    return EfficientChunks(latency, config.max_num_batched_tokens).target_s(config, 0)
 
 
 def _sizes(most: int) -> list[int]:

@@ -13,7 +13,7 @@ from collections import deque
 
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.efficient_chunks import DECODE_EFFICIENCY, NEWCOMER_EFFICIENCY, EfficientChunks
+from headway.policy.iteration.efficient_chunks import NEWCOMER_EFFICIENCY, EfficientChunks
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.tbt_targets import TbtTargets
 
@@ -84,7 +84,7 @@ class IterationBudget:
         if not self.targets.members:
             bound_s = self._newcomer_s(now, context)
         elif config.t_target_s is not None:
-            bound_s = self.targets.least(config.t_target_s)
+            bound_s = self.targets.least(self._aim_s(context))
         else:
             longest_s = self._chunks.aim_s(context, NEWCOMER_EFFICIENCY)
             bound_s = self.targets.allowed(now, iteration, self._aim_s(context), longest_s)
@@ -123,6 +123,5 @@ class IterationBudget:
         return max(aim_s, self._chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
 
     def _aim_s(self, context: int) -> float:
-        """Return the target between two tokens: as configured, else by the machine, seconds."""
-        configured_s = self._config.t_target_s
-        return self._chunks.aim_s(context, DECODE_EFFICIENCY) if configured_s is None else configured_s
+        """Return the target between two tokens, seconds."""
+        return self._chunks.target_s(self._config, context)
