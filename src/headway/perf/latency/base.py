@@ -8,7 +8,7 @@ microseconds. `CoupledLatency` is the exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -54,9 +54,9 @@ class BatchLoad(msgspec.Struct, frozen=True, gc=False):
 class FloorTable(NamedTuple):
     """Lower bounds of a batch: `rows[rows + tokens]`, and `own[tokens] + per_past[tokens] * past`, in seconds."""
 
-    rows: memoryview[float]
-    own: memoryview[float]
-    per_past: memoryview[float]
+    rows: Sequence[float]
+    own: Sequence[float]
+    per_past: Sequence[float]
 
 
 class LatencyModel(Protocol):
