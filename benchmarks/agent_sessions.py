@@ -2,12 +2,13 @@
 
 Sessions of the claude-code-weka trace (shared data) whose longest prompt is within the limit, at their full prompt
 lengths and with short answers, one after another on the embedded model, with chats beside them. A turn's prompt begins
-with as much of the turn before, its answer included, as the trace says was cached. Prints per-turn times to first
-token, prompt tokens computed, the chats' times, and how many answers are equal. The second engine gets the prompts of
-the first. Float32. Prompts are source code (`embedded.passkey`); with `--random-ids` they are random, and logits tie
-now and then: where an answer differs, the gap between the best two
-tokens at the first difference is printed, which rounding must explain (chunks end at other places). Such a prompt is
-then served without a cache in chunks of other sizes: rounding alone must give the cached answer for some size.
+with as much of the turn before, its answer included, as the trace says was cached. Each turn is served by an engine
+with the cache, then by one without. Prints per-turn times to first token, prompt tokens computed, the chats' times, and
+how many answers are equal. With `--record FILE --begin-within 150` it is done in several runs. Float32. Prompts are
+source code (`embedded.passkey`); with `--random-ids` they are random, and logits tie now and then: where an answer
+differs, the gap between the best two tokens at the first difference is printed, which rounding must explain (chunks end
+at other places). Such a prompt is then served without a cache in chunks of other sizes: rounding alone must give the
+cached answer for some size.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -88,7 +90,8 @@ class Server:
         self.gaps: list[list[float]] = []
         self._sent = 0
         self._rng = np.random.default_rng(1)
-        self._next_chat_s = 0.0
+        # Until the next chat: chats come at equal intervals of the time that this engine serves.
+        self._chat_in_s = CHAT_EVERY_S / 2
         self._waiting: dict[str, float] = {}
 
     def submit(self, ids: np.ndarray, output: int, kind: str) -> str:
@@ -107,10 +110,11 @@ class Server:
         name, ended = self.submit(ids, ANSWER, "turn"), False
         answer: list[int] = []
         gaps: list[float] = []
+        next_chat_s = time.monotonic() + self._chat_in_s
         while not ended:
-            if time.monotonic() >= self._next_chat_s:
+            if time.monotonic() >= next_chat_s:
                 self.submit(self._rng.integers(10, 2000, CHAT_TOKENS), ANSWER, "chat")
-                self._next_chat_s = time.monotonic() + CHAT_EVERY_S
+                next_chat_s += CHAT_EVERY_S
             for delta in self.core.step():
                 if (began := self._waiting.pop(delta.id, None)) is not None:
                     (self.turns_s if delta.id == name else self.chats_s).append(time.monotonic() - began)
@@ -118,21 +122,11 @@ class Server:
                     answer += delta.tokens
                     gaps += [each.top[0][1] - each.top[1][1] for each in delta.logprobs or ()]
                     ended = delta.finish is not None
+        self._chat_in_s = next_chat_s - time.monotonic()
         self.prompts.append(ids)
         self.gaps.append(gaps)
         self.answers.append(tuple(answer))
         return tuple(answer)
-
-    def play(self, session: list[Turn], seed: int, random_ids: bool) -> None:
-        """Serve a session's turns one after another."""
-        rng, text = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
-        code = np.zeros(0, dtype=np.int64) if random_ids else source_code(sum(turn.prompt for turn in session), seed)
-        for turn in session:
-            kept = text[: min(turn.cached, turn.prompt - 1)]
-            new = turn.prompt - len(kept)
-            added, code = (rng.integers(10, 2000, new), code) if random_ids else (code[:new], code[new:])
-            ids = np.concatenate([kept, added])
-            text = np.concatenate([ids, np.array(self.ask(ids))])
 
 
 def source_code(tokens: int, seed: int) -> np.ndarray:
@@ -168,45 +162,76 @@ def by_chunks_alone(cached: Server, numbers: Iterable[int], kv_tokens: int) -> i
     return found
 
 
-def show(name: str, server: Server) -> None:
-    """Print one row of figures."""
-    stats = server.core.stats()
-    turns, chats = (np.percentile(times, (50, 99)) * 1e3 for times in (server.turns_s, server.chats_s))
-    print(
-        f"{name:<8} {stats.prefill_tokens_total:>12,} {turns[0]:>10.0f} {turns[1]:>10.0f} {chats[0]:>10.0f} "
-        f"{chats[1]:>10.0f}"
-    )
+def play(session: list[Turn], seed: int, kv_tokens: int, random_ids: bool) -> dict[str, Any]:
+    """Serve a session on both engines, turn by turn, and return times in seconds, tokens computed and differences."""
+    cached, plain = Server(kv_tokens, True), Server(kv_tokens, False)
+    rng, text = np.random.default_rng(seed), np.zeros(0, dtype=np.int64)
+    code = np.zeros(0, dtype=np.int64) if random_ids else source_code(sum(turn.prompt for turn in session), seed)
+    for turn in session:
+        kept = text[: min(turn.cached, turn.prompt - 1)]
+        new = turn.prompt - len(kept)
+        added, code = (rng.integers(10, 2000, new), code) if random_ids else (code[:new], code[new:])
+        ids = np.concatenate([kept, added])
+        text = np.concatenate([ids, np.array(cached.ask(ids))])
+        plain.ask(ids)
+    gaps = differences(cached, plain)
+    servers = {
+        name: {
+            "tokens": server.core.stats().prefill_tokens_total,
+            "turns_s": server.turns_s,
+            "chats_s": server.chats_s,
+        }
+        for name, server in (("with", cached), ("without", plain))
+    }
+    found = by_chunks_alone(cached, gaps, kv_tokens) if gaps else 0
+    return {"seed": seed, "turns": len(session), "prompt_tokens": sum(turn.prompt for turn in session),
+            "gaps": list(gaps.values()), "found": found, **servers}  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> int:
+    """Print the table of all sessions. Returns 1 where answers differ by more than rounding."""
+    turns = sum(row["turns"] for row in rows)
+    print(f"{len(rows)} sessions, {turns} turns, {sum(row['prompt_tokens'] for row in rows):,} prompt tokens")
+    print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)")
+    computed = {}
+    for name in ("with", "without"):
+        computed[name] = sum(row[name]["tokens"] for row in rows)
+        times = (np.concatenate([row[name][kind] for row in rows]) for kind in ("turns_s", "chats_s"))
+        figures = (1e3 * value for each in times for value in np.percentile(each, (50, 99)))
+        print(f"{name:<8} {computed[name]:>12,} " + " ".join(f"{value:>10.0f}" for value in figures))
+    gaps = [gap for row in rows for gap in row["gaps"]]
+    print(f"{computed['without'] / computed['with']:.1f} times less prefill; ", end="")
+    print(f"{turns - len(gaps)} of {turns} answers equal", end="")
+    print(f", the others from a gap of {max(gaps):.1g} in log-probability on" if gaps else "")
+    found = sum(row["found"] for row in rows)
+    if gaps:
+        print(f"{found} of these {len(gaps)} answers come without a cache too, from chunks of another size")
+    return int(bool(gaps) and (max(gaps) > ROUNDING or found < len(gaps)))
 
 
 def main() -> int:
-    """Print the table. Returns 1 where answers differ by more than rounding."""
+    """Play what sessions are left, and print the table. Returns 1 where answers differ by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most-tokens", type=int, default=24_000, help="longest prompt of a session")
     parser.add_argument("--sessions", type=int, default=10**6, help="most sessions")
     parser.add_argument("--kv-tokens", type=int, default=0, help="size of the KV pool; default: twice the longest")
     parser.add_argument("--random-ids", action="store_true", help="prompts of random tokens")
+    parser.add_argument("--record", type=Path, help="append each session's figures here; sessions in it are not played")
+    parser.add_argument("--begin-within", type=float, default=1e9, help="seconds after which no session begins")
     arguments = parser.parse_args()
     sessions = read_sessions(arguments.most_tokens, arguments.sessions)
-    turns = [turn for session in sessions for turn in session]
     kv_tokens = arguments.kv_tokens or 2 * arguments.most_tokens + 8192
-    print(f"{len(sessions)} sessions, {len(turns)} turns, {sum(turn.prompt for turn in turns):,} prompt tokens")
-    print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)")
-    cached, plain = Server(kv_tokens, True), Server(kv_tokens, False)
+    record: Path | None = arguments.record
+    rows = [json.loads(line) for line in record.read_text().splitlines()] if record and record.exists() else []
+    done, until_s = {row["seed"] for row in rows}, time.monotonic() + arguments.begin_within
     for seed, session in enumerate(sessions):
-        cached.play(session, seed, arguments.random_ids)
-    show("with", cached)
-    for ids in cached.prompts:
-        plain.ask(ids)
-    show("without", plain)
-    less = plain.core.stats().prefill_tokens_total / cached.core.stats().prefill_tokens_total
-    gaps = differences(cached, plain)
-    print(f"{less:.1f} times less prefill; {len(turns) - len(gaps)} of {len(turns)} answers equal", end="")
-    print(f", the others from a gap of {max(gaps.values()):.1g} in log-probability on" if gaps else "")
-    if not gaps:
-        return 0
-    found = by_chunks_alone(cached, gaps, kv_tokens)
-    print(f"{found} of these {len(gaps)} answers come without a cache too, from chunks of another size")
-    return int(max(gaps.values()) > ROUNDING or found < len(gaps))
+        if seed in done or time.monotonic() > until_s:
+            continue
+        rows.append(play(session, seed, kv_tokens, arguments.random_ids))
+        if record is not None:
+            with record.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    return show(rows)
 
 
 if __name__ == "__main__":

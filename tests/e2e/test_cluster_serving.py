@@ -29,6 +29,8 @@ def all_at_once(url: str) -> list[list[int]]:
 
 
 LONG = pytest.mark.long
+CACHING = ("jsq",)
+"""Placements whose instances compute all prompts in their schedulers."""
 SHORT = {"long_tokens": 500}
 
 
@@ -44,7 +46,7 @@ SHORT = {"long_tokens": 500}
         pytest.param("context-parallel", {}, APART, marks=LONG),
         pytest.param("loongserve", {}, APART, marks=LONG),
         pytest.param("fifo", SHORT, APART, marks=LONG),
-        pytest.param("jsq", {}, MIXED, marks=LONG),
+        pytest.param("jsq", {"affinity": True}, MIXED, marks=LONG),
         pytest.param("priority", SHORT, MIXED, marks=LONG),
         pytest.param("reservation", {**SHORT, "long_sp": 2}, MIXED, marks=LONG),
         pytest.param("pecsched", {**SHORT, "disaggregate": False}, MIXED, marks=LONG),
@@ -56,6 +58,11 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
     name, _, decode = placement.partition(" ")
     with cluster(write(tmp_path, llama, name, options, pools, decode or "gather")) as running:
         assert all_at_once(running.url) == expected
+        # Again: instances have cached what they computed and what was handed over to them.
+        hits = metric(running.url, "headway_prefix_cache_hits_total")
+        assert all_at_once(running.url) == expected
+        if placement in CACHING:
+            assert metric(running.url, "headway_prefix_cache_hits_total") > hits + 3000
         leave_after_sending(running.url, prompt_of(9, 3500), 500)
         metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)
         metric_reaches(running.url, "headway_instance_kv_tokens_used", lambda used: used == 0)

@@ -182,6 +182,11 @@ class BlockManager:
         """Return the blocks of a request, as runs in the order of its tokens; none without a lease."""
         return self._tables.runs(request) if request in self._leases else ()
 
+    def join_cache(self, lease: KvLease) -> None:
+        """Let the blocks of a lease that came with its KV be cached as its request's, which is registered, computes."""
+        if self.cache is not None and lease.tip is None:
+            lease.tip = self.cache.begin(lease.request)
+
     @property
     def pending_ops(self) -> int:
         """Number of operations that no batch has carried yet."""

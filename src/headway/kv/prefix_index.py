@@ -20,7 +20,7 @@ from headway.core.errors import InvariantError
 from headway.kv.block_allocator import Run
 from headway.kv.eviction import EvictionPolicy
 
-_KEY_BYTES = 16
+KEY_BYTES = 16
 """Bytes of a block's key: 128 bits of BLAKE2b, so that prompts cannot be made to collide."""
 _UNLISTED = -1
 """Ticket of a node that is not a candidate for eviction."""
@@ -40,7 +40,7 @@ class TextKeys:
         """`token_ids`: those of the prompt, int32, little-endian."""
         self._bytes = 4 * block_tokens
         # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
-        self._last = hashlib.blake2b(salt.encode(), digest_size=_KEY_BYTES, person=b"headway-prefix").digest()
+        self._last = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"headway-prefix").digest()
         self.keys: list[bytes] = []
         """In order; the list itself grows."""
         ids = memoryview(token_ids).cast("B")
@@ -58,7 +58,7 @@ class TextKeys:
 
     def _add(self, block: memoryview | bytearray) -> None:
         # The parent's key first: equal tokens behind different prefixes have different keys.
-        self._last = hashlib.blake2b(self._last + block, digest_size=_KEY_BYTES).digest()
+        self._last = hashlib.blake2b(self._last + block, digest_size=KEY_BYTES).digest()
         self.keys.append(self._last)
 
 
@@ -90,6 +90,8 @@ class PrefixIndex:
         self.root = PrefixNode(None, None, -1, 0)
         # Blocks with users.
         self.in_use = 0
+        self.changes: dict[Hashable, bool] | None = None
+        """Keys that were inserted (True) or evicted since its reader emptied it; None: they are not noted."""
         self._nodes: dict[Hashable, PrefixNode] = {}
         # Users of each block of the pool: those whose prefix it is part of.
         self._users = np.zeros(1024, dtype=np.int32)
@@ -127,13 +129,15 @@ class PrefixIndex:
         """Insert blocks behind a cached prefix and return the last node. Keys that are cached keep their block.
 
         Raises InvariantError when a key is cached behind another prefix: keys must stand for whole prefixes."""
-        nodes, find = self._nodes, self._nodes.get
+        nodes, find, changes = self._nodes, self._nodes.get, self.changes
         if blocks and (most := max(blocks)) >= len(self._users):
             self._users = np.concatenate((self._users, np.zeros(most + 1, dtype=np.int32)))
         for key, block in zip(keys, blocks, strict=True):
             found = find(key)
             if found is None:
                 found = nodes[key] = PrefixNode(node, key, block, node.depth + 1)
+                if changes is not None:
+                    changes[key] = True
                 if node.ticket != _UNLISTED:
                     self._unlist(node)
                 node.children += 1
@@ -202,6 +206,8 @@ class PrefixIndex:
             assert parent is not None
             self._unlist(node)
             del self._nodes[node.key]
+            if self.changes is not None:
+                self.changes[node.key] = False
             self.eviction.evicted(rank)
             parent.children -= 1
             if not (parent.children or parent is self.root or self._users[parent.block]):

@@ -10,7 +10,7 @@ from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
 from headway.core.settings import overlay, resolve
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, computes_alone, moves_kv
-from headway.runtime.engine.config import PREFIX_CACHE_ALONE, EngineConfig
+from headway.runtime.engine.config import EngineConfig
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import EndpointSettings
 
@@ -73,9 +73,9 @@ def _pool_config(
         if name.replace("-", "_") in _CLUSTER_WIDE:
             raise ConfigError(f"{where}.serve.{name}: say that for all of the cluster, in its serve:")
     merged = overlay(settings, own)
-    if merged.prefix_cache:
-        raise ConfigError(f"{where}: {PREFIX_CACHE_ALONE}")
-    engine = msgspec.structs.replace(merged.engine_config(model), prefix_cache=False)
+    engine = merged.engine_config(model)
+    if engine.kv_spill is not None:
+        raise ConfigError(f"{where}: kv-spill is for an engine outside of clusters: leave it out")
     # KV moves between instances whose ranks are cut by heads only.
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(

@@ -104,6 +104,8 @@ def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> 
         raise RequestError("give either 'messages' or 'prompt'", "messages")
     if not asked.info.prefix_cache:
         raise RequestError("this server keeps no prefixes: start it with --prefix-cache")
+    if not asked.info.prepares:
+        raise RequestError("a cluster prepares no documents: send the document as the beginning of a prompt")
     record = ContextRecord(
         id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
         ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt,

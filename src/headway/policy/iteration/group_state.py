@@ -177,6 +177,7 @@ class GroupState:
         lease = sequence.lease
         assert lease is not None
         self._remove(sequence)
+        self.block_manager.note_computed(sequence.request.id, sequence.computed)
         self._forget_prefix(sequence)
         sequence.lease = None
         self.staged_kv.store(lease)

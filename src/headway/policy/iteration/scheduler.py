@@ -122,7 +122,9 @@ class Scheduler:
         decodes = request.cached_tokens == request.prompt_tokens - 1
         if lease is not None and lease.tokens < request.prompt_tokens - decodes:
             raise RequestError(f"KV of {request.id!r} has room for {lease.tokens} tokens only", "id")
-        sequence = self.enter(request, self._arrivals, lease=staged_kv.claim(request.id) if lease is not None else None)
+        if lease is not None:
+            self.block_manager.join_cache(staged_kv.claim(request.id))
+        sequence = self.enter(request, self._arrivals, lease=lease)
         sequence.leaves_staged = phase == "prefill"
         self._arrivals += 1
 

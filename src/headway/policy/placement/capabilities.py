@@ -14,7 +14,7 @@ requests, and end one whose client has left."""
 ALL_CAPABILITIES: frozenset[Capability] = frozenset(get_args(Capability))
 
 NATIVE_CAPABILITIES = ALL_CAPABILITIES - {"prefix_copy"}
-"""Of the instances of a live cluster: an engine that is one of several keeps no prefixes."""
+"""Of the instances of a live cluster: each uses its own prefixes, and no other's."""
 
 HTTP_CAPABILITIES: frozenset[Capability] = frozenset(("pause", "decode_pause"))
 """Of servers behind HTTP: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""

@@ -89,7 +89,7 @@ def cheapest_start(
 
     own = cached[instance] if cached else 0
     own_s = rest_s(own)
-    longest = longest_prefix(cached)
+    longest = longest_prefix(cached) if context.copies_prefixes else None
     if longest is not None and longest.tokens > own:
         copy_s = copy_seconds(longest.tokens - own, longest.instance, (instance,), view, context)
         longest_s = rest_s(longest.tokens)

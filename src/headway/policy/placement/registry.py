@@ -79,6 +79,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     pads_heads: bool = True
     """Whether Ulysses attention works on any group, by padding heads. A live cluster computes a ring in its place where
     heads do not divide evenly, and between tensor-parallel instances: it is no choice there."""
+    copies_prefixes: bool = True
+    """Whether cached KV can be copied from one instance to another. Live instances use their own only."""
 
     def exchanges_heads(self, tp: int, members: int) -> bool:
         """Return whether instances of `tp` ranks, `members` of them in a node, can compute Ulysses attention."""

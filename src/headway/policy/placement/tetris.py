@@ -131,7 +131,7 @@ class TetrisPlacement(PlacementPolicy):
         gives an earlier first token than computing all of it."""
         plan = self.plan(request, view)
         longest = longest_prefix(self._cached.get(request.id, ()))
-        if longest is None:
+        if longest is None or not self._context.copies_prefixes:
             return PrefixPlan(request, plan, None)
         tokens, source = longest.tokens, longest.instance
         behind = msgspec.structs.replace(request, cached_tokens=tokens)

@@ -157,7 +157,7 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
     elif file.placement == "pecsched":
         rates = measured_rates(table, shape, between.inside, between.across, tp)
         spans = FastSpLatency(spans, shape, rates, tp)
-    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows, pads_heads=False)
+    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows, pads_heads=False, copies_prefixes=False)
 
 
 def shape_of(model: str) -> ModelShape:

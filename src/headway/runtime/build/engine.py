@@ -127,7 +127,10 @@ def assemble(
 def _prefix_cache(config: EngineConfig, latency: LatencyModel) -> PrefixCache | None:
     if not config.prefix_cache:
         return None
-    return make_prefix_cache(config.prefix_cache_policy, latency, config.block_size)
+    cache = make_prefix_cache(config.prefix_cache_policy, latency, config.block_size)
+    # The controller of a cluster keeps a copy of the keys.
+    cache.index.changes = None if config.instance is None else {}
+    return cache
 
 
 def _open_spill(config: EngineConfig, folder: Path, built: LoadedModel, manager: BlockManager) -> KvSpill:
@@ -164,6 +167,7 @@ def _engine(
         kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
         prefix_cache=config.prefix_cache,
+        prepares=config.prefix_cache and config.instance is None,
         kv_spill=config.kv_spill is not None,
         policy=schedule.policy,
         chunking=schedule.chunking,

@@ -37,9 +37,9 @@ class ReservedKv:
 class RequestAttempt:
     """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
-    __slots__ = ("admitted", "asked", "at", "base", "controlled", "count", "early", "entry", "finished", "gathers",
-                 "halts", "home", "left", "moving", "request", "restarts", "room", "running", "runs", "spread", "step",
-                 "steps", "stopping", "together", "token", "unsent", "wanted", "whole")  # fmt: skip
+    __slots__ = ("admitted", "asked", "at", "base", "cached", "controlled", "count", "early", "entry", "finished",
+                 "gathers", "halts", "home", "left", "moving", "request", "restarts", "room", "running", "runs",
+                 "spread", "step", "steps", "stopping", "together", "token", "unsent", "wanted", "whole")  # fmt: skip
 
     controlled: ControlledRequest
 
@@ -50,6 +50,8 @@ class RequestAttempt:
         """How often the request has restarted on another scheduler, under another id on the instances."""
         self.base = len(asked.told)
         """Output tokens that earlier attempts had emitted; they are part of this attempt's prompt."""
+        self.cached: tuple[int, ...] = ()
+        """Tokens of the prompt that each instance had cached when it began (`RequestArrived.cached`)."""
         self.admitted: set[int] = set()
         """Instances that have the prompt."""
         self.runs: list[SpanTask] = []

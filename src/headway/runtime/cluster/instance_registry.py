@@ -9,6 +9,8 @@ import msgspec
 
 from headway.control.kv_reservations import KvLoad, KvReservations
 from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.cached_keys import prompt_keys
+from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
 
@@ -93,6 +95,18 @@ class InstanceRegistry:
         )
         attempt.left |= known
         attempt.admitted -= known
+
+    def cached_tokens(self, asked: ClusterRequest) -> tuple[int, ...]:
+        """Return how many tokens of a prompt each instance has cached, by number; empty: none has any."""
+        keys: dict[int, list[bytes]] = {}
+        hits = [0] * (1 + max(self._of, default=-1))
+        for number, instance in self._of.items():
+            if instance.info is not None and instance.info.prefix_cache:
+                size = instance.info.kv_block_tokens
+                if size not in keys:
+                    keys[size] = prompt_keys(asked, size)
+                hits[number] = size * instance.cached.match(keys[size])
+        return tuple(hits) if any(hits) else ()
 
     def kv_blocks(self, number: int, tokens: int) -> int:
         """Return tokens of KV on an instance rounded up to whole blocks."""

@@ -235,5 +235,6 @@ class LiveBackend:
         self.events.append(DecodeOver(attempt))
 
     def _placed(self, attempt: RequestAttempt, number: int) -> None:
-        tokens = attempt.request.prompt_tokens + attempt.said
-        self.load(number).add(attempt.request.id, tokens, self._latency(number).prefill_s(0, tokens, _ALONE))
+        past = attempt.cached[number] if number < len(attempt.cached) else 0
+        tokens = attempt.request.prompt_tokens + attempt.said - past
+        self.load(number).add(attempt.request.id, tokens, self._latency(number).prefill_s(past, tokens, _ALONE))

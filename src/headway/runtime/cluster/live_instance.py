@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from headway.policy.placement.view import ClusterInstance, Role
+from headway.runtime.cluster.cached_keys import CachedKeys
 from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_supervisor import EngineProcess, EngineSupervisor, Message
@@ -100,6 +101,8 @@ class LiveInstance:
         names = f"the process of instance {number}", f"instance {number}"
         where = f" (on host {host})" if host else ""
         self._engine = EngineSupervisor(config, launch, names, incarnation, where, clock)
+        self.cached = CachedKeys()
+        """Of its prefix cache."""
         self._doomed: str | None = None
         """Why its process was ended from here, to be started again, unless it was given up."""
         self._given_up = False
@@ -217,6 +220,7 @@ class LiveInstance:
                 self._engine.process.end(at_once=True)
                 # The state before the listener: it must not place anything here while it handles the loss.
                 self.state = "left" if leaves else "lost"
+                self.cached.clear()
                 self._engine.clear_gauges()
                 if served:
                     listener.lost(self.number, why)
@@ -245,7 +249,9 @@ class LiveInstance:
         """Handle one message of the process; the supervisor has taken in stats, report and error."""
         self.heard_s = self._clock()
         if isinstance(message, IterationOutputs):
-            # Before the deltas: what follows from a token is decided by the newest free blocks.
+            # Before the deltas: what follows from a token is decided by the newest free and cached blocks.
+            if message.cache is not None:
+                self.cached.take(message.cache)
             if message.stats is not None:
                 listener.measured(self.number)
             if message.samples is not None:

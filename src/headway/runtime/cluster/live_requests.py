@@ -108,8 +108,9 @@ class LiveRequests:
             self.fail(asked, error)
             return
         attempt = RequestAttempt(asked, asked.try_again())
+        attempt.cached = self._fleet.cached_tokens(asked)
         self.attempts.add(attempt)
-        attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt)
+        attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt, attempt.cached)
 
     def retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """Drop a failed attempt and queue the next one.

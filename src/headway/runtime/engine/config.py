@@ -10,9 +10,9 @@ from headway.core.errors import ConfigError
 from headway.kv.eviction import EVICTION_POLICIES
 from headway.perf.latency.layout import ParallelLayout
 
-PREFIX_CACHE_ALONE = (
-    "prefix-cache needs an engine without KV groups, outside of clusters and without an event log: leave out "
-    "kv-parallel-size and event-log, or prefix-cache"
+_PREFIX_CACHE_ALONE = (
+    "prefix-cache needs an engine without KV groups and without an event log: leave out kv-parallel-size and "
+    "event-log, or prefix-cache"
 )
 RAY_ADDRESS_NEEDED = (
     "several hosts need --ray-address: HOST:PORT of a Ray cluster, or auto on a host that is part of one "
@@ -102,10 +102,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
-        if self.prefix_cache and (self.kv_parallel_size > 1 or self.instance or self.event_log is not None):
-            raise ConfigError(PREFIX_CACHE_ALONE)
-        if self.kv_spill is not None and (not self.prefix_cache or self.layout.accelerators > 1):
-            raise ConfigError("kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process")
+        if self.prefix_cache and (self.kv_parallel_size > 1 or self.event_log is not None):
+            raise ConfigError(_PREFIX_CACHE_ALONE)
+        if self.kv_spill is not None and (not self.prefix_cache or self.layout.accelerators > 1 or self.instance):
+            raise ConfigError(
+                "kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process outside of clusters"
+            )
         if self.prefix_cache_policy not in EVICTION_POLICIES:
             raise ConfigError(
                 f"prefix-cache-policy must be one of {', '.join(EVICTION_POLICIES)}, not {self.prefix_cache_policy!r}"

@@ -306,7 +306,7 @@ class EngineCore:
         if live.first_scheduled_s is not None:
             return
         live.first_scheduled_s = submitted_s
-        if live.keys is not None:
+        if live.keys is not None and live.submit.phase != "decode":
             live.cached_tokens, live.saved_s = self._prefixes.taken(live.submit.id)
 
     def _expire_timeouts(self) -> list[OutputDelta]:

@@ -10,7 +10,7 @@ from headway.kv.prefix_index import TextKeys
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.runtime.engine.output_tracker import ScheduledOutput
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import CacheChanges, OutputDelta, SubmitRequest
 from headway.runtime.kv_spill.spill import KvSpill
 
 _PINNED_SHARE = 0.5
@@ -47,14 +47,17 @@ class PrefixLookups:
     def look_up(self, submit: SubmitRequest, prompt: memoryview) -> tuple[TextKeys | None, int]:
         """Register a prompt, if it may use the cache. Return its keys and how many of its tokens are cached now."""
         # Scores of the prompt need its logits, which cached KV has not.
-        scored = submit.params.prompt_logprobs is not None
-        if self._cache is None or not submit.prefix_cache or scored or submit.phase == "decode":
+        scored, brings = submit.params.prompt_logprobs is not None, submit.phase == "decode"
+        # A request that does not decode and has blocks all the same computes its prompt into these.
+        staged = submit.id in self._block_manager and not brings
+        if self._cache is None or not submit.prefix_cache or scored or staged:
             self._make_way(submit, 0)
             return None, 0
         text = TextKeys(prompt, self._block_manager.block_tokens, submit.cache_salt)
         for token in submit.output:
             text.append(token)
-        cached = self._cache.register(submit.id, text.keys, submit.prompt_tokens + len(submit.output))
+        known = submit.prompt_tokens + len(submit.output)
+        cached = self._cache.register(submit.id, text.keys, known, brings_kv=brings)
         self._make_way(submit, cached)
         if submit.pin:
             self._preparing.add(submit.id)
@@ -195,6 +198,19 @@ class PrefixLookups:
 
     def _blocks(self, submit: SubmitRequest) -> int:
         return self._block_manager.blocks_for(submit.prompt_tokens + submit.params.max_tokens)
+
+
+def take_changes(block_manager: BlockManager) -> CacheChanges | None:
+    """Return which blocks were cached or evicted since the last call; None: none, or they are not noted."""
+    cache = block_manager.cache
+    if cache is None or not cache.index.changes:
+        return None
+    changes, cache.index.changes = cache.index.changes, {}
+    keys: tuple[list[bytes], list[bytes]] = ([], [])
+    for key, cached in changes.items():
+        assert isinstance(key, bytes)
+        keys[not cached].append(key)
+    return CacheChanges(b"".join(keys[0]), b"".join(keys[1]))
 
 
 def _end(name: str, why: str, now: float) -> OutputDelta:

@@ -211,6 +211,13 @@ class EngineSamples(msgspec.Struct, frozen=True, array_like=True):
     transfers: tuple[TransferSample, ...] = ()
 
 
+class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that were cached or evicted since the last such message: their keys (`kv.prefix_index`), end to end."""
+
+    cached: bytes
+    evicted: bytes
+
+
 class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All output of one iteration, in one message."""
 
@@ -218,6 +225,8 @@ class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stats: EngineStats | None = None
     samples: EngineSamples | None = None
     """With `stats`, where the live page is on."""
+    cache: CacheChanges | None = None
+    """Of an instance of a cluster, for placements."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -233,6 +242,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_block_tokens: int
     prefix_cache: bool = False
     """Whether KV of prompts is kept for prompts that begin alike."""
+    prepares: bool = False
+    """Whether KV of documents can be pinned."""
     kv_spill: bool = False
     """Whether it is also kept on disk."""
     policy: str

@@ -22,6 +22,7 @@ from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import FromInstance, ToInstance
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.iteration_deadline import IterationProgress
+from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import (
     AbortRequest,
     DrainEngine,
@@ -131,7 +132,8 @@ class EngineService:
             self._stats_due_soon = self._stats_due_soon and not due
             self._stats_sent_s = now if due else self._stats_sent_s
             samples = core.sampler.take() if due and core.sampler is not None else None
-            self._send(IterationOutputs(deltas=tuple(deltas), stats=stats, samples=samples))
+            changes = take_changes(core.scheduler.block_managers[0])
+            self._send(IterationOutputs(deltas=tuple(deltas), stats=stats, samples=samples, cache=changes))
         # After the deltas: a receiver of `KvStaged` has all tokens of the request by then.
         for staged in core.staged:
             self._send(staged)

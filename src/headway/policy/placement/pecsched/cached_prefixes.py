@@ -89,7 +89,7 @@ class CachedPrefixes:
         copy to the group is faster than computing it again."""
         whole = chooser.choose(request.prompt_tokens, len(group), nodes)
         longest = longest_prefix(self._cached.get(request.id, ()))
-        if longest is None:
+        if longest is None or not self._context.copies_prefixes:
             return whole, None
         copy_s = copy_seconds(longest.tokens, longest.instance, group, self.view, self._context)
         rest = chooser.choose(request.prompt_tokens, len(group), nodes, longest.tokens)
