@@ -11,6 +11,7 @@ from tests.helpers.engine_fixtures import frame
 
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
+from headway.core.span import Phase
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
@@ -109,4 +110,50 @@ def test_prompt_that_is_to_be_scored_is_computed_whole() -> None:
     while not core.idle:
         scored += [delta.prompt_logprobs for delta in core.step() if delta.prompt_logprobs is not None]
     assert [len(one) for one in scored] == [len(prompt) - 1]
+    core.executor.close()
+
+
+def ask_phase(core: EngineCore, prompt: list[int], phase: Phase, told: tuple[int, ...] = ()) -> list[int]:
+    """Serve a part of a request "a" and return its tokens."""
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    message = SubmitRequest(
+        id="a", prompt_tokens=len(prompt), params=params, received_s=0.0, phase=phase, output=told
+    )  # fmt: skip
+    assert core.submit(message, frame(prompt)) is None
+    said: list[int] = []
+    while not core.idle:
+        said += [token for delta in core.step() for token in delta.tokens]
+    return said
+
+
+def test_an_instance_caches_what_it_prefills_and_what_it_decodes(plain: EngineCore) -> None:
+    core = engine(4096, prefix_cache=True)
+    prompt = questions(0)[0]
+    (expected,) = answers(plain, [prompt], output=40)
+    for cached in (0, (len(prompt) - 1) // BLOCK * BLOCK):
+        first = ask_phase(core, prompt, "prefill")
+        assert core.staged[-1].id == "a"
+        assert core.scheduler.block_managers[0].cache.hit_tokens == cached  # type: ignore[union-attr]
+        assert first + ask_phase(core, prompt, "decode", tuple(first)) == expected
+        core.scheduler.check()
+    submit(core, "peek", [*prompt, *expected, 1, 2], 1)
+    cache = core.scheduler.block_managers[0].cache
+    assert cache is not None
+    assert cache.cached_tokens("peek") == (len(prompt) + 39) // BLOCK * BLOCK
+    core.executor.close()
+
+
+def test_a_prompt_computed_into_blocks_that_wait_for_it_takes_no_cached_tokens(plain: EngineCore) -> None:
+    core = engine(4096, prefix_cache=True)
+    prompt = questions(0)[0]
+    expected = answers(plain, [prompt], output=8)
+    assert answers(core, [prompt]) == expected
+    staged = core.scheduler.staged_kv
+    assert staged is not None
+    # KV of another instance was to come here, and has not.
+    staged.request("p0", len(prompt) + 8, 0.0)
+    assert staged.admit() == ["p0"]
+    ((block, count),) = core.scheduler.block_managers[0].where("p0")
+    core.executor.worker.pool.data[:, :, :, block * BLOCK : (block + count) * BLOCK] = 7.0  # type: ignore[attr-defined]
+    assert answers(core, [prompt]) == expected
     core.executor.close()

@@ -16,6 +16,7 @@ from tests.helpers.fake_engine import INFO
 from tests.helpers.virtual_time import pause
 
 from headway.core.span import cut
+from headway.kv.prefix_index import block_keys
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
@@ -39,6 +40,7 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import (
     AbortRequest,
+    CacheChanges,
     DrainEngine,
     EngineInfo,
     EngineStats,
@@ -83,7 +85,8 @@ class Known:
 class FakeCluster:
     """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty. full:
     room for KV is limited (it is for what is kept for others; whatever is computed finds some). apart: two that cannot
-    reach each other, either way. longest: request that an instance holds; kv_bytes: that those who join were given."""
+    reach each other, either way. longest: request that an instance holds; kv_bytes: that those who join were given.
+    caches: instances report the blocks of prompts that their schedulers have computed."""
 
     token_s: float = 0.0
     run_s: float = 0.0
@@ -91,6 +94,7 @@ class FakeCluster:
     start_s: float = 0.0
     kv_tokens: int = 8192
     full: bool = False
+    caches: bool = False
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     kv: dict[str, dict[int, set[int]]] = field(default_factory=dict)
@@ -162,6 +166,7 @@ class FakeProcess:
                     kv_bytes=1000 + number,
                     max_model_len=cluster.longest.get(number, INFO.max_model_len),
                     peer_address=f"fake:{number}:{serial}",
+                    prefix_cache=cluster.caches,
                     latency=None,
                 )
             )
@@ -309,6 +314,9 @@ class FakeProcess:
             if missing:
                 self._complain(f"{submit.id} decodes on {self.number} without KV of {len(missing)} tokens")
         self.decoding[submit.id] = known
+        if self.cluster.caches:
+            keys = block_keys(array("i", ids).tobytes(), INFO.kv_block_tokens, submit.cache_salt)
+            self._say(IterationOutputs(deltas=(), cache=CacheChanges(b"".join(keys), b"")))
         self.scheduled[submit.id] = asyncio.get_running_loop().create_task(self._stay(submit.id, known, phase))
 
     async def _stay(self, name: str, known: Known, phase: str) -> None:

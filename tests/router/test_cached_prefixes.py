@@ -1,0 +1,90 @@
+"""What a live cluster's controller knows of its instances' caches, and placements that follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+
+from tests.helpers import virtual_time
+from tests.helpers.cluster_clients import ask, prompt, running
+from tests.helpers.fake_instances import FakeCluster
+
+from headway.core.sampling import SamplingParams
+from headway.kv.block_manager import BlockManager
+from headway.kv.eviction import LeastRecentlyUsed
+from headway.kv.prefix_cache import PrefixCache
+from headway.kv.prefix_index import TextKeys
+from headway.runtime.cluster.cached_keys import CachedKeys, prompt_keys
+from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.engine.prefix_lookups import take_changes
+from headway.runtime.engine.protocol import SubmitRequest
+
+BLOCK = 16
+"""Tokens of a block of the fake instances."""
+
+
+def test_reports_of_an_instance_leave_the_controller_with_the_same_hits() -> None:
+    rng = random.Random(1)
+    cache = PrefixCache(LeastRecentlyUsed(), 4)
+    cache.index.changes = {}
+    manager, known = BlockManager(40 * 4, 4, cache), CachedKeys()
+    evicted = 0
+    for number in range(400):
+        text = [rng.randrange(3) for _ in range(4 * rng.randrange(1, 9))]
+        keys = TextKeys(array("i", text).tobytes(), 4).keys
+        if rng.random() < 0.7:
+            name = f"r{number}"
+            cache.register(name, keys, len(text))
+            lease = manager.reserve(name, len(text))
+            assert lease is not None
+            manager.note_computed(name, len(text))
+            manager.free(lease)
+            cache.forget(name)
+        if rng.random() < 0.3 and (changes := take_changes(manager)) is not None:
+            evicted += len(changes.evicted)
+            known.take(changes)
+            assert known.match(keys) == cache.index.match(keys).depth
+    assert evicted
+    known.clear()
+    assert known.match(keys) == 0
+
+
+def test_keys_of_a_request_are_those_that_it_may_share() -> None:
+    def keys(told: int, **fields: object) -> int:
+        params = SamplingParams(max_tokens=9, **fields.pop("params", {}))  # type: ignore[arg-type, call-overload]
+        submit = SubmitRequest(
+            id="a", prompt_tokens=32, params=params, received_s=0.0, output=tuple(range(told)), **fields  # type: ignore[arg-type]
+        )  # fmt: skip
+        return len(prompt_keys(ClusterRequest(submit, array("i", range(32)).tobytes()), BLOCK))
+
+    # The last token is always computed.
+    assert [keys(told) for told in (0, 1, 16, 17)] == [1, 2, 2, 3]
+    assert keys(1, prefix_cache=False) == 0
+    assert keys(1, params={"prompt_logprobs": 1}) == 0
+
+
+def places(affinity: bool) -> dict[str, int]:
+    """Return where the turns of two conversations go, of which an instance each has begun one."""
+    fake = FakeCluster(run_s=0.2, caches=True)
+
+    async def run() -> None:
+        async with running(fake, ("mixed", "mixed"), "jsq", {"affinity": affinity}) as client:
+            first, second = prompt(1, 400), prompt(2, 400)
+            await asyncio.gather(ask(client, "a", first), ask(client, "b", second))
+            await ask(client, "b2", [*second, *prompt(3, 40)])
+            await ask(client, "a2", [*first, *prompt(4, 40)])
+            await ask(client, "b salted", second, cache_salt="tenant")
+            fake.kill(1)
+            await virtual_time.pause(0.5)
+            await ask(client, "b3", [*second, *prompt(5, 40)])
+
+    virtual_time.run(run())
+    return {message.id: number for number, message in fake.log if isinstance(message, SubmitRequest)}
+
+
+def test_jsq_with_affinity_follows_what_live_instances_have_cached() -> None:
+    begun = {"a#1": 0, "b#1": 1, "a2#1": 0, "b salted#1": 0}
+    # The process that had the second conversation's KV is gone, so that its instance has no advantage.
+    assert places(True) == {**begun, "b2#1": 1, "b3#1": 0}
+    assert places(False) == {**begun, "b2#1": 0, "b3#1": 0}
