@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +15,8 @@ from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
+from headway.kv.prefix_index import TextKeys
+from headway.runtime.cluster.cached_keys import AssumedKeys
 from headway.runtime.http_cluster.http_cluster import HttpCluster
 
 PROMPT = [5, 9, 200, 31]
@@ -345,3 +348,41 @@ async def _faults(chance: random.Random, servers: list[TokenServer], over: async
                 server.break_after = chance.randrange(8)
                 await asyncio.sleep(0.1)
                 server.break_after = None
+
+
+@pytest.mark.parametrize("affinity", [True, False])
+def test_turns_go_where_their_conversation_is_assumed_to_be_cached(affinity: bool) -> None:
+    """Each of two servers has begun a conversation; without affinity an idle cluster uses the first."""
+
+    async def work() -> None:
+        servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
+        async with cluster_of(servers, options={"affinity": affinity}) as cluster:
+            texts = [[2 + (n * n + i) % 99 for n in range(300)] for i in range(2)]
+            answers = await asyncio.gather(*(ask(cluster, f"a{i}", text, 90) for i, text in enumerate(texts)))
+            assert [server.seen[0].body["prompt"] for server in servers] == texts
+            turn = [*texts[1], *answers[1], 7]
+            keys = TextKeys(array("i", turn).tobytes(), 64).keys
+            assert cluster._live is not None
+            # With the answer.
+            assert [cluster._live.instances[i].cached.match(keys) for i in range(2)] == [0, 6]
+            await ask(cluster, "turn", turn, 3)
+            await ask(cluster, "another", [5] * 200, 3)
+            assert [len(server.seen) for server in servers] == ([2, 2] if affinity else [3, 1])
+
+    run(work)
+
+
+def test_texts_are_assumed_to_be_cached_until_a_cache_is_full_of_later_ones() -> None:
+    known, rng = AssumedKeys(), random.Random(2)
+    texts = [[bytes([i, k]) for k in range(rng.randrange(1, 20))] for i in range(6)]
+    for text in texts:
+        known.use(text, 30 * 64)
+        assert known.match(text) == len(text)
+    held = [known.match(text) for text in texts]
+    assert sum(held) == 30
+    # Later texts whole, one without its end, none of the earlier ones.
+    assert held == sorted(held, key=bool)
+    whole = [had == len(text) for had, text in zip(held, texts, strict=True)]
+    assert whole == sorted(whole)
+    known.clear()
+    assert not known.match(texts[-1])

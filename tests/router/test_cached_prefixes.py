@@ -15,8 +15,7 @@ from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import TextKeys
-from headway.runtime.cluster.cached_keys import CachedKeys, prompt_keys
-from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.runtime.cluster.cached_keys import CachedKeys, shareable, text_of
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import SubmitRequest
 
@@ -56,7 +55,8 @@ def test_keys_of_a_request_are_those_that_it_may_share() -> None:
         submit = SubmitRequest(
             id="a", prompt_tokens=32, params=params, received_s=0.0, output=tuple(range(told)), **fields  # type: ignore[arg-type]
         )  # fmt: skip
-        return len(prompt_keys(ClusterRequest(submit, array("i", range(32)).tobytes()), BLOCK))
+        text = text_of(submit, array("i", range(32)).tobytes(), submit.output, BLOCK)
+        return len(shareable(text, 32 + told, BLOCK))
 
     # The last token is always computed.
     assert [keys(told) for told in (0, 1, 16, 17)] == [1, 2, 2, 3]

@@ -46,7 +46,7 @@ class EngineSettings(SettingsModel):
     prefix_cache: Flag | None = Field(
         None,
         description="keep the KV of prompts and answers until memory is needed, for prompts that begin alike; default: "
-        "true where it is possible, which is an engine without KV groups, in no cluster, without event-log",
+        "true where it is possible, which is an engine without KV groups and without event-log",
     )
     prefix_cache_policy: Literal["lru", "cost"] = Field(
         "lru",

@@ -26,7 +26,8 @@ class AffinityOptions(PolicyOptions):
 
     affinity: bool = False
     """Whether plans count the uncached part of a prompt only: it goes where its prefix is cached if that is sooner, and
-    a prefix that another instance has is copied where that is faster than computing it again."""
+    a prefix that another instance has is copied where that is faster than computing it again. Live instances copy none:
+    there `jsq` and the short requests of `pecsched` follow their prefixes."""
 
     @model_validator(mode="after")
     def _no_paper_has_it(self) -> Self:

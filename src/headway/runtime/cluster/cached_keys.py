@@ -1,13 +1,17 @@
-"""What each instance of a live cluster has cached, as its engine has reported: keys of blocks (`kv.prefix_index`)."""
+"""What each instance of a live cluster has cached: keys of blocks (`kv.prefix_index`), as engines report them, or as
+follows from what was sent to a server that reports nothing."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Container, Sequence
 
 from headway.kv.prefix_index import KEY_BYTES, TextKeys
-from headway.runtime.cluster.cluster_request import ClusterRequest
-from headway.runtime.engine.protocol import CacheChanges
+from headway.runtime.engine.protocol import CacheChanges, SubmitRequest
+
+ASSUMED_BLOCK = 64
+"""Tokens of a block where the server's own are not known."""
 
 
 class CachedKeys:
@@ -28,22 +32,51 @@ class CachedKeys:
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Return how many blocks of a prompt are cached."""
-        # Only ends of prefixes are evicted: a cached block's ancestors are cached too.
-        return bisect_left(keys, True, key=lambda key: key not in self._keys)
+        return _match(keys, self._keys)
 
 
-def prompt_keys(asked: ClusterRequest, block_tokens: int) -> list[bytes]:
-    """Return the keys of the blocks that a request could take from a cache; empty: it takes none.
+class AssumedKeys:
+    """Keys of the texts that were sent to a server or came from it, the least recently used forgotten first."""
 
-    What its client has of the answer is part of the prompt."""
-    submit = asked.submit
-    if not submit.prefix_cache or submit.params.prompt_logprobs is not None:
-        return []
-    text = TextKeys(asked.prompt, block_tokens, submit.cache_salt)
-    for token in asked.told:
+    def __init__(self) -> None:
+        # Oldest first.
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def use(self, keys: Sequence[bytes], kv_tokens: int) -> None:
+        """Note that a text is computed there. kv_tokens: of its KV cache, which holds no more."""
+        # The ends of texts first: what is forgotten first is never in the middle of one.
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > kv_tokens // ASSUMED_BLOCK:
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all: the server is gone."""
+        self._keys.clear()
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a prompt are assumed to be cached."""
+        return _match(keys, self._keys)
+
+
+def text_of(submit: SubmitRequest, prompt: bytes | memoryview, told: Sequence[int], block_tokens: int) -> TextKeys:
+    """Return the keys of a request's prompt and of what its client has of the answer; none of one that shares none."""
+    shares = submit.prefix_cache and submit.params.prompt_logprobs is None
+    text = TextKeys(prompt if shares else b"", block_tokens, submit.cache_salt)
+    for token in told if shares else ():
         text.append(token)
-    # The last token is always computed.
-    return text.keys[: (submit.prompt_tokens + len(asked.told) - 1) // block_tokens]
+    return text
+
+
+def shareable(text: TextKeys, tokens: int, block_tokens: int) -> list[bytes]:
+    """Return the keys of a prompt of so many tokens that may be taken from a cache: its last token is computed."""
+    return text.keys[: (tokens - 1) // block_tokens]
+
+
+def _match(keys: Sequence[bytes], known: Container[bytes]) -> int:
+    # Only ends of prefixes are evicted: a cached block's ancestors are cached too.
+    return bisect_left(keys, True, key=lambda key: key not in known)
 
 
 def _split(keys: bytes) -> list[bytes]:

@@ -9,7 +9,7 @@ import msgspec
 
 from headway.control.kv_reservations import KvLoad, KvReservations
 from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.cached_keys import prompt_keys
+from headway.runtime.cluster.cached_keys import shareable, text_of
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
@@ -104,7 +104,8 @@ class InstanceRegistry:
             if instance.info is not None and instance.info.prefix_cache:
                 size = instance.info.kv_block_tokens
                 if size not in keys:
-                    keys[size] = prompt_keys(asked, size)
+                    text = text_of(asked.submit, asked.prompt, asked.told, size)
+                    keys[size] = shareable(text, asked.submit.prompt_tokens + len(asked.told), size)
                 hits[number] = size * instance.cached.match(keys[size])
         return tuple(hits) if any(hits) else ()
 

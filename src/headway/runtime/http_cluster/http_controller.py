@@ -17,6 +17,7 @@ from headway.control.controller import ClusterController
 from headway.core.errors import HeadwayError, RequestError, UnavailableError
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks, ClusterState
+from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, shareable
 from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import FinishReason
@@ -112,7 +113,10 @@ class HttpController:
             self.retries.wait(request)
             return
         attempt = request.attempt()
-        request.controlled = self.machine.arrive(attempt, self._clock(), request)
+        keys = shareable(request.text, attempt.prompt_tokens, ASSUMED_BLOCK)
+        hits = tuple(ASSUMED_BLOCK * each.cached.match(keys) for each in self.instances.values())
+        request.cached = hits if any(hits) else ()
+        request.controlled = self.machine.arrive(attempt, self._clock(), request, request.cached)
 
     def _drop(self, request: HttpRequest, why: str) -> None:
         """Take the attempt under way from the controller, which closes its stream."""
@@ -133,7 +137,9 @@ class HttpController:
         now = self._clock()
         continuation, target = request.life.place(number), self.instances[number]
         tokens = request.submit.prompt_tokens + len(continuation.output)
-        target.queue.add(request.name, tokens, now)
+        cached = request.cached[number] if request.cached else 0
+        target.queue.add(request.name, tokens - cached, now)
+        target.cached.use(request.text.keys, target.load.kv_tokens)
         prefill = self._prefill.choose(request.name, tokens, now)
         stream = request.stream = AnswerStream(number, now, prefill)
         receive, broken = partial(self._receive, request, stream), partial(self._broken, request, stream)
@@ -187,8 +193,11 @@ class HttpController:
         """End a request with all of its output."""
         request.life.finish()
         # The connection ends by itself.
-        request.stream = None
+        stream, request.stream = request.stream, None
         request.send(new, reason, stop)
+        if stream is not None:
+            there = self.instances[stream.instance]
+            there.cached.use(request.text.keys, there.load.kv_tokens)
         self.requests.pop(request.submit.id, None)
         controlled, entry, now = request.controlled, request.entry, self._clock()
         if controlled is not None and not controlled.ended:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headway.policy.placement.view import ClusterInstance, Role
+from headway.runtime.cluster.cached_keys import AssumedKeys
 from headway.runtime.cluster.live_instance import InstanceState
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 from headway.runtime.http_cluster.http_server import HttpServer, ServedModel, ServerGoneError
@@ -62,6 +63,7 @@ class HttpInstance:
         self.state: InstanceState = "starting"
         self.model = ServedModel("")
         self.load = ServerLoad()
+        self.cached = AssumedKeys()
         self.restarts = 0
         self.incarnation = 0
         self.failure: str | None = None
@@ -142,6 +144,7 @@ class HttpInstance:
             self.incarnation += 1
             self.load = ServerLoad()
             self.queue.clear()
+            self.cached.clear()
             log.warning("instance %d is lost: %s", self.number, why)
             listener.lost(self.number, why)
 

@@ -8,6 +8,7 @@ from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
 from headway.control.request_lifecycle import RequestLifecycle
 from headway.core.request import Request
+from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, text_of
 from headway.runtime.cluster.client_answer import AnswerQueue
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.http_cluster.answer_stream import AnswerStream
@@ -17,11 +18,15 @@ from headway.runtime.http_cluster.completion_body import begins_anew
 class HttpRequest:
     """One request from its acceptance to its end."""
 
-    __slots__ = ("_attempt", "_before", "_first_s", "answer", "controlled", "entry", "life", "prompt", "stranded",
-                 "stream", "submit")  # fmt: skip
+    __slots__ = ("_attempt", "_before", "_first_s", "answer", "cached", "controlled", "entry", "life", "prompt",
+                 "stranded", "stream", "submit", "text")  # fmt: skip
 
     def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
+        self.text = text_of(submit, prompt, submit.output, ASSUMED_BLOCK)
+        """Keys of prompt and answer."""
+        self.cached: tuple[int, ...] = ()
+        """Tokens that each instance is assumed to have cached of the attempt's prompt."""
         params = submit.params
         self.life = RequestLifecycle(
             params.max_tokens, params.min_tokens, submit.output, restarts=begins_anew(submit) and params.max_tokens > 1
@@ -74,6 +79,9 @@ class HttpRequest:
 
     def send(self, tokens: tuple[int, ...], finish: FinishReason | None = None, stop_token: int | None = None) -> None:
         """Send output to the client."""
+        if self.text.keys:
+            for token in tokens:
+                self.text.append(token)
         first_s, self._first_s = (self._first_s, None) if tokens else (None, self._first_s)
         now = time.monotonic()
         self.answer.put(
