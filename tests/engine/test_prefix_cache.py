@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
 from tests.helpers.engine_fixtures import frame
 
+from headway.core.clock import ManualClock
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
+from headway.sim.replay import replay
 
 
 def questions(seed: int) -> list[list[int]]:
@@ -157,3 +161,35 @@ def test_a_prompt_computed_into_blocks_that_wait_for_it_takes_no_cached_tokens(p
     core.executor.worker.pool.data[:, :, :, block * BLOCK : (block + count) * BLOCK] = 7.0  # type: ignore[attr-defined]
     assert answers(core, [prompt]) == expected
     core.executor.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "cost"])
+def test_a_replay_decides_as_the_engine_did_with_what_it_had_cached(policy: str) -> None:
+    lines: list[dict[str, Any]] = []
+
+    def log(kind: str, fields: dict[str, object]) -> None:
+        lines.append(msgspec.json.decode(msgspec.json.encode({"event": kind, **fields})))
+
+    # A small pool: prompts and answers evict each other.
+    made = engine(640, prefix_cache=True, prefix_cache_policy=policy)
+    core = EngineCore(made.scheduler, made.executor, ManualClock(), made.info, log)
+    rng = random.Random(3)
+    for seed in range(3):
+        for number, prompt in enumerate([*questions(seed), *questions(seed)]):
+            submit(core, f"{seed}-{number}", prompt, rng.randrange(1, 60), prefix_cache=rng.random() < 0.9)
+            for _ in range(rng.randrange(3)):
+                core.step()
+            if rng.random() < 0.1:
+                core.abort(f"{seed}-{number}")
+        while not core.idle:
+            core.step()
+    stats = core.stats()
+    assert stats.prefix_hits_total > 2000
+    core.executor.close()
+    run = replay(lines)
+    assert run.differences == []
+    assert len(run.batches) == stats.iterations_total
+    # Another cache than the recorded one is noticed.
+    hit = next(number for number, line in enumerate(lines) if line.get("cached"))
+    lines[hit]["keys"] = lines[hit]["keys"][::-1]
+    assert f"{lines[hit]['request']} found {lines[hit]['cached']} tokens cached" in replay(lines).differences[0]

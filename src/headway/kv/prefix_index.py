@@ -49,12 +49,14 @@ class TextKeys:
             self._add(ids[start : start + self._bytes])
         self._tail = bytearray(ids[full:])
 
-    def append(self, token: int) -> None:
-        """Add one token of the answer."""
+    def append(self, token: int) -> bool:
+        """Add one token of the answer. Return whether a block is full with it, and so has a key."""
         self._tail += token.to_bytes(4, "little")
-        if len(self._tail) == self._bytes:
-            self._add(self._tail)
-            self._tail = bytearray()
+        if len(self._tail) < self._bytes:
+            return False
+        self._add(self._tail)
+        self._tail = bytearray()
+        return True
 
     def _add(self, block: memoryview | bytearray) -> None:
         # The parent's key first: equal tokens behind different prefixes have different keys.

@@ -105,7 +105,10 @@ def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> 
     if not asked.info.prefix_cache:
         raise RequestError("this server keeps no prefixes: start it with --prefix-cache")
     if not asked.info.prepares:
-        raise RequestError("a cluster prepares no documents: send the document as the beginning of a prompt")
+        raise RequestError(
+            "a cluster, or a server with --event-log, prepares no documents: send the document as the beginning of a "
+            "prompt"
+        )
     record = ContextRecord(
         id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
         ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt,

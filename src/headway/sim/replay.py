@@ -1,10 +1,11 @@
 """Replay of a live run: the engine's event log through a fresh scheduler, which must decide the same again.
 
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
-exchange between KV groups if any) and has one line for each request added or aborted, each batch scheduled (with the
-groups that were `free`, if not all), and each batch done (over all of its parts). The log of the vLLM plug-in has more
-lines (`hosted_replay`). A difference means that the scheduler depends on something that is not in the log, or that its
-code has changed since.
+exchange between KV groups if any, order of eviction of a prefix cache) and has one line for each request added (with
+the keys of its blocks, for the cache) or aborted, each batch scheduled (with the groups that were `free`, if not all),
+and each batch done (over all of its parts, with the keys of blocks that answers have filled). The log of the vLLM
+plug-in has more lines (`hosted_replay`). A difference means that the scheduler depends on something that is not in the
+log, or that its code has changed since.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.grouped_scheduler import group_policies, make_scheduler
+from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.sim.hosted_replay import HostedReplay
 from headway.sim.replayed_run import (
     BatchTimes,
@@ -95,7 +97,12 @@ class _ReplayState:
     def __init__(self, replayed: ReplayedRun, start: Mapping[str, Any], detail: bool) -> None:
         self.replayed, self.detail = replayed, detail
         config, model = replayed.config, replayed.model
-        self.managers = [BlockManager(replayed.kv_tokens, replayed.block_tokens) for _ in range(config.kv_parallel)]
+        eviction, size = start.get("eviction"), replayed.block_tokens
+        # None: the engine had no prefix cache.
+        self.cache = None if eviction is None else make_prefix_cache(eviction, model, size)
+        self.managers = [BlockManager(replayed.kv_tokens, size, self.cache) for _ in range(config.kv_parallel)]
+        # Keys of the blocks of each request's text, for those that use the cache.
+        self.keys: dict[str, list[str]] = {}
         exchange = start.get("exchange")
         self.exchange = exchange_of(replayed.table.source) if exchange is None else ShardExchangeCost(*exchange)
         self.scheduler = make_scheduler(config, model, self.managers, self.exchange)
@@ -118,6 +125,13 @@ class _ReplayState:
         if self.scheduler.idle:
             self.done_s, self.woken_at_s = None, event["at_s"]
         request = request_of(event)
+        if self.cache is not None and "keys" in event:
+            keys = self.keys[request.id] = list(event["keys"])
+            cached = self.cache.register(request.id, keys, request.prompt_tokens)
+            if cached != request.cached_tokens:
+                self.replayed.differences.append(
+                    f"{request.id} found {request.cached_tokens} tokens cached, and here {cached}"
+                )
         self.scheduler.add(Span.whole(request), event["at_s"])
         self.times.arrived(request)
 
@@ -170,6 +184,8 @@ class _ReplayState:
             self.times.token(name, event["at_s"])
             if name in ended:
                 self.times.ended(name, event["at_s"], None)
+        for name, key in event.get("filled", {}).items():
+            self.keys[name].append(key)
         results = [RequestProgress(name, 1, True) for name in event["ended"]]
         self._apply(self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"]))
 

@@ -167,7 +167,7 @@ def _engine(
         kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
         prefix_cache=config.prefix_cache,
-        prepares=config.prefix_cache and config.instance is None,
+        prepares=config.prefix_cache and config.instance is None and config.event_log is None,
         kv_spill=config.kv_spill is not None,
         policy=schedule.policy,
         chunking=schedule.chunking,

@@ -11,7 +11,7 @@ from headway.kv.eviction import EVICTION_POLICIES
 from headway.perf.latency.layout import ParallelLayout
 
 _PREFIX_CACHE_ALONE = (
-    "prefix-cache needs an engine without KV groups and without an event log: leave out kv-parallel-size and "
+    "prefix-cache needs an engine without KV groups, and in a cluster no event log: leave out kv-parallel-size or "
     "event-log, or prefix-cache"
 )
 RAY_ADDRESS_NEEDED = (
@@ -102,11 +102,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
-        if self.prefix_cache and (self.kv_parallel_size > 1 or self.event_log is not None):
+        logged = self.event_log is not None
+        if self.prefix_cache and (self.kv_parallel_size > 1 or (logged and self.instance is not None)):
             raise ConfigError(_PREFIX_CACHE_ALONE)
-        if self.kv_spill is not None and (not self.prefix_cache or self.layout.accelerators > 1 or self.instance):
+        alone = self.layout.accelerators == 1 and self.instance is None and not logged
+        if self.kv_spill is not None and not (self.prefix_cache and alone):
             raise ConfigError(
-                "kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process outside of clusters"
+                "kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process outside of "
+                "clusters, without event-log"
             )
         if self.prefix_cache_policy not in EVICTION_POLICIES:
             raise ConfigError(

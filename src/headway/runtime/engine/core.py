@@ -75,15 +75,15 @@ class EngineCore:
         self._restarts = restarts or RestartLimit(3, "the workers")
         self._poison_requests = PoisonRequestTracker()
         self._lost_s: float | None = None
+        # Keys of blocks that the answers of the batch under way have filled, by request.
+        self._filled: dict[str, bytes] = {}
         if log is not None:
             block_manager = scheduler.block_managers[0]
             self._log_event(
-                "start",
-                config=asdict(scheduler.config),
-                kv_tokens=block_manager.total_tokens,
-                block_tokens=block_manager.block_tokens,
-                latency=describe(scheduler.latency),
-            )
+                "start", config=asdict(scheduler.config), kv_tokens=block_manager.total_tokens,
+                block_tokens=block_manager.block_tokens, latency=describe(scheduler.latency),
+                **({} if block_manager.cache is None else {"eviction": block_manager.cache.index.eviction.name}),
+            )  # fmt: skip
 
     @property
     def idle(self) -> bool:
@@ -152,7 +152,8 @@ class EngineCore:
             heapq.heappush(self._timeouts, (submit.received_s + submit.timeout_s, submit.id, submit.received_s))
         if self._log is not None:
             phase = {} if submit.phase == "all" else {"phase": submit.phase}
-            self._log_event("add", **arrival_fields(request, now), **phase)
+            text = {} if keys is None else {"keys": keys.keys, "cached": cached}
+            self._log_event("add", **arrival_fields(request, now), **phase, **text)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
@@ -292,8 +293,8 @@ class EngineCore:
             return []
         # A request may emit in its first batch: the "started" event comes after the tokens.
         self._started(live, submitted_s)
-        if live.keys is not None:
-            live.keys.append(emitted.token)
+        if live.keys is not None and live.keys.append(emitted.token):
+            self._filled[live.submit.id] = live.keys.keys[-1]
         delta = live.take(emitted, now) if not live.submit.pin else self._prefixes.computed(live, now)
         ended = delta.finish is not None or live.submit.pin
         progress.append(RequestProgress(emitted.request, 1, ended))
@@ -376,12 +377,7 @@ class EngineCore:
         self._stats["last_iteration_s"] = elapsed_s
         if self._log is not None:
             self._log_event(
-                "batch",
-                id=batch.id,
-                at_s=now,
-                elapsed_s=elapsed_s,
-                predicted_s=batch.predicted_s,
-                decodes=decodes,
+                "batch", id=batch.id, at_s=now, elapsed_s=elapsed_s, predicted_s=batch.predicted_s, decodes=decodes,
                 kv_sum=sum(part.decodes.kv_sum for part in batch.parts),
                 ended=[result.request for result in progress if result.finished],
                 chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in chunks],
@@ -389,8 +385,9 @@ class EngineCore:
                     (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
                     for part, stages in zip(batch.parts, result.stages, strict=False)
                 ],
-                **group_fields(batch),
-            )
+                **group_fields(batch), **({"filled": self._filled} if self._filled else {}),
+            )  # fmt: skip
+        self._filled = {}
 
     def _count(self, name: str, amount: float) -> None:
         self._stats[name] = self._stats.get(name, 0) + amount

@@ -243,7 +243,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prefix_cache: bool = False
     """Whether KV of prompts is kept for prompts that begin alike."""
     prepares: bool = False
-    """Whether KV of documents can be pinned."""
+    """Whether KV of documents can be pinned: not in clusters, nor where an event log has to tell all of a cache."""
     kv_spill: bool = False
     """Whether it is also kept on disk."""
     policy: str
