@@ -163,6 +163,12 @@ def test_a_prompt_computed_into_blocks_that_wait_for_it_takes_no_cached_tokens(p
     core.executor.close()
 
 
+def hear(core: EngineCore, said: dict[str, list[int]]) -> None:
+    """Take a step and note what was said."""
+    for delta in core.step():
+        said[delta.id] += delta.tokens
+
+
 @pytest.mark.parametrize("policy", ["lru", "cost"])
 def test_a_replay_decides_as_the_engine_did_with_what_it_had_cached(policy: str) -> None:
     lines: list[dict[str, Any]] = []
@@ -173,16 +179,21 @@ def test_a_replay_decides_as_the_engine_did_with_what_it_had_cached(policy: str)
     # A small pool: prompts and answers evict each other.
     made = engine(640, prefix_cache=True, prefix_cache_policy=policy)
     core = EngineCore(made.scheduler, made.executor, ManualClock(), made.info, log)
-    rng = random.Random(3)
+    rng, said = random.Random(3), dict[str, list[int]]()
     for seed in range(3):
-        for number, prompt in enumerate([*questions(seed), *questions(seed)]):
-            submit(core, f"{seed}-{number}", prompt, rng.randrange(1, 60), prefix_cache=rng.random() < 0.9)
-            for _ in range(rng.randrange(3)):
-                core.step()
-            if rng.random() < 0.1:
-                core.abort(f"{seed}-{number}")
-        while not core.idle:
-            core.step()
+        prompts = dict(enumerate([*questions(seed), *questions(seed)]))
+        for turn in range(2):
+            for number, prompt in prompts.items():
+                name = f"{seed}-{turn}-{number}"
+                said[name] = []
+                submit(core, name, prompt, rng.randrange(1, 60), prefix_cache=rng.random() < 0.9)
+                for _ in range(rng.randrange(3)):
+                    hear(core, said)
+                if rng.random() < 0.1:
+                    core.abort(name)
+            while not core.idle:
+                hear(core, said)
+            prompts = {number: [*text, *said[f"{seed}-{turn}-{number}"], 5] for number, text in prompts.items()}
     stats = core.stats()
     assert stats.prefix_hits_total > 2000
     core.executor.close()
