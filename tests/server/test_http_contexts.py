@@ -27,7 +27,7 @@ def prepared(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
 @pytest.fixture
 def engine() -> FakeEngine:
     # The gate: the engine holds the request after the first delta.
-    info = msgspec.structs.replace(INFO, prefix_cache=True)
+    info = msgspec.structs.replace(INFO, prefix_cache=True, prepares=True)
     return FakeEngine(info_value=info, script=prepared, gate=asyncio.Semaphore(0))
 
 
@@ -116,9 +116,15 @@ async def test_an_unknown_id_and_a_server_without_a_cache_say_what_to_do(connect
         missing = await client.get("/v1/contexts/ctx-no")
         engine.info_value = INFO
         refused = await client.post("/v1/contexts", json=BODY)
+        engine.info_value = msgspec.structs.replace(INFO, prefix_cache=True)
+        unpinned = await client.post("/v1/contexts", json=BODY)
     assert missing.status_code == 404
     assert missing.json()["error"]["message"] == "no context 'ctx-no' is known: POST /v1/contexts makes one"
     assert "start it with --prefix-cache" in refused.json()["error"]["message"]
+    assert unpinned.status_code == 400
+    assert unpinned.json()["error"]["message"].startswith(
+        "a cluster, or a server with --event-log, prepares no documents"
+    )
 
 
 async def test_progress_and_storage_are_shown(connect: Any, engine: FakeEngine) -> None:
