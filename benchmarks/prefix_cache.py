@@ -9,6 +9,7 @@ pool is so small that each prompt evicts earlier ones.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -87,6 +88,10 @@ def _tokens(batch: Batch) -> list[RequestProgress]:
 def hit_path(latency: LatencyModel, prompt_tokens: int, rounds: int) -> dict[str, float]:
     """Return decisions and chunks until the first token of a cached prompt."""
     path = HitPath(latency, prompt_tokens)
+    path.serve("warm")
+    # As the engine's process does before it serves.
+    gc.collect()
+    gc.freeze()
     served = [path.serve(f"again-{i}") for i in range(rounds)]
     first = [decisions[0] for decisions, _ in served]
     return {

@@ -106,13 +106,15 @@ def main() -> int:
         folder: Path = arguments.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         table, trace = folder / "table.json", folder / "trace.csv"
-        wanted = ["profile", "--budget", "20", "--serve-for", "20", "--out", str(table)]
+        # One core computes, one is the client's.
+        threads = ["--threads", "1"]
+        wanted = ["profile", "--budget", "20", "--serve-for", "20", "--out", str(table), *threads]
         if not table.exists() and headway(wanted):
             return 1
         write_trace(trace, arguments.most_tokens, arguments.sessions, arguments.chats)
         scenario = scenario_of(table, trace, arguments.qps)
         requests = workload_of(scenario, 0)
-        flags = ["--latency-profile", str(table), "--kv-cache-memory", "1G", "--prefix-cache"]
+        flags = ["--latency-profile", str(table), "--kv-cache-memory", "1G", "--prefix-cache", *threads]
         served: list[dict[str, float]] = []
         for _ in range(arguments.runs):
             with ServerProcess([str(model_path()), *flags]) as server:
