@@ -37,7 +37,7 @@ SHORT = {"long_tokens": 500}
 @pytest.mark.parametrize(
     ("placement", "options", "pools"),
     [
-        ("pecsched", SHORT, APART),
+        ("pecsched", {**SHORT, "affinity": True}, APART),
         pytest.param("loongserve in-place", {}, MIXED, marks=LONG),
         pytest.param("tetris", {}, APART, marks=LONG),
         pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
