@@ -14,6 +14,7 @@ import csv
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,9 @@ async def serve(url: str, requests: list[TraceRequest]) -> list[RequestRecord]:
     endpoint = TargetEndpoint(base_url=url, model=str(first_model(url)["id"]), timeout_s=600)
     make = partial(job_of, goodput=GoodputTargets(()), keep_ids=True)
     async with LoadClient(endpoint) as client:
-        return (await run_closed_loop(client, requests, TextPrompts(pool), make)).records
+        records = (await run_closed_loop(client, requests, TextPrompts(pool), make)).records
+    # That the client makes a prompt before it sends it is no time of the server's.
+    return [replace(one, arrival_s=one.sent_s or one.arrival_s) for one in records]
 
 
 def figures(records: Sequence[RequestRecord]) -> dict[str, float]:
