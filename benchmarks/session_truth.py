@@ -2,8 +2,10 @@
 
 Profiles the embedded model on this machine, serves the sessions of `benchmarks.agent_sessions` in closed loop with
 `headway serve` and its prefix cache, simulates the same requests with the measured table and a cache of the same size,
-and prints tokens found in the cache and percentiles of the time to first token. Several runs against fresh servers say
-how much of a difference is the machine's.
+and prints tokens found in the cache and percentiles of the time to first token. How much of a difference is the
+machine's: several runs against fresh servers say that, and a second simulation of each run, whose iterations are as
+long as the server's event log says (`sim.calibration.corrected_table`: four factors of the profile, the spread, and the
+engine's own times; what clients measured is no part of it). The log is replayed: every decision has to be the same.
 """
 
 from __future__ import annotations
@@ -17,27 +19,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.agent_sessions import read_sessions
 from headway.cli.main import main as headway
 from headway.core.cpu_affinity import CORES
 from headway.perf.hardware.processor import processor_name
+from headway.perf.latency.serving_overhead import HostedLatency
 from headway.runtime.embedded import model_path
 from headway.serving.load.client import LoadClient, TargetEndpoint
 from headway.serving.load.closed_loop import run_closed_loop
 from headway.serving.load.endpoint import first_model
 from headway.serving.load.goodput import GoodputTargets
+from headway.serving.load.live_calibration import overhead_of
 from headway.serving.load.load_jobs import job_of
 from headway.serving.load.prompts import PromptPool
 from headway.serving.load.server_process import ServerProcess
 from headway.serving.load.text_prompts import TextPrompts
-from headway.sim.build import run_scenario, workload_of
+from headway.sim.build import instance_of, run_of, run_scenario, workload_of
+from headway.sim.calibration import corrected_table, scales_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import ttft_s
+from headway.sim.replay import read_log, replay
+from headway.sim.replayed_run import ReplayedRun
 from headway.sim.scenario import Scenario, parse_scenario
+from headway.sim.simulation import simulate
 from headway.sim.workload import TraceRequest
 
 KV_TOKENS = 400_000
@@ -95,6 +103,16 @@ def figures(records: Sequence[RequestRecord]) -> dict[str, float]:
     return found
 
 
+def at_speed_of(run: ReplayedRun, scenario: Scenario, requests: list[TraceRequest]) -> Sequence[RequestRecord]:
+    """Simulate the requests with iterations as long as the run's were; predictions start from the profile, as its did.
+
+    The engine's own times come from its log too; what a request takes on its way is the profile's."""
+    spec, own = instance_of(scenario, requests), overhead_of(run, ())
+    serving = msgspec.structs.replace(own, request_s=spec.serving.request_s)
+    actual = HostedLatency(corrected_table(run), own.iteration_s)
+    return simulate(replace(spec, actual_latency=actual, serving=serving), requests, run_of(scenario, 0)).records
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--most-tokens", type=int, default=24_000, help="longest prompt of a session")
@@ -119,21 +137,28 @@ def main() -> int:
         requests = workload_of(scenario, 0)
         flags = ["--latency-profile", str(table), "--kv-cache-memory", "1G", "--prefix-cache", *threads]
         served: list[dict[str, float]] = []
-        for _ in range(arguments.runs):
-            with ServerProcess([str(model_path()), *flags]) as server:
+        again: list[dict[str, float]] = []
+        for number in range(arguments.runs):
+            log = folder / f"run-{number}.jsonl"
+            with ServerProcess([str(model_path()), *flags, "--event-log", str(log)]) as server:
                 served.append(figures(asyncio.run(serve(server.url, requests))))
+            replayed = replay(read_log(log))
+            assert not replayed.differences, replayed.differences[0]
+            scales = ", ".join(f"{scale:.2f}" for scale in scales_of(replayed) or ())
+            print(f"run {number}: {len(replayed.batches)} iterations decided alike in a replay; they took, of the "
+                  f"profile's times, {scales} (fixed, rows, decodes, chunks)")  # fmt: skip
+            again.append(figures(at_speed_of(replayed, scenario, requests)))
         simulated = figures(run_scenario(scenario, 0).sim.records)
-    rows: dict[str, Any] = {name: (simulated[name], [one[name] for one in served]) for name in simulated}
     turns = sum(one.klass == "turn" for one in requests)
-    print(
-        f"{turns} turns of {sum(one.prompt_tokens for one in requests):,} prompt tokens in all, {arguments.chats} chats"
-    )
-    for name, (expected, found) in rows.items():
-        mean = float(np.mean(found))
-        print(f"{name:>16}  simulated {expected:>10.4g}  served " + " ".join(f"{one:>10.4g}" for one in found)
-              + f"  {expected / mean - 1:+.1%}, runs within {max(found) / min(found) - 1:.1%}")  # fmt: skip
+    print(f"{turns} turns of {sum(one.prompt_tokens for one in requests):,} prompt tokens, {arguments.chats} chats")
+    for name, expected in simulated.items():
+        found = [one[name] for one in served]
+        print(f"{name:>16}  simulated {expected:>9.4g} ({expected / float(np.mean(found)) - 1:+.0%}); served, and "
+              "simulated at its speed: "
+              + ", ".join(f"{one:.4g} {other[name]:.4g} ({other[name] / one - 1:+.1%})"
+                          for one, other in zip(found, again, strict=True)))  # fmt: skip
     if arguments.keep is not None:
-        (folder / "rows.json").write_text(json.dumps(rows))
+        (folder / "rows.json").write_text(json.dumps({"simulated": simulated, "served": served, "again": again}))
     return 0
 
 
