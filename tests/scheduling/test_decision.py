@@ -118,13 +118,16 @@ def test_an_iteration_with_tokens_of_a_background_request_is_short(wait_s: float
 
     bound_s = 0.01 if wait_s is None else wait_s
     quotas, seconds = iteration(BACKGROUND_PRIORITY)
+    others, longer_s = iteration(1)
+    assert bound_s < longer_s <= 0.05
+    if beside == "a chat":
+        # A prompt for which a client waits has the iteration to itself.
+        assert quotas == {"chat": 20}
+        assert others["document"] > 8
+        return
     assert quotas["document"] >= 8
     assert 0.5 * bound_s < seconds <= bound_s
-    if beside == "a chat":
-        assert quotas["chat"] == 20
-    others, longer_s = iteration(1)
     assert others["document"] > quotas["document"]
-    assert bound_s < longer_s <= 0.05
 
 
 def test_background_iterations_are_longer_where_arrivals_are_rare_or_the_context_is_long() -> None:

@@ -240,6 +240,9 @@ class _Filling:
             budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
         budget_s -= candidate.reserved_s
         if candidate.longest_s < budget_s:
+            # a prompt for which a client waits has its iterations to itself: after a long context one token is long
+            if self.quotas:
+                return 0.0
             # each pass reads the whole context: below this most of the time would go there
             alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, candidate.past, 1)
             budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
