@@ -24,7 +24,7 @@ from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
-from headway.kv.prefix_index import block_keys
+from headway.kv.text_keys import block_keys
 from headway.perf.latency.base import LatencyModel
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler

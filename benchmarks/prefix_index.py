@@ -14,7 +14,8 @@ import tracemalloc
 import numpy as np
 
 from headway.kv.eviction import CostAware, EvictionPolicy, LeastRecentlyUsed
-from headway.kv.prefix_index import PrefixIndex, block_keys
+from headway.kv.prefix_index import PrefixIndex
+from headway.kv.text_keys import block_keys
 from headway.serving.load.machine import machine
 
 DOCUMENT = 2048

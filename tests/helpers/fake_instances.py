@@ -16,7 +16,7 @@ from tests.helpers.fake_engine import INFO
 from tests.helpers.virtual_time import pause
 
 from headway.core.span import cut
-from headway.kv.prefix_index import block_keys
+from headway.kv.text_keys import block_keys
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,

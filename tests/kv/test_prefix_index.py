@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from headway.core.errors import ConfigError, InvariantError
 from headway.kv.eviction import CostAware, LeastRecentlyUsed, make_eviction
-from headway.kv.prefix_index import PrefixIndex, PrefixNode, block_keys
+from headway.kv.prefix_index import PrefixIndex, PrefixNode
+from headway.kv.text_keys import block_keys
 
 Prefix = tuple[int, ...]
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)

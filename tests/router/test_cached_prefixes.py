@@ -14,7 +14,7 @@ from headway.core.sampling import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.cached_keys import CachedKeys, shareable, text_of
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import SubmitRequest

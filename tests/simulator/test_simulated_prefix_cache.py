@@ -17,7 +17,7 @@ from headway.core.batch import Batch
 from headway.core.errors import ConfigError
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.policy.iteration.scheduler import Scheduler
 from headway.sim import RunSpec, simulate

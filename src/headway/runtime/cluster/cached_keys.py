@@ -1,4 +1,4 @@
-"""What each instance of a live cluster has cached: keys of blocks (`kv.prefix_index`), as engines report them, or as
+"""What each instance of a live cluster has cached: keys of blocks (`kv.text_keys`), as engines report them, or as
 follows from what was sent to a server that reports nothing."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from headway.kv.prefix_index import KEY_BYTES, TextKeys
+from headway.kv.text_keys import KEY_BYTES, TextKeys
 from headway.runtime.engine.protocol import CacheChanges, SubmitRequest
 
 ASSUMED_BLOCK = 64

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.protocol import EngineInfo, FinishReason, OutputDelta, SubmitRequest
 
 

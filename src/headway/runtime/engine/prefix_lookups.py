@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from headway.core.batch import Batch
 from headway.kv.block_manager import BlockManager
-from headway.kv.prefix_index import TextKeys
+from headway.kv.text_keys import TextKeys
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.runtime.engine.output_tracker import ScheduledOutput

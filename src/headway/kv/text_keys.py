@@ -1,0 +1,46 @@
+"""Keys of KV blocks: a hash chain over a text, so that a key stands for all tokens up to its block's end."""
+
+from __future__ import annotations
+
+import hashlib
+
+KEY_BYTES = 16
+"""Bytes of a block's key: 128 bits of BLAKE2b, so that prompts cannot be made to collide."""
+
+
+def block_keys(token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> list[bytes]:
+    """Return the keys of all full blocks of a prompt: int32 token ids, little-endian. Different salts share no key."""
+    return TextKeys(token_ids, block_tokens, salt).keys
+
+
+class TextKeys:
+    """Keys of the full blocks of a text that grows: a prompt, then the tokens of its answer."""
+
+    __slots__ = ("_bytes", "_last", "_tail", "keys")
+
+    def __init__(self, token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> None:
+        """`token_ids`: those of the prompt, int32, little-endian."""
+        self._bytes = 4 * block_tokens
+        # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
+        self._last = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"headway-prefix").digest()
+        self.keys: list[bytes] = []
+        """In order; the list itself grows."""
+        ids = memoryview(token_ids).cast("B")
+        full = ids.nbytes - ids.nbytes % self._bytes
+        for start in range(0, full, self._bytes):
+            self._add(ids[start : start + self._bytes])
+        self._tail = bytearray(ids[full:])
+
+    def append(self, token: int) -> bool:
+        """Add one token of the answer. Return whether a block is full with it, and so has a key."""
+        self._tail += token.to_bytes(4, "little")
+        if len(self._tail) < self._bytes:
+            return False
+        self._add(self._tail)
+        self._tail = bytearray()
+        return True
+
+    def _add(self, block: memoryview | bytearray) -> None:
+        # The parent's key first: equal tokens behind different prefixes have different keys.
+        self._last = hashlib.blake2b(self._last + block, digest_size=KEY_BYTES).digest()
+        self.keys.append(self._last)
