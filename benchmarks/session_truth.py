@@ -106,9 +106,11 @@ def figures(records: Sequence[RequestRecord]) -> dict[str, float]:
 def at_speed_of(run: ReplayedRun, scenario: Scenario, requests: list[TraceRequest]) -> Sequence[RequestRecord]:
     """Simulate the requests with iterations as long as the run's were; predictions start from the profile, as its did.
 
-    The engine's own times come from its log too; what a request takes on its way is the profile's."""
+    The engine's own times come from its log too; what a request takes on its way, and to wake an idle server, is the
+    profile's: clients see that."""
     spec, own = instance_of(scenario, requests), overhead_of(run, ())
-    serving = msgspec.structs.replace(own, request_s=spec.serving.request_s)
+    before = spec.serving
+    serving = msgspec.structs.replace(own, request_s=before.request_s, idle_s=before.idle_s)
     actual = HostedLatency(corrected_table(run), own.iteration_s)
     return simulate(replace(spec, actual_latency=actual, serving=serving), requests, run_of(scenario, 0)).records
 
