@@ -5,13 +5,29 @@
     result.summary().total.latencies["ttft_s"]["p50"]
 
 Deterministic: the same arguments give the same result, bit by bit, on any computer with the same numpy.
+The names are imported lazily: a server uses a part of this package only, and starts sooner.
 """
 
-from headway.sim.noise import NoiseSpec
-from headway.sim.pipeline import StageLink
-from headway.sim.result import IterationRecord, ReplicaUse, SimResult
-from headway.sim.simulation import simulate
-from headway.sim.spec import InstanceSpec, RunSpec
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.sim.noise import NoiseSpec
+    from headway.sim.pipeline import StageLink
+    from headway.sim.result import IterationRecord, ReplicaUse, SimResult
+    from headway.sim.simulation import simulate
+    from headway.sim.spec import InstanceSpec, RunSpec
+
+_MODULES = {
+    "InstanceSpec": "spec",
+    "IterationRecord": "result",
+    "NoiseSpec": "noise",
+    "ReplicaUse": "result",
+    "RunSpec": "spec",
+    "SimResult": "result",
+    "StageLink": "pipeline",
+    "simulate": "simulation",
+}
 
 __all__ = [
     "InstanceSpec",
@@ -23,3 +39,11 @@ __all__ = [
     "StageLink",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'headway.sim' has no attribute {name!r}")
+    value = getattr(import_module(f"headway.sim.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
