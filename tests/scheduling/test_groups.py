@@ -142,7 +142,7 @@ def three_groups(stages: int = 1, **fields: object) -> GroupedScheduler:
     """Groups of 256 tokens, shards of 64; 1 ms a row and 100 ms an iteration."""
     config = SchedulerConfig.named(
         "default", t_target_s=0.1, reserve_tokens=0, kv_headroom=0.0, long_tokens=60, kv_parallel=3, stages=stages,
-        kv_shard_tokens=70, least_gain=0.0, **fields,
+        kv_shard_tokens=70, least_gain=0.0, useful_share=1.0, **fields,
     )  # fmt: skip
     return GroupedScheduler(config, Linear(row_s=0.001), [BlockManager(256, 16) for _ in range(3)])
 

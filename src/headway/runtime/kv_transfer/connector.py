@@ -20,14 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.kv.slot_ranges import Indices
-from headway.runtime.kv_transfer.peers import PeerNetwork
+
+if TYPE_CHECKING:
+    from headway.runtime.kv_transfer.peers import PeerNetwork
 
 Bytes = npt.NDArray[np.uint8]
 """Keys and values in memory, (layers, 2, KV heads, slots, bytes of a head's vector)."""
@@ -135,7 +137,7 @@ class KvConnector(ABC):
         """End its threads. The pool is not touched any more."""
 
 
-Factory = Callable[[PeerNetwork, Callable[[], None]], KvConnector]
+Factory = Callable[["PeerNetwork", Callable[[], None]], "KvConnector"]
 """(the instance's peers, what to call from any thread when `get_finished` has something) to its connector."""
 
 log = logging.getLogger("headway.kv_transfer")
