@@ -146,6 +146,24 @@ def test_a_new_incarnation_of_an_instance_takes_its_place(make: Make) -> None:
     fails(lambda: one.line("s", (1,)), "not here")
 
 
+def test_a_new_incarnation_is_met_at_once_while_the_old_one_is_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.runtime.kv_transfer.peers._AGAIN_S", 60.0)
+    one, two = make(0), make(1)
+    lost: list[str] = []
+    one.on_lost(lambda end, why: lost.append(why))
+    meet(one, two)
+    two.close()
+    until(lambda: any("cannot be reached" in why for why in lost))
+    again = make(1, 1)
+    one.meet([PeerAddress(peers.number, peers.incarnation, peers.address) for peers in (one, again)])
+    got: list[bytes] = []
+    again.handle(lambda end, scope, note, body: got.append(bytes(note)))
+    one.push(1, "s", b"n").wait()
+    until(lambda: got)
+
+
 def test_a_connection_that_is_cut_is_made_again_and_old_lines_are_lost(make: Make) -> None:
     one, two = make(0), make(1)
     meet(one, two)

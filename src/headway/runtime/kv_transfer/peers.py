@@ -89,7 +89,8 @@ class PeerNetwork:
         with self._lock:
             for peer in table.values():
                 current = self._connections.get(peer.instance)
-                if current is None:
+                # The end of an earlier incarnation, which is not waited for any more: as if there had been none.
+                if current is None or current.peer.incarnation < peer.incarnation:
                     self._begin(peer, 0)
                 # It greeted before it was named, and is reached elsewhere than it says.
                 elif current.peer.incarnation == peer.incarnation and current.peer.address != peer.address:
