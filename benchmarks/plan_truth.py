@@ -98,7 +98,11 @@ def at_speed_of(run: ReplayedRun, table: Path, into: Path) -> None:
     learned, _ = learned_table(source, run)
     own = overhead_of(run, ())
     kept = source.serving
-    serving = own if kept is None else msgspec.structs.replace(own, request_s=kept.request_s, idle_s=kept.idle_s)
+    serving = (
+        own
+        if kept is None
+        else msgspec.structs.replace(own, request_s=kept.request_s, requests=kept.requests, idle_s=kept.idle_s)
+    )
     store.save(msgspec.structs.replace(learned, serving=serving), into)
 
 

@@ -110,7 +110,7 @@ def at_speed_of(run: ReplayedRun, scenario: Scenario, requests: list[TraceReques
     profile's: clients see that."""
     spec, own = instance_of(scenario, requests), overhead_of(run, ())
     before = spec.serving
-    serving = msgspec.structs.replace(own, request_s=before.request_s, idle_s=before.idle_s)
+    serving = msgspec.structs.replace(own, request_s=before.request_s, requests=before.requests, idle_s=before.idle_s)
     actual = HostedLatency(corrected_table(run), own.iteration_s)
     return simulate(replace(spec, actual_latency=actual, serving=serving), requests, run_of(scenario, 0)).records
 

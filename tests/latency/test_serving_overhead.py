@@ -78,6 +78,18 @@ def test_an_engine_at_work_need_not_wake(tmp_path: Path) -> None:
     assert ttft_s(second) - ttft_s(first) == pytest.approx(ADDED.idle_s)  # type: ignore[operator]
 
 
+def test_requests_on_their_way_vary_as_the_measured_ones_did() -> None:
+    measured = [0.003] * 70 + [0.007] * 30
+    of = ServingOverhead.of(measured, [], [])
+    drawn = [of.way_s(f"r{number}") for number in range(2000)]
+    assert drawn == [of.way_s(f"r{number}") for number in range(2000)]
+    assert of.request_s == 0.003
+    assert sum(one < 0.0031 for one in drawn) / 2000 == pytest.approx(0.7, abs=0.05)
+    assert max(drawn) == pytest.approx(0.007)
+    assert "3.0 ms a request on its way in and out (one in ten over 7.0)" in of.words()
+    assert ServingOverhead.of([0.004] * 5, [], []).way_s("any") == 0.004
+
+
 def test_medians_count_and_few_measurements_do_not() -> None:
     of = ServingOverhead.of([0.004, 0.005, 0.006, 0.005, 0.9], [0.003] * 5, [0.001] * 5)
     assert (of.request_s, of.iteration_s) == (0.005, 0.001)

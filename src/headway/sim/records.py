@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from headway.core.request import Request
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.sim.metrics import RequestRecord, SloTargets
 from headway.sim.workload import TraceRequest
 
@@ -50,10 +51,11 @@ def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
     )
 
 
-def later(record: RequestRecord, by_s: float) -> RequestRecord:
+def later(record: RequestRecord, serving: ServingOverhead) -> RequestRecord:
     """Return the record with all but its arrival later: as the client sees a server's."""
-    if not by_s:
+    if not serving.request_s:
         return record
+    by_s = serving.way_s(f"{record.id} {record.arrival_s}")
     return replace(
         record,
         scheduled_s=None if record.scheduled_s is None else record.scheduled_s + by_s,

@@ -142,4 +142,4 @@ class InstanceSimulation(EventLoop):
         if self.run_spec.deadline_is_target and targets.ttft_s is None and track.deadline_s is not None:
             ttft_s = track.deadline_s - track.request.arrival_s
             targets = SloTargets(ttft_s, targets.tbt_s, targets.tpot_s, targets.e2e_s)
-        return later(record_of(track, targets), self.instance.serving.request_s)
+        return later(record_of(track, targets), self.instance.serving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import median
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -68,6 +69,9 @@ class ServingOverhead(msgspec.Struct, frozen=True):
     wake, caches are cold."""
     iteration_s: float = 0.0
     """The engine's own time between two iterations in a row."""
+    requests: TimeSpread | None = None
+    """How much `request_s` varied: a thread that finds its core taken waits for a tick of the system's clock. None: not
+    measured, so that every request takes the median."""
     spread: tuple[TimeSpread, ...] = ()
     """Of an iteration and the engine's own time before it, over what is predicted of both, by predicted length. Empty:
     not measured, so that every iteration takes what is predicted."""
@@ -76,15 +80,29 @@ class ServingOverhead(msgspec.Struct, frozen=True):
     def of(cls, requests: Sequence[float], idle: Sequence[float], between: Sequence[float]) -> ServingOverhead:
         """Return the medians of measured seconds: of requests, of iterations after an idle engine (from the arrival to
         the end, less what was predicted), and between iterations."""
-        iteration_s = _typical(between)
-        return cls(_typical(requests), max(0.0, _typical(idle) - iteration_s), iteration_s)
+        iteration_s, request_s = _typical(between), _typical(requests)
+        varied = None
+        if request_s and len(requests) >= _LEAST_SPREAD:
+            shares = np.quantile(np.maximum(requests, 0.0) / request_s, np.linspace(0.0, 1.0, _LEAST_SPREAD))
+            varied = TimeSpread(request_s, tuple(map(float, shares)))
+        return cls(request_s, max(0.0, _typical(idle) - iteration_s), iteration_s, varied)
+
+    def way_s(self, request: str) -> float:
+        """Return what one request takes on its way, seconds: drawn from what was measured, by its name."""
+        if self.requests is None:
+            return self.request_s
+        return self.request_s * self.requests.at(crc32(request.encode()) / 2**32)
 
     def words(self) -> str:
         """Return it for people."""
         return (
-            f"{self.request_s * 1e3:.1f} ms a request on its way in and out, {self.idle_s * 1e3:.1f} ms after idling, "
-            f"{self.iteration_s * 1e3:.2f} ms between iterations" + self._spread_words()
+            f"{self.request_s * 1e3:.1f} ms a request on its way in and out{self._requests_words()}, "
+            f"{self.idle_s * 1e3:.1f} ms after idling, {self.iteration_s * 1e3:.2f} ms between iterations"
+            + self._spread_words()
         )
+
+    def _requests_words(self) -> str:
+        return "" if self.requests is None else f" (one in ten over {self.request_s * self.requests.at(0.9) * 1e3:.1f})"
 
     def _spread_words(self) -> str:
         if not self.spread:
@@ -95,6 +113,10 @@ class ServingOverhead(msgspec.Struct, frozen=True):
 
 def _typical(seconds: Sequence[float]) -> float:
     return max(0.0, median(seconds)) if len(seconds) >= _LEAST else 0.0
+
+
+NO_OVERHEAD = ServingOverhead()
+"""Of what serves for nothing."""
 
 
 class HostedLatency(LatencyModel):

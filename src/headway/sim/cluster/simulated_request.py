@@ -6,6 +6,7 @@ import msgspec
 
 from headway.core.request import Request
 from headway.core.span import Phase
+from headway.perf.latency.serving_overhead import NO_OVERHEAD, ServingOverhead
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.records import later, record_of
@@ -71,8 +72,8 @@ class SimRequest:
             self.scheduled_s, self.cached_tokens = track.scheduled_s, track.cached_tokens
         self.track = None
 
-    def record(self, targets: SloTargets = NO_TARGETS, later_s: float = 0.0) -> RequestRecord:
-        """Return the record of the request, finished or not. later_s: how much later its client sees all of it."""
+    def record(self, targets: SloTargets = NO_TARGETS, serving: ServingOverhead = NO_OVERHEAD) -> RequestRecord:
+        """Return the record of the request, finished or not. serving: what its client waits longer for all of it."""
         if self.track is not None:
             self.take_tokens(self.track)
-        return later(record_of(self, targets), later_s)
+        return later(record_of(self, targets), serving)

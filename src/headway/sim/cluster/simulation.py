@@ -228,8 +228,8 @@ class ClusterSimulation(EventLoop):
             self._count(entry, "span")
         self.backend.busy.close(self.now)
         targets = self.run_spec.targets
-        later_s = self.spec.serving.request_s
-        records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS), later_s) for one in self.requests)
+        serving = self.spec.serving
+        records = tuple(one.record(targets.get(one.source.klass, NO_TARGETS), serving) for one in self.requests)
         uses = [self._use(i, end_s) for i in range(len(self.spec.instances))]
         sim = SimResult(
             records=records,
