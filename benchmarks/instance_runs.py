@@ -32,7 +32,7 @@ from tests.helpers.random_weights import random_decoder, reference_config
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.cluster.messages import ComputeSpan, SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
@@ -74,16 +74,18 @@ class Bench:
         tokens = self.options.tokens
         self.runs.admit(name, self.prompt, GREEDY, ())
         run = SpanTask(0, tokens, group, Strategy(attn=attn), rows=rows)  # type: ignore[arg-type]
-        self.runs.begin(name, run, (), True, (), lambda count, anew: [(0, count)], lambda: None)
+        compute = ComputeSpan(id=name, index=0, run=run, last=True, preemptible=True)
+        self.runs.begin(compute, lambda count, anew: [(0, count)], lambda: None)
         self.runs.go(name, lambda: False, lambda done: layer.append(time.perf_counter()))
-        drawn, _ = self.runs.finish(name, True)
+        drawn, _ = self.runs.finish(name)
         for step in range(tokens, tokens + self.options.steps):
             start = time.perf_counter()
             one = SpanTask(step, step + 1, group, Strategy(attn=attn), in_place=True)  # type: ignore[arg-type]
             said = (3,) if drawn is None else (drawn.token,)
-            self.runs.begin(name, one, (), False, said, lambda count, anew: [(0, count)], lambda: None)
+            compute = ComputeSpan(id=name, index=step, run=one, drawn=said, last=True)
+            self.runs.begin(compute, lambda count, anew: [(0, count)], lambda: None)
             self.runs.go(name, None, lambda done: None)
-            drawn, _ = self.runs.finish(name, True)
+            drawn, _ = self.runs.finish(name)
             self.steps.append(time.perf_counter() - start)
         self.runs.forget(name)
         self.peers.forget(name)

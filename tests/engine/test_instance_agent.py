@@ -47,20 +47,25 @@ class Computing:
     at: dict[tuple[str, int], Callable[[], object]] = field(default_factory=dict)
     done: list[tuple[str, int]] = field(default_factory=list)
     layers: dict[str, int] = field(default_factory=dict)
+    draws: dict[str, bool] = field(default_factory=dict)
     slots: dict[str, list[Sequence[tuple[int, int]]]] = field(default_factory=dict)
     moves: bool = False
 
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         self.slots[name] = []
 
-    def begin(self, name, run, before, preemptible, drawn, room, look) -> None:  # type: ignore[no-untyped-def]
-        self.layers[name] = 0
+    def begin(
+        self,
+        compute: ComputeSpan,
+        allocate_slots: Callable[[int, bool], Sequence[tuple[int, int]]],
+        look: Callable[[], None],
+    ) -> None:
+        name = compute.id
+        self.layers[name], self.draws[name] = 0, compute.last
         anew = self.moves and bool(self.slots[name])
-        self.slots[name].append(room(run.end, anew))
+        self.slots[name].append(allocate_slots(compute.run.end, anew))
 
-    def go(
-        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
-    ) -> bool:
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         while self.layers[name] < LAYERS:
             self.at.get((name, self.layers[name]), lambda: None)()
             stops = pause is not None and pause()
@@ -71,8 +76,8 @@ class Computing:
                 return False
         return True
 
-    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
-        return (EmittedToken(name, 7, None) if draw else None), self.moves and len(self.slots[name]) > 1
+    def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
+        return (EmittedToken(name, 7, None) if self.draws[name] else None), self.moves and len(self.slots[name]) > 1
 
     def saved(self, name: str) -> tuple[int, int, PausedState]:
         return 0, self.layers[name], PausedState(kv_bytes=1, activation_bytes=2, kv_bytes_at_end=3)

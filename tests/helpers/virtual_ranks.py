@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.messages import ControlReply, FromRank, StopRank
+from headway.runtime.executor.messages import FromRank, InstanceFromRank, StopRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.rank_layout import RankPosition, places
@@ -223,9 +223,9 @@ class VirtualWorld:
                 self.kvs.append(RankKvTransfer(worker, config, eos, block_tokens, peer, say, say))
             self.executor.peer_addresses = tuple(kv.address for kv in self.kvs)
 
-    def _says(self, place: RankPosition) -> Callable[[bytes], None]:
+    def _says(self, place: RankPosition) -> Callable[[InstanceFromRank], None]:
         channel = VirtualChannel(place.rank, self.wire)
-        return lambda body: channel.send(_encoder.encode(ControlReply(body)))
+        return lambda message: channel.send(_encoder.encode(message))
 
     def _serve(self, place: RankPosition) -> None:
         kv = self.kvs[place.rank] if self.kvs else None

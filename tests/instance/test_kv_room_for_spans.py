@@ -11,7 +11,7 @@ import torch
 from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.cluster.messages import ComputeSpan, SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
@@ -36,10 +36,11 @@ def test_blocks_for_all_pieces_of_a_span_are_reserved_before_the_first(tmp_path:
     runs.admit("r", memoryview(prompt.tobytes()), SamplingParams(max_tokens=4), ())
     short, long = SpanTask(0, first, (0,)), SpanTask(first, 200, (0,), rows=8)
     for run, before in ((short, ()), (long, (short,))):
-        runs.begin("r", run, before, False, (), room, lambda: None)
+        compute = ComputeSpan(id="r", index=0, run=run, before=before, last=run is long)
+        runs.begin(compute, room, lambda: None)
         there = list(asked)
         assert runs.go("r", None, lambda layers: None)
         assert asked == there, "room is asked for in the middle of a run"
-        runs.finish("r", run is long)
+        runs.finish("r")
     assert asked == [first, 200]
     peers.close()

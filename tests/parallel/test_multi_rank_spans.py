@@ -12,29 +12,27 @@ from headway.core.errors import InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
-from headway.runtime.kv_transfer.peer import PeerLostError
-from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
-from headway.runtime.sequence_parallel.span_messages import (
-    AdmitSpan,
-    BeginSpan,
-    ContinueSpan,
-    FinishSpan,
+from headway.runtime.cluster.messages import (
+    AdmitRequest,
+    ComputeSpan,
+    PauseSpan,
+    ResumeSpan,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
+from headway.runtime.executor.messages import (
     GrantSlots,
-    HoldSpan,
     LayerEdge,
-    RunFromRank,
-    SpanBegun,
-    SpanBroken,
-    SpanComputed,
     SpanEnded,
-    SpanHalted,
-    StartSpan,
+    SpanFromRank,
+    SpanToRank,
     SuspendRequest,
     WantSlots,
-    to_rank,
 )
+from headway.runtime.kv_transfer.peer import PeerLostError
+from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
 
-Answers = dict[type, list[list[RunFromRank]]]
+Answers = dict[type, list[list[SpanFromRank]]]
 
 
 class Ranks:
@@ -45,13 +43,12 @@ class Ranks:
     def __init__(self, answers: Answers) -> None:
         self.told: list[object] = []
         self.replayed: list[tuple[KvOp, ...]] = []
-        self._answers, self._mail = answers, list[tuple[int, RunFromRank]]()
+        self._answers, self._mail = answers, list[tuple[int, SpanFromRank]]()
         self.runs = MultiRankSpanExecutor(self, lambda: (KvOp("reassign", "r", 0, before="r/spans"),))  # type: ignore[arg-type]
 
-    def send_control(self, body: bytes) -> None:
-        word = to_rank.decode(body)
-        self.told.append(word)
-        if answers := self._answers.get(type(word)):
+    def send_control(self, message: SpanToRank, *frames: object) -> None:
+        self.told.append(message)
+        if answers := self._answers.get(type(message)):
             self._mail += enumerate(answers.pop(0))
 
     def number(self, request_id: str) -> int | None:
@@ -66,14 +63,15 @@ class Ranks:
 
     def begin(self, room: Callable[[int, bool], list[tuple[int, int]]] = lambda *_: [(0, 64)]) -> None:
         self.runs.admit("r", memoryview(b"\1\0\0\0"), SamplingParams(max_tokens=1), ())
-        self.runs.begin("r", SpanTask(0, 50, (0,)), (), True, (), room, lambda: None)
+        run = SpanTask(0, 50, (0,))
+        self.runs.begin(ComputeSpan(id="r", index=3, run=run, last=True, preemptible=True), room, lambda: None)
 
 
-def both(word: RunFromRank) -> list[RunFromRank]:
+def both(word: SpanFromRank) -> list[SpanFromRank]:
     return [word, word]
 
 
-READY: Answers = {BeginSpan: [both(WantSlots("r", 50, False))], GrantSlots: [both(SpanBegun("r"))]}
+ENDED = SpanEnded("r", None, False, 50)
 
 
 def kinds(told: list[object]) -> list[type]:
@@ -81,7 +79,11 @@ def kinds(told: list[object]) -> list[type]:
 
 
 def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
-    ranks = Ranks(READY | {GrantSlots: [both(WantSlots("r", 20, True)), both(SpanBegun("r"))]})
+    answers: Answers = {
+        ComputeSpan: [both(WantSlots("r", 50, False))],
+        GrantSlots: [both(WantSlots("r", 20, True)), both(ENDED)],
+    }
+    ranks = Ranks(answers)
     asked: list[tuple[int, bool]] = []
 
     def room(tokens: int, anew: bool) -> list[tuple[int, int]]:
@@ -89,49 +91,46 @@ def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
         return [(8, 56)]
 
     ranks.begin(room)
+    assert ranks.runs.go("r", None, lambda layers: None)
     assert asked == [(50, False), (20, True)]
-    assert kinds(ranks.told) == [AdmitSpan, BeginSpan, tuple, GrantSlots, tuple, GrantSlots]
+    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, tuple, GrantSlots, tuple, GrantSlots]
     assert ranks.told[-1] == GrantSlots("r", ((8, 56),))
 
 
 def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
-    halted = SpanHalted("r", 16, 1, 100, 10, 200)
-    ranks = Ranks(
-        READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [[], both(SpanComputed("r"))], HoldSpan: [both(halted)]}
-    )
+    halted = SpanTaskPaused(id="r", index=3, tokens=16, layer=1, kv_bytes=100, activation_bytes=10, kv_bytes_at_end=200)
+    ranks = Ranks({ComputeSpan: [[]], PauseSpan: [both(halted), both(ENDED)]})
     ranks.begin()
-    answers = iter([False, True, True, True])
+    answers = iter([False, True])
     assert not ranks.runs.go("r", lambda: next(answers), lambda layers: None)
-    assert [word for word in ranks.told if isinstance(word, HoldSpan | StartSpan)] == [
-        StartSpan("r", False, False),
-        HoldSpan("r"),
-    ]
+    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, PauseSpan]
     tokens, layer, saved = ranks.runs.saved("r")
     assert (tokens, layer) == (16, 1)
     assert (saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end) == (200, 20, 400)
+    # Continued, and at once to be paused again.
     assert ranks.runs.go("r", lambda: True, lambda layers: None)
-    assert ranks.told[-1] == StartSpan("r", True, False)
+    assert ranks.told[-2:] == [ResumeSpan("r"), PauseSpan("r")]
 
 
 def test_the_scheduler_runs_after_each_layer_edge() -> None:
     answers: Answers = {
-        BeginSpan: [both(SpanBegun("r"))],
-        StartSpan: [both(LayerEdge("r", 1))],
-        ContinueSpan: [both(LayerEdge("r", 2)), both(SpanComputed("r"))],
+        ComputeSpan: [both(LayerEdge("r", 1))],
+        ResumeSpan: [both(LayerEdge("r", 2)), both(ENDED)],
     }
     ranks = Ranks(answers)
     ranks.begin()
     layers: list[int] = []
-    assert ranks.runs.go("r", None, layers.append, True)
+    assert ranks.runs.go("r", None, layers.append)
     assert layers == [1, 2]
 
 
 def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
     first = EmittedToken("r", 7, None)
-    ended: list[RunFromRank] = [SpanEnded("r", first, False, 50), SpanEnded("r", None, False, 50)]
-    ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], FinishSpan: [ended]})
+    ended: list[SpanFromRank] = [SpanEnded("r", first, False, 50), SpanEnded("r", None, False, 50)]
+    ranks = Ranks({ComputeSpan: [ended]})
     ranks.begin()
-    assert ranks.runs.finish("r", True) == (first, False)
+    assert ranks.runs.go("r", None, lambda layers: None)
+    assert ranks.runs.finish("r") == (first, False)
     assert ranks.runs.whole("r", 50)
     assert not ranks.runs.whole("r", 51)
     ranks.runs.forget("r")
@@ -142,16 +141,17 @@ def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize(("end", "error"), [(None, SpanTaskError), (1, PeerLostError)])
-def test_one_failing_rank_ends_the_span(order: int, end: int | None, error: type[Exception]) -> None:
-    words: list[RunFromRank] = [SpanComputed("r"), SpanBroken("r", "a peer is gone", end)]
-    ranks = Ranks(READY | {BeginSpan: [both(SpanBegun("r"))], StartSpan: [words[:: 1 - 2 * order]]})
+@pytest.mark.parametrize(("by", "error"), [(None, SpanTaskError), (1, PeerLostError)])
+def test_one_failing_rank_ends_the_span(order: int, by: int | None, error: type[Exception]) -> None:
+    words: list[SpanFromRank] = [ENDED, SpanTaskLost("r", "a peer is gone", by)]
+    ranks = Ranks({ComputeSpan: [words[:: 1 - 2 * order]]})
     ranks.begin()
     with pytest.raises(error, match="a peer is gone"):
         ranks.runs.go("r", None, lambda layers: None)
 
 
 def test_differing_reports_of_ranks_are_an_internal_error() -> None:
-    ranks = Ranks(READY | {BeginSpan: [[SpanBegun("r"), WantSlots("r", 5, False)]]})
+    ranks = Ranks({ComputeSpan: [[ENDED, WantSlots("r", 5, False)]]})
+    ranks.begin()
     with pytest.raises(InvariantError, match="differ"):
-        ranks.begin()
+        ranks.runs.go("r", None, lambda layers: None)

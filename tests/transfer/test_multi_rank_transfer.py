@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from headway.runtime.cluster.messages import KvArrived, KvReserved, ReserveKv
+from headway.runtime.executor.messages import RankHolds
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer
-from headway.runtime.kv_transfer.rank_notes import RankHolds, RankReceived, RankReserve, RankReserved, encode, to_rank
 
 
 def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:
@@ -16,7 +17,7 @@ def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:
         layout=SimpleNamespace(accelerators=2),
         replay=lambda ops: None,
         number=lambda name: 7,
-        send_control=lambda body: told.append(to_rank.decode(body)),
+        send_control=told.append,
         on_control=None,
     )
     return MultiRankKvTransfer(cast(MultiProcessExecutor, executor), lambda: ()), told
@@ -28,16 +29,16 @@ def test_a_reservation_counts_only_messages_of_its_own_life() -> None:
     ranks.forget("r")
     ranks.drop("r", False)
     ranks.receive("r", 20, ())
-    first, second = (word.life for word in told if isinstance(word, RankReserve))
+    first, second = (word.serial for word in told if isinstance(word, ReserveKv))
     for rank in (0, 1):
-        ranks._hear(rank, encode(RankReserved("r", first)))
-        ranks._hear(rank, encode(RankReceived("r", 1, 5, 0.0, 1.0, True, first)))
+        ranks._hear(rank, KvReserved("r", first))
+        ranks._hear(rank, KvArrived("r", 1, 5, 0.0, 1.0, True, first))
     assert not ranks.opened()
     assert ranks.awaits("r")
     assert not ranks.finished().received
     for rank in (0, 1):
-        ranks._hear(rank, encode(RankReserved("r", second)))
-        ranks._hear(rank, encode(RankReceived("r", 2, 5, 0.0, 1.0, True, second)))
+        ranks._hear(rank, KvReserved("r", second))
+        ranks._hear(rank, KvArrived("r", 2, 5, 0.0, 1.0, True, second))
     assert ranks.opened() == ["r"]
     assert not ranks.awaits("r")
     assert [received.piece for received in ranks.finished().received] == [2]
@@ -47,7 +48,7 @@ def test_a_forgotten_reservation_is_not_reported() -> None:
     ranks, told = _ranks()
     ranks.receive("r", 10, ())
     for rank in (0, 1):
-        ranks._hear(rank, encode(RankReserved("r", told[0].life)))
+        ranks._hear(rank, KvReserved("r", told[0].serial))
     ranks.forget("r")
     assert not ranks.opened()
 

@@ -22,7 +22,7 @@ from headway.core.sampling import SamplingParams
 from headway.core.span import cut
 from headway.perf.latency.pause_points import PausePoints
 from headway.runtime.cluster.agent_protocols import Slots
-from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.cluster.messages import ComputeSpan, SpanTask
 from headway.runtime.kv_transfer.peers import PeerStream
 
 _NAP_S = 0.005
@@ -58,14 +58,14 @@ class _TimedSpan:
     """One request. `edges_s`: where its run could be paused, in seconds of it, its ends among them; `edge`: of these,
     how many it has come to beside the first."""
 
-    __slots__ = ("alone", "computed", "edge", "edges_s", "line", "pieces", "preemptible", "run")
+    __slots__ = ("alone", "computed", "draws", "edge", "edges_s", "line", "pieces", "preemptible", "run")
 
     def __init__(self) -> None:
         self.run: SpanTask | None = None
         self.pieces: tuple[tuple[int, int], ...] = ()
         self.edges_s: list[float] = [0.0]
         self.edge = self.computed = 0
-        self.preemptible = False
+        self.preemptible = self.draws = False
         self.alone = True
         self.line: PeerStream | None = None
 
@@ -82,24 +82,18 @@ class TimedSpanExecutor:
         self._parts[name] = _TimedSpan()
 
     def begin(
-        self,
-        name: str,
-        run: SpanTask,
-        before: Sequence[SpanTask],
-        preemptible: bool,
-        drawn: tuple[int, ...],
-        room: Callable[[int, bool], Slots],
-        look: Callable[[], None],
+        self, compute: ComputeSpan, allocate_slots: Callable[[int, bool], Slots], look: Callable[[], None]
     ) -> None:
+        name, run = compute.id, compute.run
         part = self._parts[name]
         part.line = self._mail.peers.line(name, run.group)
-        room(-(-run.end // len(run.group)), False)
-        part.run, part.preemptible, part.edge = run, preemptible, 0
+        allocate_slots(-(-run.end // len(run.group)), False)
+        part.run, part.preemptible, part.draws, part.edge = run, compute.preemptible, compute.last, 0
         part.alone = part.alone and run.group == (self._number,)
         part.pieces = ((run.start, run.end),)
         if not run.in_place:
             part.pieces = cut(run.start, run.end, len(run.group), run.rows)
-        part.edges_s = self._edges_s(run, part.pieces, before)
+        part.edges_s = self._edges_s(run, part.pieces, compute.before)
 
     def _edges_s(self, run: SpanTask, pieces: Sequence[tuple[int, int]], before: Sequence[SpanTask]) -> list[float]:
         times = self._times
@@ -110,9 +104,7 @@ class TimedSpanExecutor:
         inner = [whole_s * edges.elapsed_share(start, layer) for start, _ in pieces for layer in range(times.layers)]
         return [*inner, whole_s]
 
-    def go(
-        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool = False
-    ) -> bool:
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         try:
             return self._sleep(name, pause, behind)
         finally:
@@ -147,10 +139,10 @@ class TimedSpanExecutor:
             behind(part.edge % layers)
         return False
 
-    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
-        run = self._parts[name].run
-        first = run is not None and run.group[0] == self._number
-        return (EmittedToken(name, TOKEN, None) if draw and first else None), False
+    def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
+        part = self._parts[name]
+        first = part.run is not None and part.run.group[0] == self._number
+        return (EmittedToken(name, TOKEN, None) if part.draws and first else None), False
 
     def saved(self, name: str) -> tuple[int, int, TimedSavedBytes]:
         part = self._parts[name]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import FromInstance, PeerAddress, ReserveKv, SendKv, SpanTask
+from headway.runtime.cluster.messages import ComputeSpan, FromInstance, PeerAddress, ReserveKv, SendKv
 
 Slots = Sequence[tuple[int, int]]
 """Slots of the KV pool, as (first, count)."""
@@ -29,19 +29,12 @@ class SpanExecution(Protocol):
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None: ...
 
     def begin(
-        self,
-        name: str,
-        run: SpanTask,
-        before: Sequence[SpanTask],
-        preemptible: bool,
-        drawn: tuple[int, ...],
-        room: Callable[[int, bool], Slots],
-        look: Callable[[], None],
+        self, compute: ComputeSpan, allocate_slots: Callable[[int, bool], Slots], look: Callable[[], None]
     ) -> None: ...
 
-    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], beside: bool) -> bool: ...
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool: ...
 
-    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]: ...
+    def finish(self, name: str) -> tuple[EmittedToken | None, bool]: ...
 
     def saved(self, name: str) -> tuple[int, int, _SavedBytes]: ...
 

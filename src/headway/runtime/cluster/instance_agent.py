@@ -252,9 +252,9 @@ class InstanceAgent:
             live = self._requests[name].live
             if live.first_scheduled_s is None:
                 live.first_scheduled_s = job.began_s
-            self._computes.begin(name, compute.run, compute.before, compute.preemptible, compute.drawn, room, look)
+            self._computes.begin(compute, room, look)
             job.begun = True
-        return self._computes.go(name, lambda: job.pause, behind, beside)
+        return self._computes.go(name, lambda: job.pause, behind)
 
     def _take_up(self, name: str) -> None:
         """Give the KV that a scheduler has left here to the request's span tasks."""
@@ -291,7 +291,7 @@ class InstanceAgent:
 
     def _done(self, job: _SpanJob) -> SpanTaskDone:
         compute, name = job.compute, job.compute.id
-        emitted, moved = self._computes.finish(name, compute.last)
+        emitted, moved = self._computes.finish(name)
         del self._jobs[name]
         for other in self._line:
             if other.compute.id == name:

@@ -1,8 +1,10 @@
 """Messages between the controller and an instance, beside those of `runtime.engine.protocol`.
 
-All travel on the engine's one socket. Requests are identified by an id that the controller makes for each attempt, so a
-late message about an attempt that was given up matches no request. Instances are identified by their number in the
-cluster. Token positions count from the beginning of the prompt.
+All travel on the engine's one socket; where the instance is several processes, the engine and its ranks use the same
+messages among each other (`runtime.executor.messages`). Requests are identified by an id that the controller makes for
+each attempt, so a late message about an attempt that was given up matches no request. Instances are identified by their
+number in the cluster. Token positions count from the beginning of the prompt. `number`, where a message has it, is set
+between an engine and its ranks only: the request's number in the plan stream, 0 if it has none.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from headway.runtime.engine.protocol import OutputDelta
 from headway.runtime.kv_transfer.peer import PeerAddress as PeerAddress
 
 
-class MeetPeers(msgspec.Struct, frozen=True, tag=True):
+class MeetPeers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All instances that are there now, the receiver included. Sent whenever that changes.
 
     Connections to an incarnation that is not listed any more are closed, and waits on them end with PeerLostError.
@@ -24,7 +26,7 @@ class MeetPeers(msgspec.Struct, frozen=True, tag=True):
     peers: tuple[PeerAddress, ...]
 
 
-class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AdmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A request whose spans will be computed here, or whose KV will arrive here.
 
     The prompt's token ids follow once, as the next frame (int32, little-endian).
@@ -37,7 +39,7 @@ class AdmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Output tokens emitted before; the first token drawn here is the next one."""
 
 
-class ComputeSpan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Compute a span task of a request together with the rest of its group. Sent to all instances of the group."""
 
     id: str
@@ -60,7 +62,7 @@ class ComputeSpan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the task can be paused."""
 
 
-class PauseSpan(msgspec.Struct, frozen=True, tag=True):
+class PauseSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stop a task at the next layer edge of the piece that is being computed. Sent to the group's first instance.
 
     All of the group answer with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun.
@@ -69,22 +71,23 @@ class PauseSpan(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-class ResumeSpan(msgspec.Struct, frozen=True, tag=True):
-    """Continue a paused span. Sent to all instances of the group."""
+class ResumeSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Continue a paused span, or a rank's part in it behind a `LayerEdge`. Sent to all instances of the group."""
 
     id: str
 
 
-class ReserveKv(msgspec.Struct, frozen=True, tag=True):
+class ReserveKv(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reserve blocks for the KV of an admitted request. Answered by `KvReserved`, in order of request."""
 
     id: str
     tokens: int
     serial: int = 0
     """Returned in the answer: an instance that a request has left may get another reservation of it."""
+    number: int = 0
 
 
-class SendKv(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Send the KV of tokens [start, end) that is here, or will be after the task under way, to instance `to`.
 
     Layer by layer, as soon as each is computed. Only to an instance that has answered `KvReserved`.
@@ -96,9 +99,10 @@ class SendKv(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     start: int
     end: int
     to: int
+    number: int = 0
 
 
-class ForgetRequest(msgspec.Struct, frozen=True, tag=True):
+class ForgetRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Drop everything of a request here: tasks, residency on the scheduler, KV, and transfers in both directions."""
 
     id: str
@@ -106,7 +110,7 @@ class ForgetRequest(msgspec.Struct, frozen=True, tag=True):
     """Whether the request never comes back, so that messages still on their way may be refused."""
 
 
-class HaltDecode(msgspec.Struct, frozen=True, tag=True):
+class HaltDecode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take a decoding request off the scheduler after the token under way, to continue it elsewhere.
 
     Answered by `KvStaged`, or by the last delta where the request ends with that token.
@@ -115,7 +119,7 @@ class HaltDecode(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-class SpanTaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A span task is complete on this instance. Times are CLOCK_MONOTONIC."""
 
     id: str
@@ -126,7 +130,7 @@ class SpanTaskDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
 
 
-class SpanTaskPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpanTaskPaused(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A span task has paused. Bytes are those that this instance keeps (`runtime.sequence_parallel.paused_state`)."""
 
     id: str
@@ -141,7 +145,7 @@ class SpanTaskPaused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """KV bytes of the whole task, once it is complete."""
 
 
-class SpanTaskLost(msgspec.Struct, frozen=True, tag=True):
+class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A task or a transfer cannot be completed here. The controller drops the attempt."""
 
     id: str
@@ -151,7 +155,7 @@ class SpanTaskLost(msgspec.Struct, frozen=True, tag=True):
     has failed; None: neither."""
 
 
-class KvReserved(msgspec.Struct, frozen=True, tag=True):
+class KvReserved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Blocks for a request's KV are reserved. Sent behind a stats snapshot that shows them as used."""
 
     id: str
@@ -159,7 +163,7 @@ class KvReserved(msgspec.Struct, frozen=True, tag=True):
     """Of the `ReserveKv` that is answered."""
 
 
-class KvStaged(msgspec.Struct, frozen=True, tag=True):
+class KvStaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request has left the scheduler, which keeps its KV of `tokens` tokens.
 
     Either it is of phase "prefill" and its first token was sent before this, or it has halted (`HaltDecode`). The KV is
@@ -170,7 +174,7 @@ class KvStaged(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
-class KvArrived(msgspec.Struct, frozen=True, tag=True):
+class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A slice of KV has arrived completely. Sent by the receiver, once per sender."""
 
     id: str
@@ -180,6 +184,10 @@ class KvArrived(msgspec.Struct, frozen=True, tag=True):
     # CLOCK_MONOTONIC of the first and the last byte.
     began_s: float
     ended_s: float
+    whole: bool = False
+    """From a rank: its part of all other slices has arrived too."""
+    serial: int = 0
+    """From a rank: of the `ReserveKv` whose blocks it has filled."""
 
 
 ToInstance = (

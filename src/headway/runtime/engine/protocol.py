@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Rejection = Literal["invalid", "overloaded", "unavailable"]
 
 
-class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """A new request. The prompt's token ids follow as the next frame (int32, little-endian)."""
 
     id: str
@@ -49,13 +49,13 @@ class SubmitRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     refuses it."""
 
 
-class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Free a request at the next chunk edge: its client has disconnected, or a stop string matched."""
 
     id: str
 
 
-class DrainEngine(msgspec.Struct, frozen=True, tag=True):
+class DrainEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Finish accepted requests, reject new ones, then end. Sent on SIGTERM."""
 
 
@@ -218,7 +218,7 @@ class CacheChanges(msgspec.Struct, frozen=True, array_like=True):
     evicted: bytes
 
 
-class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class IterationOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """All output of one iteration, in one message."""
 
     deltas: tuple[OutputDelta, ...] = ()
@@ -229,7 +229,7 @@ class IterationOutputs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of an instance of a cluster, for placements."""
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Sent once, when the engine is ready to serve."""
 
     model: str
@@ -277,7 +277,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where they reach its other ranks, if the instance is several processes."""
 
 
-class FatalError(msgspec.Struct, frozen=True, tag=True):
+class FatalError(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The engine cannot start or go on."""
 
     error: str

@@ -1,15 +1,36 @@
 """Messages between the engine and its ranks: msgspec arrays, never pickle. No torch.
 
-Requests are numbers here, assigned by the engine in order of admission: a plan never carries a client's id.
+In plans requests are numbers, assigned by the engine in order of admission: a plan never carries a client's id.
+
+Ranks of a cluster's instance also get the messages about spans and KV that their engine gets
+(`runtime.cluster.messages`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan` are
+answered by any number of `WantSlots` and, with `beside`, `LayerEdge`, then by `SpanTaskPaused` or `SpanEnded`, or at
+any time by `SpanTaskLost`; the engine waits for an answer of each rank, for one request at a time. None grows with a
+context, except prompts, which come once, and slots by the number of their ranges.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams, TokenLogprobs
+from headway.runtime.cluster.messages import (
+    AdmitRequest,
+    ComputeSpan,
+    ForgetRequest,
+    KvArrived,
+    KvReserved,
+    MeetPeers,
+    PauseSpan,
+    ReserveKv,
+    ResumeSpan,
+    SendKv,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised with every change of these messages; a rank of another number is refused."""
 
 HEARTBEAT_IDENTITY = b"beat-"
@@ -142,22 +163,69 @@ class MeasureResult(msgspec.Struct, frozen=True, array_like=True, tag="measured"
     seconds: float
 
 
-class ControlMessage(msgspec.Struct, frozen=True, array_like=True, tag="control"):
-    """For the rank's KV transfers (`runtime.kv_transfer.rank_transfer`): to be taken behind plan `after`."""
-
-    after: int
-    body: bytes
-
-
-class ControlReply(msgspec.Struct, frozen=True, array_like=True, tag="reply"):
-    """From the rank's KV transfers (`runtime.kv_transfer.rank_transfer`)."""
-
-    body: bytes
-
-
 class StopRank(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End at once, without finishing plans."""
 
 
-ToRank = RankWelcome | AdmitToRank | BatchPlan | RankProbe | MeasureRequest | ControlMessage | StopRank
-FromRank = RankHello | RankReady | RankFailed | PlanDone | RankAlive | MeasureResult | ControlReply
+class GrantSlots(msgspec.Struct, frozen=True, array_like=True, tag="given"):
+    """Slot ranges of the pool, in answer to `WantSlots`."""
+
+    id: str
+    slots: tuple[tuple[int, int], ...]
+
+
+class SuspendRequest(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
+    """Cancel a request's span tasks, also the current one. Transfers of its KV continue. number: set where its blocks
+    have become the request's own."""
+
+    id: str
+    number: int
+
+
+class RankHolds(msgspec.Struct, frozen=True, array_like=True, tag="there"):
+    """So many tokens of a request are there under its number; the rank may know of more."""
+
+    number: int
+    tokens: int
+
+
+class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """Request slots of the pool (`span_executor.SlotAllocator`)."""
+
+    id: str
+    tokens: int
+    replace: bool
+
+
+class LayerEdge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
+    """So many layers of the current chunk are done. The rank then waits for `ResumeSpan`, and carries out batches that
+    the engine has submitted."""
+
+    id: str
+    layers: int
+
+
+class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+    """A span task is done (`SpanExecutor.finish`)."""
+
+    id: str
+    emitted: EmittedToken | None
+    moved: bool
+    whole: int
+    """See `SpanExecutor.whole_tokens`."""
+
+
+class RankTransferLost(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
+    """Something of a request will not come or go (`connector.KvLost`)."""
+
+    id: str
+    why: str
+    end: int | None
+
+
+SpanToRank = AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | GrantSlots | SuspendRequest
+SpanFromRank = WantSlots | LayerEdge | SpanTaskPaused | SpanEnded | SpanTaskLost
+InstanceToRank = MeetPeers | ReserveKv | SendKv | ForgetRequest | RankHolds | SpanToRank
+InstanceFromRank = KvReserved | KvArrived | RankTransferLost | SpanFromRank
+ToRank = RankWelcome | AdmitToRank | BatchPlan | RankProbe | MeasureRequest | StopRank | InstanceToRank
+FromRank = RankHello | RankReady | RankFailed | PlanDone | RankAlive | MeasureResult | InstanceFromRank

@@ -20,9 +20,9 @@ from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.messages import (
     AdmitToRank,
-    ControlMessage,
-    ControlReply,
     FromRank,
+    InstanceFromRank,
+    InstanceToRank,
     MeasureRequest,
     MeasureResult,
     PlanDone,
@@ -76,8 +76,8 @@ class MultiProcessExecutor:
         self._batches: deque[list[PlanInFlight]] = deque()
         self.peer_addresses: tuple[str, ...] = ()
         """Where other instances reach each rank, if KV moves."""
-        self.on_control: Callable[[int, bytes], None] | None = None
-        """Called for each `ControlReply` of a rank's KV transfers: (rank, message)."""
+        self.on_control: Callable[[int, InstanceFromRank], None] | None = None
+        """Called for each message of a rank about spans and KV transfers: (rank, message)."""
         self.hosts: HostLauncher | None = None
         """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
@@ -161,10 +161,11 @@ class MultiProcessExecutor:
         """Return a request's number at the ranks, live or as the owner of KV; None if it has none."""
         return self._numbers.get(request_id, self._groups[0].writer.holder_number(request_id))
 
-    def send_control(self, body: bytes) -> None:
-        """Send a message to the KV transfers of each rank, to be taken behind all plans submitted so far."""
+    def send_control(self, message: InstanceToRank, *frames: Frame) -> None:
+        """Send a message about spans or KV transfers to each rank, to be taken behind all plans submitted so far."""
+        head = _encoder.encode(message)
         for place in self._places:
-            self._send(place.rank, ControlMessage(self._groups[place.group].writer.seq, body))
+            self._put(place.rank, (head, *frames))
 
     def result(self, timeout_s: float | None) -> StepResult | None:
         """See `Executor.result`."""
@@ -310,11 +311,10 @@ class MultiProcessExecutor:
             # answer.
             if any(rank in flight.pending_ranks and flight.plan.seq <= message.done for flight in group.in_flight):
                 raise RankLostError(rank, f"has carried out plan {message.done}, and its report of it was lost")
-        elif isinstance(message, ControlReply):
-            if self.on_control is not None:
-                self.on_control(rank, message.body)
         elif isinstance(message, RankFailed):
             raise RankLostError(rank, f"failed: {message.error}")
+        elif isinstance(message, InstanceFromRank) and self.on_control is not None:
+            self.on_control(rank, message)
         else:
             raise InvariantError(f"worker {rank} says {message!r}, which was not asked for")
 

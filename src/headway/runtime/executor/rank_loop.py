@@ -13,8 +13,8 @@ from headway.runtime.executor.measure import measure
 from headway.runtime.executor.messages import (
     AdmitToRank,
     BatchPlan,
-    ControlMessage,
     FromRank,
+    InstanceToRank,
     MeasureRequest,
     MeasureResult,
     PlanDone,
@@ -44,7 +44,8 @@ class RankLoop:
         self._worker = worker
         self._channel = channel
         self._kv = kv
-        self._control_messages: deque[ControlMessage] = deque()
+        # With the plan that each follows, and the frame behind it.
+        self._control_messages: deque[tuple[int, InstanceToRank, memoryview | None]] = deque()
         self._admitted: dict[int, int] = {}
         self._plans = PlanReader()
         self._queue: deque[tuple[BatchPlan, GroupBatch]] = deque()
@@ -105,10 +106,10 @@ class RankLoop:
         elif isinstance(message, MeasureRequest):
             seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
             self._send(MeasureResult(seconds))
-        elif isinstance(message, ControlMessage):
-            self._control_messages.append(message)
         elif isinstance(message, StopRank):
             self.stopped = True
+        elif isinstance(message, InstanceToRank):
+            self._control_messages.append((self._plans.seq, message, frames[0] if frames else None))
         else:
             raise InvariantError(f"the engine says {message!r} to a rank that is at work")
 
@@ -149,12 +150,13 @@ class RankLoop:
     def _take_control_messages(self) -> None:
         """Process control messages of KV transfers whose preceding plans have been replayed."""
         while self._kv is not None and self._control_is_due:
-            self._kv.on_message(self._control_messages.popleft().body)
+            _, message, frame = self._control_messages.popleft()
+            self._kv.on_message(message, frame)
 
     @property
     def _control_is_due(self) -> bool:
         waiting = self._control_messages
-        return bool(waiting) and waiting[0].after <= self._replayed_seq and not self._span_is_ending
+        return bool(waiting) and waiting[0][0] <= self._replayed_seq and not self._span_is_ending
 
     def _send(self, message: FromRank) -> None:
         self._channel.send(_encoder.encode(message))

@@ -36,7 +36,6 @@ from headway.runtime.executor.messages import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
     PROTOCOL_VERSION,
-    ControlReply,
     FromRank,
     RankFailed,
     RankHello,
@@ -210,8 +209,8 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
             config.eos,
             config.block_tokens,
             config.peer,
-            lambda body: _send(channel, ControlReply(body)),
-            lambda body: send_control(_encoder.encode(ControlReply(body))),
+            lambda message: _send(channel, message),
+            lambda message: send_control(_encoder.encode(message)),
         )
     address = None if kv is None else kv.address
     _send(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))

@@ -3,9 +3,9 @@
 The shape, and names where the meaning is the same, are those of vLLM's KV connectors (`KVConnectorBase_V1`). What is
 different, and why: KV is pushed by its holder, slice by slice, and a decode begins when all of it is there (Tetris
 §4.2, step 6). So nothing is loaded during a forward pass (`start_load_kv`, `wait_for_layer_load`), no metadata travels
-with a batch (`build_connector_meta`: an instance of one process gets it directly, several ranks between batches,
-`rank_notes`), and source and target of a slice come from the controller, not from a look-up of prompts. Instances may
-be cut by heads in different ways: `resharding_connector` stands before any connector and re-shards.
+with a batch (`build_connector_meta`: an instance of one process gets it directly, several ranks between batches), and
+source and target of a slice come from the controller, not from a look-up of prompts. Instances may be cut by heads in
+different ways: `resharding_connector` stands before any connector and re-shards.
 
 A connector is found by name: `peers` (shared memory on one host, TCP between hosts), `nixl` (NVIDIA's NIXL, an extra)
 and `auto` (NIXL where it is installed, else `peers`) are in this package; others are what distributions register under

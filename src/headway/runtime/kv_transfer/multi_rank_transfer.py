@@ -9,23 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.batch import KvOp
+from headway.runtime.cluster.messages import ForgetRequest, KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.executor.messages import InstanceFromRank, RankHolds, RankTransferLost
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
 from headway.runtime.kv_transfer.peer import PeerAddress
-from headway.runtime.kv_transfer.rank_notes import (
-    NOBODY,
-    RankDrop,
-    RankHolds,
-    RankLost,
-    RankMeet,
-    RankReceived,
-    RankReserve,
-    RankReserved,
-    RankSend,
-    ToRank,
-)
 from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor
-from headway.runtime.sequence_parallel.span_messages import encode, from_rank
 
 Slots = Sequence[tuple[int, int]]
 
@@ -45,7 +34,7 @@ class MultiRankKvTransfer:
         self._awaited: dict[str, set[int]] = {}
         self._lives: dict[str, int] = {}
         self._life = 0
-        self._coming: dict[tuple[str, int, int], dict[int, RankReceived]] = {}
+        self._coming: dict[tuple[str, int, int], dict[int, KvArrived]] = {}
         self._received: list[KvReceived] = []
         self._lost: list[KvLost] = []
         self.computes = MultiRankSpanExecutor(executor, untold)
@@ -53,7 +42,7 @@ class MultiRankKvTransfer:
 
     def meet(self, peers: Iterable[PeerAddress]) -> None:
         """See `PeerNetwork.meet`."""
-        self._tell(RankMeet(tuple(peers)))
+        self._executor.send_control(MeetPeers(tuple(peers)))
 
     def receive(self, request: str, tokens: int, blocks: Slots) -> None:
         """See `KvPort.receive`. `opened` returns the request once all ranks have reserved."""
@@ -65,7 +54,7 @@ class MultiRankKvTransfer:
         self._awaited[request] = set(self._ranks)
         self._life += 1
         self._lives[request] = self._life
-        self._tell(RankReserve(request, number, tokens, self._life))
+        self._executor.send_control(ReserveKv(request, tokens, self._life, number))
 
     def opened(self) -> list[str]:
         """Requests of which room has been made since the last call."""
@@ -79,7 +68,9 @@ class MultiRankKvTransfer:
     def send(self, save: SaveKv, start: int, end: int) -> None:
         """See `KvPort.send`."""
         number = self._executor.number(save.request)
-        self._tell(RankSend(save.request, number or NOBODY, save.piece, save.to, start, end))
+        self._executor.send_control(
+            SendKv(id=save.request, piece=save.piece, start=start, end=end, to=save.to, number=number or 0)
+        )
 
     def sending(self) -> list[str]:
         """Nothing: ranks see by themselves when more is there."""
@@ -92,7 +83,7 @@ class MultiRankKvTransfer:
         """See `KvPort.tokens_are_there`: called once behind `send`. What ranks compute later they see by themselves."""
         number = self._executor.number(request)
         if number is not None:
-            self._tell(RankHolds(number, tokens))
+            self._executor.send_control(RankHolds(number, tokens))
 
     def settle(self, request: str) -> None:
         """Ranks see by themselves when slots are about to be overwritten."""
@@ -115,42 +106,38 @@ class MultiRankKvTransfer:
 
     def drop(self, request: str, for_good: bool) -> None:
         """Ranks forget what comes and goes."""
-        self._tell(RankDrop(request, for_good))
+        self._executor.send_control(ForgetRequest(request, for_good))
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
-    def _hear(self, rank: int, body: bytes) -> None:
-        said = from_rank.decode(body)
+    def _hear(self, rank: int, said: InstanceFromRank) -> None:
         # Late messages of an earlier reservation under the same name must not count for this one.
-        if isinstance(said, RankReserved | RankReceived) and said.life != self._lives.get(said.name):
+        if isinstance(said, KvReserved | KvArrived) and said.serial != self._lives.get(said.id):
             return
-        if isinstance(said, RankReserved):
-            closed = self._closed.get(said.name, set())
+        if isinstance(said, KvReserved):
+            closed = self._closed.get(said.id, set())
             closed.discard(rank)
-            if self._closed.get(said.name) == set():
-                del self._closed[said.name]
-                self._opened.append(said.name)
-        elif isinstance(said, RankReceived):
+            if self._closed.get(said.id) == set():
+                del self._closed[said.id]
+                self._opened.append(said.id)
+        elif isinstance(said, KvArrived):
             self._came(rank, said)
-        elif isinstance(said, RankLost):
-            self._lost.append(KvLost(said.name, said.why, said.end))
+        elif isinstance(said, RankTransferLost):
+            self._lost.append(KvLost(said.id, said.why, said.end))
         else:
             self.computes.on_message(rank, said)
 
-    def _came(self, rank: int, said: RankReceived) -> None:
-        if said.name not in self._awaited:
+    def _came(self, rank: int, said: KvArrived) -> None:
+        if said.id not in self._awaited:
             return
         if said.whole:
-            self._awaited[said.name].discard(rank)
-        come = self._coming.setdefault((said.name, said.piece, said.source), {})
+            self._awaited[said.id].discard(rank)
+        come = self._coming.setdefault((said.id, said.piece, said.source), {})
         come[rank] = said
         if come.keys() == self._ranks:
-            del self._coming[said.name, said.piece, said.source]
+            del self._coming[said.id, said.piece, said.source]
             began_s, ended_s = min(one.began_s for one in come.values()), max(one.ended_s for one in come.values())
-            self._received.append(KvReceived(said.name, said.piece, said.source, began_s, ended_s))
-
-    def _tell(self, word: ToRank) -> None:
-        self._executor.send_control(encode(word))
+            self._received.append(KvReceived(said.id, said.piece, said.source, began_s, ended_s))
 
 
 class MultiRankPeers:

@@ -11,28 +11,24 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import GroupBatch
+from headway.runtime.cluster.messages import ForgetRequest, KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.executor.messages import (
+    InstanceFromRank,
+    InstanceToRank,
+    RankHolds,
+    RankTransferLost,
+    SuspendRequest,
+)
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.kv_transfer.rank_notes import (
-    FromRank,
-    RankDrop,
-    RankHolds,
-    RankLost,
-    RankMeet,
-    RankReceived,
-    RankReserve,
-    RankReserved,
-    RankSend,
-)
 from headway.runtime.kv_transfer.rank_routes import end_of, heads_of
 from headway.runtime.kv_transfer.resharding_connector import ReshardingConnector
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.sequence_parallel.rank_span_executor import RankSpanExecutor
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor
-from headway.runtime.sequence_parallel.span_messages import SuspendRequest, encode, to_rank
 
 _NO_LIFE = -1
 _NO_NAME = ""
@@ -52,8 +48,8 @@ class RankKvTransfer:
         eos: tuple[int, ...],
         block_tokens: int,
         peer: RankPeer,
-        say: Callable[[bytes], None],
-        aside: Callable[[bytes], None],
+        say: Callable[[InstanceFromRank], None],
+        aside: Callable[[InstanceFromRank], None],
     ) -> None:
         """config: the whole model's."""
         self._worker, self._say, self._aside = worker, say, aside
@@ -68,7 +64,7 @@ class RankKvTransfer:
         heads = heads_of(config.kv_heads, shard.ranks, shard.rank)
         runs = SpanExecutor(worker, self._peers, eos, config)
         self._port = KvPort(worker, block_tokens, runs, connector, self._peers.number, heads)
-        self.runs = RankSpanExecutor(runs, self._port, lambda word: say(encode(word)))
+        self.runs = RankSpanExecutor(runs, self._port, say)
         worker.on_free = self._leaving
         self._names: dict[str, str] = {}
         self._computed: dict[str, int] = {}
@@ -81,36 +77,36 @@ class RankKvTransfer:
         """Where other instances find this rank."""
         return self._peers.address
 
-    def on_message(self, body: bytes) -> None:
-        """The engine's word, in order with the plans that have been carried out."""
-        said = to_rank.decode(body)
-        if isinstance(said, RankMeet):
+    def on_message(self, said: InstanceToRank, prompt: memoryview | None) -> None:
+        """The engine's word, in order with the plans that have been carried out. prompt: the frame behind
+        `AdmitRequest`."""
+        if isinstance(said, MeetPeers):
             self._peers.meet(said.peers)
-        elif isinstance(said, RankReserve):
-            self._names[str(said.number)] = said.name
-            self._lives[said.name] = said.life
-            self._port.receive(said.name, said.tokens, self._worker.tables.runs(str(said.number)))
-            self._say(encode(RankReserved(said.name, said.life)))
-        elif isinstance(said, RankSend):
+        elif isinstance(said, ReserveKv):
+            self._names[str(said.number)] = said.id
+            self._lives[said.id] = said.serial
+            self._port.receive(said.id, said.tokens, self._worker.tables.runs(str(said.number)))
+            self._say(KvReserved(said.id, said.serial))
+        elif isinstance(said, SendKv):
             owner = str(said.number)
             if said.number:
-                self._names[owner] = said.name
-            self._port.send(SaveKv(said.name, said.piece, said.to), said.start, said.end)
-            self._port.layers_are_there(said.name)
+                self._names[owner] = said.id
+            self._port.send(SaveKv(said.id, said.piece, said.to), said.start, said.end)
+            self._port.layers_are_there(said.id)
             self._advance(owner, self._computed.get(owner, 0))
         elif isinstance(said, RankHolds):
             self._advance(str(said.number), said.tokens)
-        elif isinstance(said, RankDrop):
+        elif isinstance(said, ForgetRequest):
             if said.for_good:
-                self._peers.forget(said.name)
-            self._port.forget(said.name)
-            self.runs.forget(said.name)
-            self._lives.pop(said.name, None)
-            self._names = {owner: name for owner, name in self._names.items() if name != said.name}
+                self._peers.forget(said.id)
+            self._port.forget(said.id)
+            self.runs.forget(said.id)
+            self._lives.pop(said.id, None)
+            self._names = {owner: name for owner, name in self._names.items() if name != said.id}
         else:
             if isinstance(said, SuspendRequest) and said.number:
-                self._names[str(said.number)] = said.name
-            self.runs.on_message(said)
+                self._names[str(said.number)] = said.id
+            self.runs.on_message(said, prompt)
 
     def computed(self, part: GroupBatch) -> None:
         """A part has been computed here: what it added may go."""
@@ -145,10 +141,8 @@ class RankKvTransfer:
             if self._ends:
                 return
             received, lost = self._port.finished()
-            words: list[FromRank] = []
             for one in received:
-                life = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
-                words.append(RankReceived(*one, whole=not self._port.awaits(one.request), life=life))
-            words += [RankLost(*one) for one in lost]
-            for word in words:
-                self._aside(encode(word))
+                serial = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
+                self._aside(KvArrived(*one, whole=not self._port.awaits(one.request), serial=serial))
+            for each in lost:
+                self._aside(RankTransferLost(*each))

@@ -13,27 +13,27 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headway.core.errors import HeadwayError
-from headway.runtime.kv_transfer.peers import PeerLostError
-from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.sequence_parallel.span_executor import SpanExecutor
-from headway.runtime.sequence_parallel.span_messages import (
-    AdmitSpan,
-    BeginSpan,
-    FinishSpan,
+from headway.runtime.cluster.messages import (
+    AdmitRequest,
+    ComputeSpan,
+    PauseSpan,
+    ResumeSpan,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
+from headway.runtime.executor.messages import (
     GrantSlots,
-    HoldSpan,
     LayerEdge,
-    RunFromRank,
-    RunToRank,
-    SpanBegun,
-    SpanBroken,
-    SpanComputed,
     SpanEnded,
-    SpanHalted,
-    StartSpan,
+    SpanFromRank,
+    SpanToRank,
     SuspendRequest,
     WantSlots,
 )
+from headway.runtime.kv_transfer.peers import PeerLostError
+from headway.runtime.kv_transfer.pool_port import KvPort
+from headway.runtime.kv_transfer.rank_routes import instance_of
+from headway.runtime.sequence_parallel.span_executor import SpanExecutor
 
 log = logging.getLogger("headway.worker")
 
@@ -61,34 +61,37 @@ class RankSpanExecutor:
 
     loop: RankLoopCalls
 
-    def __init__(self, runs: SpanExecutor, port: KvPort, send: Callable[[RunFromRank], None]) -> None:
+    def __init__(self, runs: SpanExecutor, port: KvPort, send: Callable[[SpanFromRank], None]) -> None:
         self._runs, self._port, self._send = runs, port, send
+        self._tasks: dict[str, ComputeSpan] = {}
         self._name = ""
         self._hold = self._on = False
         self.over = False
         """Whether the current task is cancelled. No message is processed until it has ended."""
         self._given: list[Sequence[tuple[int, int]]] = []
 
-    def on_message(self, message: RunToRank) -> None:
-        """Process a message of the engine. Messages about forgotten requests are ignored."""
-        name = message.name
-        if isinstance(message, AdmitSpan):
-            self._runs.admit(name, memoryview(message.prompt), message.params, message.output)
+    def on_message(self, message: SpanToRank, prompt: memoryview | None = None) -> None:
+        """Process a message of the engine; prompt: the frame behind `AdmitRequest`. Messages about forgotten requests
+        are ignored."""
+        name = message.id
+        if isinstance(message, AdmitRequest):
+            assert prompt is not None
+            self._runs.admit(name, prompt, message.params, message.output)
         elif name not in self._runs:
             return
-        elif isinstance(message, BeginSpan):
-            self._carry_out(name, lambda: self._begin(message))
-        elif isinstance(message, StartSpan):
-            self._carry_out(name, lambda: self._go(message))
-        elif isinstance(message, FinishSpan):
-            self._carry_out(name, lambda: self._finish(message))
+        elif isinstance(message, ComputeSpan):
+            self._tasks[name] = message
+            self._carry_out(message, self._begin)
         elif isinstance(message, SuspendRequest):
             self.forget(name)
-        elif name != self._name:  # the run had come to an edge, or its end, by itself
+        elif isinstance(message, ResumeSpan) and name != self._name:
+            self._carry_out(self._tasks[name], self._go)
+        elif name != self._name:  # the task had come to an edge, or its end, by itself
             return
         elif isinstance(message, GrantSlots):
             self._given.append(message.slots)
-        elif isinstance(message, HoldSpan):
+        elif isinstance(message, PauseSpan):
+            # Only the group's first rank acts on it: the others follow.
             self._hold = True
         else:
             self._on = True
@@ -96,27 +99,29 @@ class RankSpanExecutor:
     def forget(self, name: str) -> None:
         """Drop a request. Its current task, if any, ends at its next check."""
         self.over = self.over or name == self._name
+        self._tasks.pop(name, None)
         self._runs.forget(name)
 
-    def _carry_out(self, name: str, body: Callable[[], None]) -> None:
-        self._name = name
+    def _carry_out(self, task: ComputeSpan, body: Callable[[ComputeSpan], None]) -> None:
+        name = self._name = task.id
+        self._hold = False
         try:
-            body()
+            body(task)
         except _OverError:
             pass
         except PeerLostError as error:
-            self._send(SpanBroken(name, str(error), error.end))
+            self._send(SpanTaskLost(name, str(error), None if error.end is None else instance_of(error.end)))
         except HeadwayError as error:
-            self._send(SpanBroken(name, str(error), None))
+            self._send(SpanTaskLost(name, str(error)))
         except Exception as error:
             log.exception("a run of %s failed", name)
-            self._send(SpanBroken(name, f"it failed: {error}", None))
+            self._send(SpanTaskLost(name, f"it failed: {error}"))
         finally:
             # Messages behind the cancellation were deferred by `over`: they are processed from here on.
             self._name, self.over = "", False
 
-    def _begin(self, message: BeginSpan) -> None:
-        name = message.name
+    def _begin(self, task: ComputeSpan) -> None:
+        name = task.id
 
         def allocate_slots(tokens: int, replace: bool) -> Sequence[tuple[int, int]]:
             self._given.clear()
@@ -127,17 +132,15 @@ class RankSpanExecutor:
 
         # KV that still moves from this place must be out before the task may write to it.
         self._port.settle(name)
-        self._runs.begin(
-            name, message.run, message.before, message.preemptible, message.drawn, allocate_slots, self._look
-        )
-        self._send(SpanBegun(name))
+        self._runs.begin(task, allocate_slots, self._look)
+        self._go(task)
 
-    def _go(self, message: StartSpan) -> None:
-        name, self._hold = message.name, message.hold
+    def _go(self, task: ComputeSpan) -> None:
+        name = task.id
 
         def behind(layers: int) -> None:
             self._port.layers_are_there(name)
-            if not message.edges:
+            if not task.beside:
                 self._look()
                 return
             self._on = False
@@ -150,14 +153,23 @@ class RankSpanExecutor:
             return self._hold
 
         if self._runs.go(name, pause, behind):
-            self._send(SpanComputed(name))
+            self._finish(name)
             return
         tokens, layer, saved = self._runs.saved(name)
-        self._send(SpanHalted(name, tokens, layer, saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end))
+        self._send(
+            SpanTaskPaused(
+                id=name,
+                index=task.index,
+                tokens=tokens,
+                layer=layer,
+                kv_bytes=saved.kv_bytes,
+                activation_bytes=saved.activation_bytes,
+                kv_bytes_at_end=saved.kv_bytes_at_end,
+            )
+        )
 
-    def _finish(self, message: FinishSpan) -> None:
-        name = message.name
-        emitted, moved = self._runs.finish(name, message.draw)
+    def _finish(self, name: str) -> None:
+        emitted, moved = self._runs.finish(name)
         # Transfers that still read the old place must end before its slots are reused.
         if moved:
             self._port.settle(name)

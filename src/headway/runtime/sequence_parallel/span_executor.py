@@ -20,6 +20,7 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
 from headway.runtime.attention.slots import cut_ranges
+from headway.runtime.cluster.messages import ComputeSpan
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, PeerTicket
@@ -94,23 +95,14 @@ class SpanExecutor:
             resident.append(token)
         self._parts[name] = _SpanMember(self._worker, self._config, resident)
 
-    def begin(
-        self,
-        name: str,
-        run: SpanTask,
-        before: Sequence[SpanTask],
-        preemptible: bool,
-        drawn: tuple[int, ...],
-        allocate_slots: SlotAllocator,
-        look: Callable[[], None],
-    ) -> None:
+    def begin(self, compute: ComputeSpan, allocate_slots: SlotAllocator, look: Callable[[], None]) -> None:
         """Prepare a span task.
 
-        before: the request's tasks computed before it, in order. drawn: the sampled tokens up to the end of this task;
-        some may have been sampled elsewhere. look: called periodically during waits and within layers; an exception
-        from it ends the task. Raises ConfigError where the task does not fit the model, the group or the KV held here.
+        look: called periodically during waits and within layers; an exception from it ends the task. Raises ConfigError
+        where the task does not fit the model, the group or the KV held here.
         """
-        part, tp = self._parts[name], self._tp
+        name, run, tp = compute.id, compute.run, self._tp
+        part = self._parts[name]
         # Raises PeerLostError here if an instance of the group is lost already.
         self._peers.line(name, run.group)
         for instance in run.group:
@@ -118,31 +110,28 @@ class SpanExecutor:
                 raise ConfigError(f"group {run.group}: instance {instance} is {ranks} processes, and this one is {tp}")
         if tp > 1 and run.strategy.attn == "ulysses":
             raise ConfigError("attn: ulysses is for instances of one process; of others each rank keeps its own heads")
-        chunks = chunks_of(run, preemptible, tp)
+        chunks = chunks_of(run, compute.preemptible, tp)
         line = self._peers.line(name, chunks[0].group.ranks)
-        earlier = [chunks_of(one, tp=tp) for one in before]
-        part.begin(chunks, earlier, drawn, _PeerTransport(self._peers.number, line, look), allocate_slots)
+        earlier = [chunks_of(one, tp=tp) for one in compute.before]
+        part.draws = compute.last
+        part.begin(chunks, earlier, compute.drawn, _PeerTransport(self._peers.number, line, look), allocate_slots)
 
-    def go(
-        self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None], concurrent: bool = False
-    ) -> bool:
+    def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         """Compute from where the task stands. Returns False when it was paused.
 
-        behind: called after each layer of each chunk with the number of its completed layers. concurrent: requires that
-        call, because batches run between layers; this implementation always makes it.
+        behind: called after each layer of each chunk with the number of its completed layers.
         """
         return self._parts[name].go(pause, lambda layer: behind(layer + 1))
 
-    def finish(self, name: str, draw: bool) -> tuple[EmittedToken | None, bool]:
+    def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
         """Complete the task after its last layer. Returns the sampled token, if any, and whether KV changed its place.
 
-        draw: the prompt ends here, and the group's first instance samples. If KV has moved to other slots, the old ones
-        are free.
+        If KV has moved to other slots, the old ones are free.
         """
         part = self._parts[name]
         logits = part.prefill.finish()
         emitted = None
-        if draw and logits is not None:
+        if part.draws and logits is not None:
             emitted = part.draw(name, logits)
         return emitted, part.settle()
 
@@ -185,7 +174,7 @@ class _SpanMember:
         self._worker, self._resident = worker, resident
         self._prefill: SequencePrefill | None = None
         self._shard: KvShard | None = None
-        self._moved = False
+        self._moved = self.draws = False
         self._allocate_slots: SlotAllocator | None = None
         # `_slots`: slots of the pool held. `_own`: tokens held here at the end of a task of several chunks.
         self._slots = self._own = 0
