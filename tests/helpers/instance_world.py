@@ -235,12 +235,17 @@ class World:
         self.meet()
 
     def admit(
-        self, name: str, prompt: Sequence[int], on: Sequence[int], params: SamplingParams, output: tuple[int, ...] = ()
+        self,
+        name: str,
+        prompt: Sequence[int],
+        on: Sequence[int],
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        **fields: Any,
     ) -> None:
+        admit = AdmitRequest(id=name, prompt_tokens=len(prompt), params=params, output=output, **fields)
         for number in on:
-            self[number].tell(
-                AdmitRequest(id=name, prompt_tokens=len(prompt), params=params, output=output), frame(prompt)
-            )
+            self[number].tell(admit, frame(prompt))
 
     def compute(self, name: str, parts: Sequence[Part], index: int, **fields: Any) -> None:
         all_ = runs(parts)

@@ -141,6 +141,85 @@ def test_pecsched_keeps_requests_long_that_no_replica_holds_alone() -> None:
     assert len(action.spans[0].group) > 1
 
 
+# -- live: nothing is copied -----------------------------------------------------------------------------------------
+
+LIVE = msgspec.structs.replace(CONTEXT, copies_prefixes=False)
+
+
+def decided_live(
+    name: str, tokens: int, cached: tuple[int, ...], free_at_s: tuple[float, ...] = (), **options: Any
+) -> Action:
+    """Return the decision of instances that copy no prefixes; `free_at_s`: when each is free."""
+    state = state_of()
+    for i, at_s in enumerate(free_at_s):
+        state.put(msgspec.structs.replace(state.instances[i], free_at_s=at_s))
+    policy = make_placement(name, LIVE, {"affinity": True, **options})
+    action, *_ = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state, 0.0))
+    check_capable(action, NATIVE_CAPABILITIES, None)  # type: ignore[arg-type]
+    return action
+
+
+@pytest.mark.parametrize("name", ["tetris", "weave"])
+def test_live_plans_begin_where_the_prefix_is(name: str) -> None:
+    # What is left takes less than the others are busy: the instance that has the prefix computes it alone.
+    options = {"batch_s": 0.0} if name == "weave" else {}
+    alone = decided_live(name, 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0), **options)
+    assert isinstance(alone, CommitSpans)
+    assert [(span.start, span.end, span.group) for span in alone.spans] == [(99_000, 100_000, (2,))]
+    assert alone.prefix == CachedPrefix(2, 99_000)
+    # Much is left: a group, which the prefix is spread over as any earlier chunk.
+    group = decided_live(name, 300_000, (0, 0, 64_000, 0, 0))
+    assert isinstance(group, CommitSpans)
+    assert (group.spans[0].start, group.prefix) == (64_000, CachedPrefix(2, 64_000))
+    assert 2 in group.spans[0].group
+    assert len(group.spans[-1].group) > 1
+    # Where it is busy for longer than computing all of it elsewhere takes, the prefix is of no use.
+    busy = decided_live(name, 100_000, (0, 0, 90_000, 0, 0), (0.0, 0.0, 500.0))
+    assert isinstance(busy, CommitSpans)
+    assert (busy.spans[0].start, busy.prefix) == (0, None)
+    assert 2 not in busy.spans[0].group
+    # Only instances that prefill count.
+    decode = decided_live(name, 100_000, (0, 0, 0, 0, 99_000))
+    assert isinstance(decode, CommitSpans)
+    assert (decode.spans[0].start, decode.prefix) == (0, None)
+
+
+def test_live_weave_lets_a_prompt_in_before_groups_only_where_its_prefix_is() -> None:
+    def placed(cached: tuple[int, ...]) -> Action:
+        policy, view = make_placement("weave", LIVE, {"affinity": True}), ClusterSnapshot(state_of(), 0.0)
+        long = Request(id="long", arrival_s=0.0, prompt_tokens=400_000, max_output_tokens=5)
+        (commit,) = policy.on_event(RequestArrived(long), view)
+        assert isinstance(commit, CommitSpans)
+        assert commit.spans[-1].group == (0, 1, 2, 3)
+        state = state_of()
+        for i in range(4):
+            state.put(msgspec.structs.replace(state.instances[i], free_at_s=60.0, running=0))
+        action, *_ = policy.on_event(RequestArrived(asked(60_000), cached), ClusterSnapshot(state, 0.0))
+        check_capable(action, NATIVE_CAPABILITIES, None)  # type: ignore[arg-type]
+        return action
+
+    hit = placed((0, 0, 0, 59_968, 0))
+    assert isinstance(hit, EnqueueRequest)
+    assert (hit.group, hit.prefix) == ((3,), CachedPrefix(3, 59_968))
+    miss = placed(())
+    assert isinstance(miss, EnqueueRequest)
+    assert (miss.group, miss.prefix) == ((0,), None)
+
+
+def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> None:
+    # A long request's own replicas, by its uncached tokens.
+    (first, *_) = [decided_live("pecsched", 300_000, (0,) * 5).spans[0].group]  # type: ignore[union-attr]
+    holder = first[0]
+    cached = tuple(100_000 if i == holder else 0 for i in range(5))
+    inside = decided_live("pecsched", 300_000, cached)
+    assert isinstance(inside, CommitSpans)
+    assert holder in inside.spans[0].group
+    assert (inside.spans[0].start, inside.prefix) == (100_000, CachedPrefix(holder, 100_000))
+    outside = decided_live("pecsched", 300_000, (0, 0, 0, 0, 100_000))
+    assert isinstance(outside, CommitSpans)
+    assert (outside.spans[0].start, outside.prefix) == (0, None)
+
+
 def test_literal_modes_and_instances_without_copies_stay_as_they_are() -> None:
     for name in ("jsq", "tetris", "weave", "pecsched"):
         with pytest.raises(ConfigError, match="`affinity` is in no paper"):

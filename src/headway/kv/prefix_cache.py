@@ -223,8 +223,17 @@ class PrefixCache:
                     self._rematch(name)
         return end
 
+    def hold(self, keys: Sequence[Hashable], prompt_tokens: int) -> PrefixNode:
+        """Keep what is cached of a prompt that is not registered from eviction until `end`, and count its look-up."""
+        tip = self.index.match(keys)
+        self._epoch += 1
+        self.index.acquire(tip)
+        self.queried_tokens += prompt_tokens
+        self.hit_tokens += tip.depth * self._block_tokens
+        return tip
+
     def end(self, tip: PrefixNode) -> None:
-        """Let go of a prefix whose request's lease is freed."""
+        """Let go of a prefix whose request's lease is freed, or that was held."""
         self._epoch += 1
         self.index.release(tip)
 

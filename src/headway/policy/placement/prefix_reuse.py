@@ -26,8 +26,8 @@ class AffinityOptions(PolicyOptions):
 
     affinity: bool = False
     """Whether plans count the uncached part of a prompt only: it goes where its prefix is cached if that is sooner, and
-    a prefix that another instance has is copied where that is faster than computing it again. Live instances copy none:
-    there `jsq` and the short requests of `pecsched` follow their prefixes."""
+    a prefix that another instance has is copied where that is faster than computing it again. Live, a prompt begins
+    behind a prefix only on the instance that has it, or on a group with that instance."""
 
     @model_validator(mode="after")
     def _no_paper_has_it(self) -> Self:
@@ -71,12 +71,14 @@ def copy_seconds(
     return max(view.links.between(instances[source], instances[i]).transfer_s(sent) for i in others)
 
 
-def longest_prefix(cached: Sequence[int]) -> CachedPrefix | None:
+def longest_prefix(cached: Sequence[int], among: Sequence[int] | None = None) -> CachedPrefix | None:
     """Return the longest cached prefix of a prompt, ties to the lower id; None: no instance has any of it.
 
-    cached: tokens by instance (`RequestArrived.cached`)."""
-    most = max(cached, default=0)
-    return CachedPrefix(cached.index(most), most) if most else None
+    cached: tokens by instance (`RequestArrived.cached`). among: instances to look at; None: all."""
+    most, first = max(
+        ((cached[i], -i) for i in (range(len(cached)) if among is None else among) if cached), default=(0, 0)
+    )
+    return CachedPrefix(-first, most) if most else None
 
 
 def cheapest_start(

@@ -18,7 +18,7 @@ from headway.core.file_sections import Count, Positive
 from headway.core.request import Request
 from headway.core.span import Span, Strategy
 from headway.perf.latency import eq1
-from headway.perf.latency.groups import GroupLatency
+from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement.base import (
     Action,
     ActionRefused,
@@ -32,7 +32,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.cdsp import CdspPlanner
 from headway.policy.placement.cdsp_literal import LiteralPlanner
-from headway.policy.placement.cdsp_plan import ChunkAllocation
+from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.groups import prefill_instances
 from headway.policy.placement.prefix_reuse import AffinityOptions, copy_pays, copy_seconds, longest_prefix
@@ -126,23 +126,43 @@ class TetrisPlacement(PlacementPolicy):
         """Forget a request that has ended."""
         self._cached.pop(request, None)
 
+    def own_prefix(self, request: str) -> CachedPrefix | None:
+        """Return the longest prefix of a request on an instance that prefills, where none copies another's."""
+        if self._context.copies_prefixes:
+            return None
+        return longest_prefix(self._cached.get(request, ()), self._ids)
+
     def plan_behind_prefix(self, request: Request, view: ClusterSnapshot) -> PrefixPlan:
         """Return the plan of a request, behind its longest cached prefix where copying that to the plan's first group
-        gives an earlier first token than computing all of it."""
-        plan = self.plan(request, view)
-        longest = longest_prefix(self._cached.get(request.id, ()))
-        if longest is None or not self._context.copies_prefixes:
+        gives an earlier first token than computing all of it.
+
+        Instances that copy none spread a prefix over a group as any earlier chunk: the first group has to include the
+        instance with the prefix, which may be alone."""
+        plan, copies = self.plan(request, view), self._context.copies_prefixes
+        longest = longest_prefix(self._cached.get(request.id, ()), None if copies else self._ids)
+        if longest is None:
             return PrefixPlan(request, plan, None)
         tokens, source = longest.tokens, longest.instance
         behind = msgspec.structs.replace(request, cached_tokens=tokens)
         # KV moves while the group is still busy: a copy only delays what could begin before it ends
         copies_s = [copy_seconds(tokens, source, (i,), view, self._context) for i in self._ids]
         reusing = self.plan(behind, view, copies_s)
+        if not copies:
+            reusing = self._at_source(behind, reusing, self._ids.index(source), view)
         if not copy_pays(reusing.ttft_s, plan.ttft_s):
             return PrefixPlan(request, plan, None)
         group = [self._ids[i] for i in reusing.chunks[0].group]
-        copy_s = copy_seconds(tokens, source, group, view, self._context)
+        copy_s = copy_seconds(tokens, source, group, view, self._context) if copies else 0.0
         return PrefixPlan(behind, reusing, CachedPrefix(source, tokens, copy_s))
+
+    def _at_source(
+        self, request: Request, plan: ChunkAllocation, source: int, view: ClusterSnapshot
+    ) -> ChunkAllocation:
+        """Return the sooner of a plan, if its first group includes the position `source`, and of that one alone."""
+        tokens = request.prompt_tokens - request.cached_tokens
+        alone_s = self._latency.prefill_s(request.cached_tokens, tokens, GroupShape(1))
+        alone = ChunkAllocation((ChunkPlan(tokens, (source,)),), self._queue_s(view)[source] + alone_s)
+        return plan if source in plan.chunks[0].group and plan.ttft_s < alone.ttft_s else alone
 
     def spans(self, plan: ChunkAllocation, request: Request, view: ClusterSnapshot) -> tuple[Span, ...]:
         """Return the spans of a plan: its chunks on instances instead of positions."""
@@ -157,13 +177,8 @@ class TetrisPlacement(PlacementPolicy):
     def plan(self, request: Request, view: ClusterSnapshot, not_before_s: Sequence[float] = ()) -> ChunkAllocation:
         """Return the allocation of a request, on positions among the prefill instances. not_before_s: by position,
         seconds from now before which it cannot begin there."""
-        now = view.now_s
         planner = self._planner = self._planner or self._make_planner(view)
-        if self._options.anchored:
-            # closed loop: `free_at_s` is corrected whenever a span takes longer or shorter than predicted
-            queue_s = [max(0.0, view.instances[i].free_at_s - now) for i in self._ids]
-        else:
-            queue_s = [max(0.0, free - now) for free in self._own_free_s]
+        queue_s = self._queue_s(view)
         if not_before_s:
             queue_s = [max(pair) for pair in zip(queue_s, not_before_s, strict=True)]
         tokens, rate = request.prompt_tokens - request.cached_tokens, self.rates.rate(view)
@@ -171,6 +186,13 @@ class TetrisPlacement(PlacementPolicy):
             planner.rate = rate
             return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
         return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
+
+    def _queue_s(self, view: ClusterSnapshot) -> list[float]:
+        """Return the seconds until each position is free."""
+        if self._options.anchored:
+            # closed loop: `free_at_s` is corrected whenever a span takes longer or shorter than predicted
+            return [max(0.0, view.instances[i].free_at_s - view.now_s) for i in self._ids]
+        return [max(0.0, free - view.now_s) for free in self._own_free_s]
 
     def _advance_own_time(self, plan: ChunkAllocation, request: Request, now: float) -> None:
         """Open loop: extend the own time line by a plan as if it came true."""

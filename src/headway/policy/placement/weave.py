@@ -22,7 +22,8 @@ with a group's span would block its sender while the group is paused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Annotated, NamedTuple, Self
 
 import msgspec
@@ -159,16 +160,18 @@ class WeavePlacement(PlacementPolicy):
             alone_s += prefix.copy_s
         gap = None
         if self._options.yields_to:
-            gap = self._best_gap(request, alone_s, plan.ttft_s, view)
+            times = self._times_on(request, alone_s)
+            gap = self._best_gap(request, times, plan.ttft_s, view)
             due_s = request.arrival_s + self._due_s(request, alone_s)
             # Late where it would go: groups yield beyond their shares, as schedulers under `jsq` would.
             late_s = (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) - due_s
             if late_s > 0:
-                gap = self._best_gap(request, alone_s, plan.ttft_s, view, late_s)
+                gap = self._best_gap(request, times, plan.ttft_s, view, late_s)
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
                 placed.delay(seconds)
+            alone_s = times.get(gap.instance, times[None])
             actions = self._enqueue(request, gap.instance, alone_s, view, prefix, concurrent=True)
             # one pause serves all prompts that enter during it
             if gap.to_pause is not None and not gap.to_pause.pausing:
@@ -202,7 +205,9 @@ class WeavePlacement(PlacementPolicy):
             self._prefills_end_s[instance] = self._scheduler_idle_s(instance, view) + alone_s
         # with a single output token there is nothing to decode elsewhere
         phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
-        if prefix is not None:
+        if prefix is not None and not self._context.copies_prefixes:
+            prefix = prefix if prefix.instance == instance else None
+        elif prefix is not None:
             # planned for a group that may be another
             copy_s = copy_seconds(prefix.tokens, prefix.instance, (instance,), view, self._context)
             prefix = CachedPrefix(prefix.instance, prefix.tokens, copy_s)
@@ -249,17 +254,32 @@ class WeavePlacement(PlacementPolicy):
 
     # -- before groups -----------------------------------------------------------------------------------------------
 
+    def _times_on(self, request: Request, alone_s: float) -> dict[int | None, float]:
+        """Return the prompt's time on one instance, by instance; None: on all others. Instances that copy no prefixes
+        each begin behind their own."""
+        own = self.tetris.own_prefix(request.id)
+        if own is None:
+            return {None: alone_s}
+        whole, alone = request.prompt_tokens, GroupShape(1)
+        behind_s = self._latency.prefill_s(own.tokens, whole - own.tokens, alone)
+        return {own.instance: behind_s, None: self._latency.prefill_s(0, whole, alone)}
+
     def _best_gap(
-        self, request: Request, alone_s: float, plan_s: float, view: ClusterSnapshot, late_s: float | None = None
+        self,
+        request: Request,
+        times_s: Mapping[int | None, float],
+        plan_s: float,
+        view: ClusterSnapshot,
+        late_s: float | None = None,
     ) -> QueueGap | None:
         """Return the place before groups with the earliest first token, of equal ones that which stops the fewest
-        instances; None if the plan is as good. alone_s: the prompt's time on one instance. plan_s: seconds until the
-        plan's first token. late_s: by how much the prompt would be late where groups keep to their shares of
-        yielding, which they then need not; None: they do."""
+        instances; None if the plan is as good. times_s: see `_times_on`. plan_s: seconds until the plan's first token.
+        late_s: by how much the prompt would be late where groups keep to their shares of yielding, which they then need
+        not; None: they do."""
         now, options = view.now_s, self._options
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
-        yields: dict[str, tuple[float, float]] = {}
-        for placed in self.groups.all():
+        yields: dict[float, dict[str, tuple[float, float]]] = {alone_s: {} for alone_s in times_s.values()}
+        for alone_s, placed in product(yields, self.groups.all()):
             # below any charge, 0 included, unless the prompt is much shorter than the group's
             left_s = -1.0  # too short to yield to this prompt
             if alone_s <= options.yields_to * placed.alone_s:
@@ -270,12 +290,13 @@ class WeavePlacement(PlacementPolicy):
             # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
             # before the schedulers of its instances are empty
             begins_s = now if self._can_stop(placed, view) else max(now, placed.starts_s[placed.index])
-            yields[placed.request] = max(begins_s, *(idle_s[i] for i in placed.group)), left_s
+            yields[alone_s][placed.request] = max(begins_s, *(idle_s[i] for i in placed.group)), left_s
         best: QueueGap | None = None
         for i, scheduler_idle_s in idle_s.items():
             if not self._has_room(i, request.prompt_tokens, view):
                 continue
-            gap = self._gap(i, scheduler_idle_s, alone_s, yields, view)
+            alone_s = times_s.get(i, times_s[None])
+            gap = self._gap(i, scheduler_idle_s, alone_s, yields[alone_s], view)
             if gap is not None and gap.first_token_s < now + plan_s and (best is None or gap[:3] < best[:3]):
                 best = gap
         return best

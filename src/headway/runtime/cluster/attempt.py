@@ -38,8 +38,9 @@ class RequestAttempt:
     """The state of one attempt at a request: its tasks, its KV, its residency and its migrations."""
 
     __slots__ = ("admitted", "asked", "at", "base", "cached", "controlled", "count", "early", "entry", "finished",
-                 "gathers", "halts", "home", "left", "moving", "request", "restarts", "room", "running", "runs",
-                 "spread", "step", "steps", "stopping", "together", "token", "unsent", "wanted", "whole")  # fmt: skip
+                 "gathers", "halts", "home", "left", "moving", "prefix", "request", "restarts", "room", "running",
+                 "runs", "spread", "step", "steps", "stopping", "together", "token", "unsent", "wanted",
+                 "whole")  # fmt: skip
 
     controlled: ControlledRequest
 
@@ -56,6 +57,8 @@ class RequestAttempt:
         """Instances that have the prompt."""
         self.runs: list[SpanTask] = []
         """Tasks of the prompt's spans that have begun, in order."""
+        self.prefix: tuple[SpanTask, ...] = ()
+        """A made-up task for KV that they began with, from the prefix cache of one instance."""
         self.running: set[int] = set()
         """Instances that have not reported the end or the pause of the task under way."""
         self.entry: SpanEntry | None = None

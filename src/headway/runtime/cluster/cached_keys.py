@@ -62,11 +62,15 @@ class AssumedKeys:
 
 def text_of(submit: SubmitRequest, prompt: bytes | memoryview, told: Sequence[int], block_tokens: int) -> TextKeys:
     """Return the keys of a request's prompt and of what its client has of the answer; none of one that shares none."""
-    shares = submit.prefix_cache and submit.params.prompt_logprobs is None
-    text = TextKeys(prompt if shares else b"", block_tokens, submit.cache_salt)
-    for token in told if shares else ():
+    text = TextKeys(prompt if shares(submit) else b"", block_tokens, submit.cache_salt)
+    for token in told if shares(submit) else ():
         text.append(token)
     return text
+
+
+def shares(submit: SubmitRequest) -> bool:
+    """Return whether a request uses and leaves cached prefixes. Scores of its prompt need logits, which KV has not."""
+    return submit.prefix_cache and submit.params.prompt_logprobs is None
 
 
 def shareable(text: TextKeys, tokens: int, block_tokens: int) -> list[bytes]:

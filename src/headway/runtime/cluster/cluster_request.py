@@ -16,6 +16,7 @@ class ClusterRequest:
         "answer",
         "answered",
         "attempt",
+        "cached_tokens",
         "first_s",
         "losses",
         "name",
@@ -44,6 +45,8 @@ class ClusterRequest:
         """Whether its last output, or its error, was sent."""
         self.first_s: float | None = None
         """Time at which its first task began; None again once a delta has carried it."""
+        self.cached_tokens = 0
+        """Tokens with which spans of the attempt under way began; 0 again once a delta has carried them."""
         self.answer = AnswerQueue()
 
     @property
@@ -54,6 +57,7 @@ class ClusterRequest:
     def try_again(self) -> Request:
         """Return another attempt as a request of its own, whose prompt is the prompt and all output so far."""
         self.attempt += 1
+        self.cached_tokens = 0
         submit = self.submit
         self.name = f"{submit.id}#{self.attempt}"
         return Request(
@@ -70,11 +74,13 @@ class ClusterRequest:
         if self.over:
             return
         first_s = delta.first_scheduled_s if self.first_s is None else self.first_s
-        self.first_s = None
+        cached = delta.cached_tokens or self.cached_tokens
+        self.first_s, self.cached_tokens = None, 0
         self.told.extend(delta.tokens)
         self.answered = True
         self.over = delta.finish is not None
-        self.answer.put(msgspec.structs.replace(delta, id=self.submit.id, first_scheduled_s=first_s))
+        sent = {"id": self.submit.id, "first_scheduled_s": first_s, "cached_tokens": cached}
+        self.answer.put(msgspec.structs.replace(delta, **sent))
 
     def fail(self, error: Exception) -> None:
         """End the request with an error. Harmless when it has ended."""

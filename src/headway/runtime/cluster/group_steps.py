@@ -39,7 +39,7 @@ class GroupDecodeSteps:
         """Let a group decode a request, over the KV that its span tasks have left. The caller calls `next` after it."""
         # Step numbers follow those of the spans, and grow also over a stay in a scheduler: late messages do not match.
         attempt.step = attempt.count = max(attempt.count, len(attempt.runs))
-        attempt.steps = list(attempt.runs)
+        attempt.steps = [*attempt.prefix, *attempt.runs]
 
     def take_up(self, attempt: RequestAttempt, home: int) -> None:
         """Let a group decode a request, over the KV that a scheduler has left on `home`. The caller calls `next`."""

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from headway.core.clock import ClockProtocol
@@ -33,6 +36,7 @@ from headway.runtime.cluster.messages import (
     SpanTaskPaused,
     ToInstance,
 )
+from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import SubmitRequest
@@ -53,16 +57,19 @@ class _EndedError(Exception):
 
 class _AgentRequest(NamedTuple):
     admit: AdmitRequest
+    prompt: memoryview
     live: OutputTracker
 
 
 class _SpanJob:
     """A span task from `ComputeSpan` until it is done."""
 
-    __slots__ = ("began_s", "begun", "compute", "forgotten", "grew", "pause")
+    __slots__ = ("began_s", "begun", "cached_tokens", "compute", "forgotten", "grew", "pause", "run")
 
     def __init__(self, compute: ComputeSpan) -> None:
-        self.compute = compute
+        self.compute, self.run = compute, compute.run
+        # Tokens before the task that come from a prefix cache.
+        self.cached_tokens = compute.before[0].end if compute.cached else 0
         # grew: it is done, and took more KV than that of one token.
         self.begun = self.pause = self.forgotten = self.grew = False
         self.began_s = 0.0
@@ -90,6 +97,7 @@ class InstanceAgent:
         self._core, self._computes, self._peers, self._clock = core, computes, peers, clock
         self._staged_kv: StagedKv = staged_kv
         self._block_manager = core.scheduler.block_managers[0]
+        self._prefixes = SpanPrefixes(self._block_manager)
         self._room_s, self._moves = room_s, moves
         self._requests: dict[str, _AgentRequest] = {}
         self._jobs: dict[str, _SpanJob] = {}
@@ -186,7 +194,7 @@ class InstanceAgent:
         room = info.max_model_len - admit.prompt_tokens
         live = OutputTracker(admit.params, len(admit.output), room, info.eos_token_ids)
         self._computes.admit(admit.id, prompt, admit.params, admit.output)
-        self._requests[admit.id] = _AgentRequest(admit, live)
+        self._requests[admit.id] = _AgentRequest(admit, prompt, live)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -252,9 +260,31 @@ class InstanceAgent:
             live = self._requests[name].live
             if live.first_scheduled_s is None:
                 live.first_scheduled_s = job.began_s
-            self._computes.begin(compute, room, look)
-            job.begun = True
+            # Held until it is copied: the scheduler's iterations go on while the task waits for blocks.
+            with self._cached_before(job) as task:
+                self._computes.begin(task, room, look)
+                job.begun = True
+                return self._computes.go(name, lambda: job.pause, behind)
         return self._computes.go(name, lambda: job.pause, behind)
+
+    @contextmanager
+    def _cached_before(self, job: _SpanJob) -> Iterator[ComputeSpan]:
+        """Yield the task with the slots of the cached KV before it, which is kept from eviction meanwhile, where this
+        instance is the one to have that; else the task as it came.
+
+        A group of one computes what was evicted since the controller's decision; with others it raises HeadwayError."""
+        compute, wanted = job.compute, job.cached_tokens
+        if not compute.cached or compute.before[0].group != (self._peers.number,):
+            yield compute
+            return
+        request = self._requests[compute.id]
+        with self._prefixes.held(request.admit, request.prompt, wanted) as (found, slots):
+            if found < wanted and len(compute.run.group) > 1:
+                raise HeadwayError(f"{wanted - found} of {wanted} cached tokens were evicted")
+            if found < wanted:
+                job.run, job.cached_tokens = msgspec.structs.replace(compute.run, start=found), found
+            before = (msgspec.structs.replace(compute.before[0], end=found),) if found else ()
+            yield msgspec.structs.replace(compute, run=job.run, before=before, cached_slots=tuple(slots))
 
     def _take_up(self, name: str) -> None:
         """Give the KV that a scheduler has left here to the request's span tasks."""
@@ -303,7 +333,7 @@ class InstanceAgent:
             self._leave(self._places[name].pop(0))
         if self._moves is not None:
             self._moves.finished(name)
-        run, at = compute.run, compute.run.group.index(self._peers.number)
+        run, at = job.run, job.run.group.index(self._peers.number)
         job.grew = moved or bool(run.keepers) or not run.in_place
         # This instance's share, so that the shares of the group add up to the task's tokens.
         tokens, size = run.end - run.start, len(run.group)
@@ -312,10 +342,12 @@ class InstanceAgent:
         now = self._clock.now()
         delta = None
         if emitted is not None:
-            admit, live = self._requests[name]
+            admit, _, live = self._requests[name]
             live.emitted = compute.run.end - admit.prompt_tokens
             delta = live.take(emitted, now)
-        return SpanTaskDone(id=name, index=compute.index, began_s=job.began_s, ended_s=now, delta=delta)
+        return SpanTaskDone(
+            id=name, index=compute.index, began_s=job.began_s, ended_s=now, cached_tokens=job.cached_tokens, delta=delta
+        )
 
     def _paused(self, job: _SpanJob) -> SpanTaskPaused:
         job.pause = False
@@ -339,8 +371,13 @@ class InstanceAgent:
         loop.send(SpanTaskLost(name, why, by))
 
     def _give_back(self, name: str) -> None:
-        """Free the blocks of a request's span tasks."""
-        for place in self._places.pop(name, ()):
+        """Free the blocks of a request's span tasks; those of a whole prompt stay cached."""
+        places, request = self._places.pop(name, []), self._requests.get(name)
+        whole = request is not None and self._computes.whole(name, known_tokens(request.admit))
+        for place in places:
+            lease = self._staged_kv.lease(place)
+            if request is not None and whole and lease is not None and len(places) == 1:
+                self._prefixes.leave(request.admit, request.prompt, lease)
             self._leave(place)
 
     def _leave(self, place: str) -> None:

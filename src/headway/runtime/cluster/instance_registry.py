@@ -9,7 +9,7 @@ import msgspec
 
 from headway.control.kv_reservations import KvLoad, KvReservations
 from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.cached_keys import shareable, text_of
+from headway.runtime.cluster.cached_keys import shareable, shares, text_of
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
@@ -66,6 +66,8 @@ class InstanceRegistry:
             prompt_tokens=asked.submit.prompt_tokens,
             params=asked.submit.params,
             output=tuple(asked.told),
+            prefix_cache=shares(asked.submit),
+            cache_salt=asked.submit.cache_salt,
         )
         attempt.admitted.update(new)
         self.tell(new, admit, asked.prompt)

@@ -37,6 +37,9 @@ class AdmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     params: SamplingParams
     output: tuple[int, ...] = ()
     """Output tokens emitted before; the first token drawn here is the next one."""
+    prefix_cache: bool = False
+    """Whether spans may begin with cached KV of other requests, and leave theirs."""
+    cache_salt: str = ""
 
 
 class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -60,6 +63,12 @@ class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     describes it too."""
     preemptible: bool = False
     """Whether the task can be paused."""
+    cached: bool = False
+    """Whether `before`, one task of one instance of the group, is not computed: that instance has its tokens in its
+    prefix cache."""
+    cached_slots: tuple[tuple[int, int], ...] = ()
+    """Where that instance's engine has found them, as (first, count): for its span executor, and for its ranks. They
+    are other requests': copied."""
 
 
 class PauseSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -126,6 +135,8 @@ class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     index: int
     began_s: float
     ended_s: float
+    cached_tokens: int = 0
+    """Tokens before the task that came from a prefix cache (`ComputeSpan.cached`)."""
     delta: OutputDelta | None = None
     """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
 

@@ -82,6 +82,7 @@ class LiveSpanRuns:
         asked = attempt.asked
         if asked.first_s is None and not attempt.said:
             asked.first_s = message.began_s
+        asked.cached_tokens = message.cached_tokens or asked.cached_tokens
         if message.delta is not None:
             asked.tell(message.delta)
             if message.delta.finish is not None:
@@ -144,14 +145,19 @@ class LiveSpanRuns:
             self._submit(attempt, entry.group[0], "all")
             return
         run = self._run(span, entry.group)
+        prefix = entry.controlled.prefix
+        cached = prefix is not None and span.start > 0 and not entry.index
+        if prefix is not None and cached:
+            attempt.prefix = (SpanTask(0, span.start, (prefix.instance,)),)
         compute = ComputeSpan(
             id=attempt.wire,
             index=entry.index,
             run=run,
-            before=tuple(attempt.runs),
+            before=(*attempt.prefix, *attempt.runs),
             last=entry.last,
             beside=entry.concurrent,
             preemptible=not entry.batched_with and entry.batch_leader is None,
+            cached=cached,
         )
         self._fleet.admit(attempt, entry.group)
         # `before` above is a copy made without this task: the layout that the instances find.

@@ -44,6 +44,14 @@ class KvShard:
         parts = [planes[:, :, first : first + count] for first, count in cut_ranges(self.slot_ranges, 0, tokens)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) if parts else planes[:, :, :0]
 
+    def copy(self, source: KvShard, tokens: int) -> None:
+        """Copy KV of all layers in the first `tokens` slots of another shard of the same pool to the first here."""
+        for layer in range(self.pool.layers):
+            row, block = 0, source.block(layer, tokens)
+            for first, count in cut_ranges(self.slot_ranges, 0, tokens):
+                self.pool.data[layer][:, :, first : first + count] = block[:, :, row : row + count]
+                row += count
+
     def store(self, layer: int, at: int, k: Tensor, v: Tensor) -> None:
         """Store k and v, (tokens, kv_heads, head_dim), from slot `at` on."""
         row = 0

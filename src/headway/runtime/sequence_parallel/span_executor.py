@@ -28,7 +28,7 @@ from headway.runtime.kv_transfer.rank_routes import end_of, instance_of
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.sampling import sample
 from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.kv_shard import KvShard
+from headway.runtime.sequence_parallel.kv_shard import KvShard, Runs
 from headway.runtime.sequence_parallel.layout import KvLayout
 from headway.runtime.sequence_parallel.paused_state import PausedState
 from headway.runtime.sequence_parallel.pieces import layout_after, pieces
@@ -114,7 +114,8 @@ class SpanExecutor:
         line = self._peers.line(name, chunks[0].group.ranks)
         earlier = [chunks_of(one, tp=tp) for one in compute.before]
         part.draws = compute.last
-        part.begin(chunks, earlier, compute.drawn, _PeerTransport(self._peers.number, line, look), allocate_slots)
+        transport = _PeerTransport(self._peers.number, line, look)
+        part.begin(chunks, earlier, compute.drawn, transport, allocate_slots, compute.cached_slots)
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         """Compute from where the task stands. Returns False when it was paused.
@@ -197,6 +198,7 @@ class _SpanMember:
         drawn: tuple[int, ...],
         transport: _PeerTransport,
         allocate_slots: SlotAllocator,
+        cached: Runs,
     ) -> None:
         self.transport, self._allocate_slots = transport, allocate_slots
         if self._prefill is None:
@@ -209,7 +211,11 @@ class _SpanMember:
         own = held.get(transport.rank)
         # KV that the instance's scheduler computed: its slots are wrapped as a shard, not moved.
         if self._shard is None and own is not None and len(own.positions):  # a scheduler has left it
-            self._prefill.attach(held, self._place(len(own.heads), len(own.positions)))
+            taken = self._place(len(own.heads), len(own.positions))
+            self._prefill.attach(held, taken)
+            if cached:
+                # Copied, not shared: a later task may move the request's KV within its slots.
+                taken.copy(KvShard(self._worker.pool, cached), len(own.positions))
         resident, start, end = self._resident, chunks[0].start, chunks[-1].end
         # Without the tokens before them, sampled tokens cannot be appended; the check below then fails.
         if drawn and resident.known >= end - len(drawn):

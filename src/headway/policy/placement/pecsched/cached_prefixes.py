@@ -86,13 +86,16 @@ class CachedPrefixes:
         self, request: Request, group: Sequence[int], nodes: int, chooser: StrategyChooser
     ) -> tuple[StrategyChoice, CachedPrefix | None]:
         """Return the strategy of a long request on a group of instances, and the prefix behind which it begins if a
-        copy to the group is faster than computing it again."""
+        copy to the group is faster than computing it again. Where instances copy none, one of the group has to have
+        it."""
         whole = chooser.choose(request.prompt_tokens, len(group), nodes)
-        longest = longest_prefix(self._cached.get(request.id, ()))
-        if longest is None or not self._context.copies_prefixes:
+        copies = self._context.copies_prefixes
+        longest = longest_prefix(self._cached.get(request.id, ()), None if copies else group)
+        if longest is None:
             return whole, None
         copy_s = copy_seconds(longest.tokens, longest.instance, group, self.view, self._context)
         rest = chooser.choose(request.prompt_tokens, len(group), nodes, longest.tokens)
         if not copy_pays(copy_s, whole.prefill_s - rest.prefill_s):
             return whole, None
-        return rest, CachedPrefix(longest.instance, longest.tokens, copy_s)
+        # Without copies it is spread over the group as the span begins, as any earlier span's KV.
+        return rest, CachedPrefix(longest.instance, longest.tokens, copy_s if copies else 0.0)
