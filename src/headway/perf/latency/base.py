@@ -157,8 +157,12 @@ def one_chunk_s(model: LatencyModel, past: int, tokens: int) -> float:
     return model.attention_s(past, tokens)
 
 
-def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> tuple[int, float]:
+def solve_tokens(
+    model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float, decode_s: float | None = None
+) -> tuple[int, float]:
     """Return the largest chunk (at most `limit` tokens) over `past` KV tokens that keeps the batch within `budget_s`.
+
+    `decode_s`: the load's `decodes_s`, where the caller knows it.
 
     Returns (tokens, its attention seconds), (0, 0.0) when none fits. Solves *total time <= budget* (DESIGN: roofline
     terms do not subtract, so Medha's Algorithm 2 is not taken literally). Measured time is not monotone in chunk size,
@@ -171,7 +175,7 @@ def solve_tokens(model: LatencyModel, load: BatchLoad, past: int, limit: int, bu
     if hasattr(model, "whole_s"):
         return _halve(model, load, past, limit, budget_s)
     # What is left for the row term of the whole batch and the attention of the new chunk.
-    left_s = budget_s - (load.chunk_s + decodes_s(model, load))
+    left_s = budget_s - (load.chunk_s + (decodes_s(model, load) if decode_s is None else decode_s))
     rows = load.tokens
     attention_s = model.attention_s(past, limit)
     if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
@@ -219,7 +223,8 @@ def _most_within(floor_s: Callable[[int], float], limit: int, left_s: float) -> 
         probes += 1
         place = (low + high) // 2
         if probes < _INTERPOLATED:
-            place = min(max(low + int((high - low) * low_s / (low_s - high_s)), low + 1), high - 1)
+            # Rounded down, so below `high` but for rounding errors.
+            place = min(low + (int((high - low) * low_s / (low_s - high_s)) or 1), high - 1)
         over_s = floor_s(place) - left_s
         if over_s <= 0.0:
             low, low_s, high_s, before = place, over_s, high_s * 0.5 if before < 0 else high_s, -1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.admission import KvBlockAdmission
@@ -29,22 +29,37 @@ class RemoteCost(NamedTuple):
     """Seconds to exchange one row with all of these groups."""
 
 
-class BlockedRun(NamedTuple):
+class BlockedRun:
     """The most urgent requests without KV, all those that a decision looked at: the pool had room for none of them."""
 
-    members: list[PrefillState]
-    changes: int
-    """`WaitingQueue.waiting_changes` then."""
-    until_s: float
-    """When another request may have become more urgent than these, or one of them has waited too long."""
-    closes: bool
-    """Whether it is one request, which has waited too long, so that short ones pass it only within its headroom."""
+    __slots__ = ("asks_at", "changes", "closes", "least_blocks", "members", "until_s")
+
+    def __init__(self, members: list[PrefillState], changes: int, until_s: float, closes: bool) -> None:
+        self.members = members
+        # `WaitingQueue.waiting_changes` then.
+        self.changes = changes
+        # When another request may have become more urgent than these, or one of them has waited too long.
+        self.until_s = until_s
+        # Whether it is one request, which has waited too long, so that short ones pass it only within its headroom.
+        self.closes = closes
+        self.answered()
+
+    def answered(self) -> None:
+        """Note the pool's last answers: in which decision it is asked again, and the fewest blocks that help."""
+        self.asks_at = min(state.asked_again for state in self.members)
+        self.least_blocks = min(state.needed_blocks for state in self.members)
+
+    def asked(self, decisions: int, free: int) -> list[PrefillState]:
+        """Return the members that could fit into so many free blocks, or that the pool is asked about again."""
+        if decisions < self.asks_at and free < self.least_blocks:
+            return []
+        return [s for s in self.members if s.asked_again <= decisions or s.needed_blocks <= free]
 
 
 class _CandidateWalk:
     """One decision's way through the queue."""
 
-    __slots__ = ("advanced", "blocked", "closed", "ended", "iterations", "now", "run", "seen", "skip", "spare")
+    __slots__ = ("advanced", "blocked", "closed", "iterations", "now", "run", "seen", "skip", "spare")
 
     def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str]) -> None:
         self.now = now
@@ -60,8 +75,6 @@ class _CandidateWalk:
         self.spare: int | None = None
         # Requests for which there was no room, while there was for none; None: they are not kept.
         self.run: list[PrefillState] | None = None
-        # Whether there is no further candidate.
-        self.ended = False
 
 
 class PrefillCandidates:
@@ -78,57 +91,47 @@ class PrefillCandidates:
         queue: WaitingQueue,
         admission: KvBlockAdmission,
         remote_cost: Callable[[str], RemoteCost] | None,
+        background_s: Callable[[float], float],
     ) -> None:
+        """`background_s`: returns the longest iteration with tokens of a background request, seconds."""
         # A long request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
         self.reserved_for: PrefillState | None = None
         # Whether no further long request is to be yielded in this decision, set by the caller: one gets tokens.
         self.long_taken = False
-        # Longest iteration with tokens of a background request, seconds, set by the caller.
-        self.background_s = float("inf")
         self._config = config
         self._queue = queue
         self._admission = admission
         self._remote_cost = remote_cost
+        self._background_s = background_s
         # None: some request without KV may enter.
         self._run: BlockedRun | None = None
 
     def at(
         self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
-    ) -> Iterator[PackCandidate]:
-        """Yield candidates in order, lazily: the caller admits requests while it iterates.
+    ) -> Iterable[PackCandidate]:
+        """Return candidates in order, lazily: the caller admits requests while it iterates.
 
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
         requests without KV may begin."""
-        admission, queue = self._admission, self._queue
-        admission.decide()
+        admission = self._admission
         self.long_taken = False
         # No request without KV enters.
         if not admits_new or len(admission.holders) >= self._config.max_num_seqs:
-            yield from self._begun(now, iterations, skip, ())
-            return
-        walk = _CandidateWalk(now, iterations, advanced, skip)
+            return self._begun(now, iterations, skip, ())
         run = self._run
         if run is not None and not skip and self.reserved_for is None:
-            if run.changes == queue.waiting_changes and now < run.until_s:
-                yield from self._behind(run, walk)
-                if walk.ended:
-                    return
+            if run.changes == self._queue.waiting_changes and now < run.until_s:
+                asked = run.asked(admission.decisions, admission.free_blocks)
+                if not (run.closes and (asked or admission.spare_blocks(run.members[0]))):
+                    if not asked:
+                        return self._begun(now, iterations, (), ())
+                    return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, ()))
             self._run = None
-        yield from self._in_order(walk)
+        return self._in_order(_CandidateWalk(now, iterations, advanced, skip))
 
-    def _behind(self, run: BlockedRun, walk: _CandidateWalk) -> Iterator[PackCandidate]:
-        """Yield candidates while the requests of `run`, to which most answers still apply, stay blocked.
-
-        If one of them fits now, `walk` has what was looked at before it, and has not ended."""
+    def _behind(self, run: BlockedRun, asked: list[PrefillState], walk: _CandidateWalk) -> Iterator[PackCandidate]:
+        """Yield candidates: only those of `run` that are `asked` about may fit, to the others answers still apply."""
         admission, queue, now = self._admission, self._queue, walk.now
-        decisions, free = admission.decisions, admission.free_blocks
-        asked = [s for s in run.members if s.asked_again <= decisions or s.needed_blocks <= free]
-        if run.closes and (asked or admission.spare_blocks(run.members[0])):
-            return
-        if not asked:
-            yield from self._begun(now, walk.iterations, (), ())
-            walk.ended = True
-            return
         in_order = sorted([*queue.begun.values(), *asked], key=lambda state: queue.key(state, now))
         for state in in_order:
             if not state.holds_kv:
@@ -137,15 +140,16 @@ class PrefillCandidates:
                     before = [s.order for s in run.members if queue.key(s, now) < key]
                     walk.blocked = len(before)
                     walk.seen.update(before)
+                    self._run = None
+                    yield from self._in_order(walk)
                     return
                 continue
             walk.seen.add(state.order)
             if not (state.is_long and self.long_taken):
-                stalled = walk.iterations - state.last_progress
-                candidate = self._bounded(self._candidate(state, now, stalled), state)
+                candidate = self._candidate(state, now, walk.iterations - state.last_progress)
                 if candidate.remaining > 0:
                     yield candidate
-        walk.ended = True
+        run.answered()
 
     def _in_order(self, walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates of the whole queue, but those that `walk` has seen."""
@@ -178,7 +182,7 @@ class PrefillCandidates:
                 # A request that has not begun counts from the last progress of any prefill: it is not stalled while
                 # others advance.
                 stalled = walk.iterations - (state.last_progress if holds_kv else walk.advanced)
-                candidate = self._bounded(self._candidate(state, walk.now, stalled), state)
+                candidate = self._candidate(state, walk.now, stalled)
                 # 0: its shard is full and no group has taken over yet.
                 if candidate.remaining > 0:
                     yield candidate
@@ -237,18 +241,19 @@ class PrefillCandidates:
         for state in self._queue.begun_ordered(now):
             if state.order in seen or (state.is_long and self.long_taken) or state.request.id in skip:
                 continue
-            candidate = self._bounded(self._candidate(state, now, iterations - state.last_progress), state)
+            candidate = self._candidate(state, now, iterations - state.last_progress)
             if candidate.remaining > 0:
                 yield candidate
 
-    def _bounded(self, candidate: PackCandidate, state: PrefillState) -> PackCandidate:
-        """Return the candidate with the bound on iterations of background requests."""
-        if state.request.priority < BACKGROUND_PRIORITY:
-            return candidate
-        return msgspec.structs.replace(candidate, longest_s=self.background_s)
-
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
         """Return one prefill as `chunk_allocation` sees it."""
+        candidate = self._unbounded(state, now, stalled)
+        if state.request.priority < BACKGROUND_PRIORITY:
+            return candidate
+        return replace(candidate, longest_s=self._background_s(now))
+
+    def _unbounded(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
+        """Return `_candidate` without the bound on iterations of background requests."""
         name, remaining, past = state.request.id, state.remaining, state.scheduled
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)

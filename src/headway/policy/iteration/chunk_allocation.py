@@ -55,11 +55,11 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Longest iteration, seconds, with tokens of this request: those of a background request are short."""
 
 
-class PackRules(msgspec.Struct, frozen=True, gc=False):
+class PackRules(msgspec.Struct, gc=False):
     """Settings of `SchedulerConfig` that `pack` reads; the config explains each field."""
 
     t_target_s: float
-    """Longest iteration, seconds (`IterationPolicy.budget_s`)."""
+    """Longest iteration, seconds (`IterationPolicy.budget_s`): the only field that changes from one to the next."""
     max_tokens: int
     """Rows of one iteration, decodes included."""
     min_chunk: int
@@ -123,7 +123,7 @@ def pack(
     for candidate in candidates:
         # `whole` may exceed the token limit by one prompt: its first candidate is sized even where decodes fill the
         # limit.
-        if filling.full and (filling.bounded or filling.quotas):
+        if filling.room <= 0 and (filling.bounded or filling.quotas):
             break
         # The more urgent long request has this iteration; others wait, shorts behind them do not.
         if candidate.is_long and filling.has_long:
@@ -136,9 +136,10 @@ def pack(
         elif admit(candidate.request):
             filling.add(candidate, tokens, attention_s)
             # Stop before the generator is advanced: finding the next candidate may cost a KV look-up.
-            if filling.bounded and filling.full:
+            if filling.bounded and filling.room <= 0:
                 break
-    filling.use_yielded_time(admit)
+    if filling.skipped is not None:
+        filling.use_yielded_time(admit)
     return filling.quotas, filling.load
 
 
@@ -164,6 +165,7 @@ class _Filling:
         "load",
         "max_tokens",
         "quotas",
+        "room",
         "rules",
         "shorts_wait",
         "skipped",
@@ -187,6 +189,8 @@ class _Filling:
         # The most urgent candidate that found no time.
         self.skipped: PackCandidate | None = None
         self.max_tokens = rules.max_tokens if chunking.most is None else min(rules.max_tokens, chunking.most)
+        # Tokens that the iteration still takes; negative where decodes, or one prompt under `whole`, exceed the limit.
+        self.room = self.max_tokens - load.tokens
         self.bounded = is_bounded(chunking)
         # Whether long candidates leave part of the time to shorts: shorts wait (space sharing).
         self._yields_time = shorts_wait and rules.shares_space
@@ -196,35 +200,34 @@ class _Filling:
         self._decode_s = decodes_s(latency, load) if separable else None
         # Predicted seconds of `load`; None: not known yet.
         self._load_s: float | None = None
-        # The latency model of the next chunk.
-        self._model = beside_prompts(latency, load)
+        # The latency model of the next chunk; None: of one beside the chunks that were added.
+        self._model: LatencyModel | None = beside_prompts(latency, load)
         # Whether the last candidate that was sized had the full budget.
         self._full_time = True
-
-    @property
-    def full(self) -> bool:
-        return self.load.tokens >= self.max_tokens
 
     def size(self, candidate: PackCandidate) -> tuple[int, float]:
         """Return (tokens, seconds of their attention) for a candidate on top of `load`; 0 tokens: skip it."""
         model, past, remaining = self._model, candidate.past, candidate.remaining
+        if model is None:
+            model = self._model = beside_prompts(self.latency, self.load)
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
-        room = max(self.max_tokens - self.load.tokens, 0)
+        room, rules = max(self.room, 0), self.rules
+        demand = PrefillDemand(past, remaining, room, self._decode_s)
         if not self.chunking.timed:
-            return self.chunking.quota(PrefillDemand(past, remaining, room), self.load, self.rules.t_target_s, model)
+            return self.chunking.quota(demand, self.load, rules.t_target_s, model)
         budget_s = self._budget_s(candidate)
-        self._full_time = budget_s == self.rules.t_target_s
+        self._full_time = budget_s == rules.t_target_s
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
-        floor = min(max(self.rules.min_chunk, 1), remaining, max(room, 1))
+        floor = min(rules.min_chunk or 1, remaining, room or 1)
         # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the
         # little time that a larger chunk may save is not worth a search.
         if not self.first and self._exceeds(model, past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
-            tokens, attention_s = self.chunking.quota(PrefillDemand(past, remaining, room), self.load, budget_s, model)
+            tokens, attention_s = self.chunking.quota(demand, self.load, budget_s, model)
         # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
-        if tokens < remaining <= room and self.rules.stretch and not candidate.is_long:
+        if tokens < remaining <= room and rules.stretch and candidate.completes and not candidate.is_long:
             tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
         if tokens < floor:
             tokens, attention_s = self._progress(candidate, model, floor, tokens, attention_s)
@@ -256,16 +259,15 @@ class _Filling:
 
         Else return the given size. A prompt that is cut a few tokens before its end waits a whole iteration for its
         first token."""
-        past, rest = candidate.past, candidate.remaining
-        if not candidate.completes:
-            return tokens, attention_s
+        past, rest, model = candidate.past, candidate.remaining, self._model
+        assert model is not None
         longer_s = budget_s * (1.0 + self.rules.stretch)
         # A short prompt with so much before its chunk is one whose prefix was cached.
         if past >= self.rules.cached_from and is_empty(self.load):
             longer_s = max(longer_s, self.rules.cached_rest_s)
-        if self._exceeds(self._model, past, rest, longer_s):
+        if self._exceeds(model, past, rest, longer_s):
             return tokens, attention_s
-        return rest, one_chunk_s(self._model, past, rest)
+        return rest, one_chunk_s(model, past, rest)
 
     def _progress(
         self, candidate: PackCandidate, model: LatencyModel, floor: int, tokens: int, attention_s: float
@@ -308,8 +310,8 @@ class _Filling:
         self.first = False
         self.quotas.append(ChunkAllocation(candidate.request, tokens))
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
-        self._model = beside_prompts(self.latency, self.load)
-        self._load_s = None
+        self.room -= tokens
+        self._model = self._load_s = None
         self.has_long = self.has_long or candidate.is_long
 
     def use_yielded_time(self, admit: Callable[[str], bool]) -> None:

@@ -20,6 +20,8 @@ class PrefillDemand(msgspec.Struct, frozen=True, gc=False):
     """Tokens left to compute."""
     limit: int
     """Most tokens that the iteration still takes."""
+    decode_s: float | None = None
+    """Seconds of the load's decodes, if they are known."""
 
 
 def is_empty(load: BatchLoad) -> bool:
@@ -87,7 +89,7 @@ class AdaptiveChunks:
             # As printed: the chunk is solved against an empty batch, so its fixed cost is charged a second time.
             left_s = budget_s - (0.0 if is_empty(load) else load_s(latency, load))
             return solve_tokens(latency, BatchLoad(), ask.past, limit, left_s)
-        return solve_tokens(latency, load, ask.past, limit, budget_s)
+        return solve_tokens(latency, load, ask.past, limit, budget_s, ask.decode_s)
 
 
 def make_chunking(spec: str, subtract: bool = False) -> ChunkingStrategy:

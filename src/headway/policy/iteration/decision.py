@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 import msgspec
-from msgspec.structs import replace
 
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
@@ -71,7 +70,7 @@ class IterationPolicy:
         self.queue = make_queue(self.urgency.policy.parallel)
         self.admission = KvBlockAdmission(config, pool)
         self.holders = self.admission.holders
-        self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost)
+        self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost, self.budget.background_s)
         self._pool = pool
         self._rules = rules_of(config, aim_s)
         self._bounded = is_bounded(self.chunking)
@@ -197,14 +196,12 @@ class IterationPolicy:
             return IterationDecision([], load)
         # Other chunking ignores the time.
         if self.chunking.timed:
-            t_target_s = self.budget_s(now) if budget_s is None else budget_s
-            if t_target_s != self._rules.t_target_s:
-                self._rules = replace(self._rules, t_target_s=t_target_s)
+            self._rules.t_target_s = self.budget_s(now) if budget_s is None else budget_s
         if self.relegation is not None:
             speed = prefill_speed(self.latency, load, self._rules.t_target_s)
             self.relegation.choose(now, self.queue, speed, self.urgency.line)
-        shorts_wait = self.leaves_time(shorts_elsewhere)
-        self.candidates.background_s = self.budget.background_s(now)
+        self.admission.decide()
+        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)

@@ -66,6 +66,8 @@ class IterationBudget:
         self.targets = TbtTargets(config)
         # Shortest budget, seconds; None: the latency model may have learned since.
         self._floor_s: float | None = None
+        # By bit length of the context: `_aim_s`, and the same for a newcomer (`EfficientChunks` rounds contexts down).
+        self._aims_s: dict[int, tuple[float, float]] = {}
 
     def arrived(self, state: PrefillState) -> None:
         """Note a new request: arrivals decide how long a newcomer may wait."""
@@ -86,8 +88,11 @@ class IterationBudget:
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
-            longest_s = self._chunks.aim_s(context, NEWCOMER_EFFICIENCY)
-            bound_s = self.targets.allowed(now, iteration, self._aim_s(context), longest_s)
+            aims_s = self._aims_s.get(context.bit_length())
+            if aims_s is None:
+                aims_s = self._aim_s(context), self._chunks.aim_s(context, NEWCOMER_EFFICIENCY)
+                self._aims_s[context.bit_length()] = aims_s
+            bound_s = self.targets.allowed(now, iteration, *aims_s)
         # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
         # prefills.
         floor_s = self._floor_s
@@ -108,6 +113,7 @@ class IterationBudget:
         self._floor_s = None
         if changed:
             self._chunks.clear()
+            self._aims_s.clear()
 
     def _newcomer_s(self, now: float, context: int) -> float:
         """Return the longest iteration while nothing decodes: what a request that arrives during it may wait."""

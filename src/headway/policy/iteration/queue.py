@@ -19,9 +19,10 @@ from headway.policy.iteration.ordering import UrgencyLine
 if TYPE_CHECKING:
     from headway.policy.iteration.prefill import PrefillState
 
-_FIRST, _FIRST_OF_FEW = 16, 1
-"""Members found one by one before the rest is sorted: mostly all that one decision consumes. Sorting few is cheap."""
-_FEW = 256
+_FIRST = 16
+"""Members of many found one by one before the rest is sorted: mostly all that one decision consumes."""
+_FEW, _MANY = 12, 256
+"""So few are sorted without arrays, and up to so many all at once."""
 _AHEAD_S = (60.0, 4.0, 0.25)
 """How far ahead it is asked whether the first members stay the first, seconds."""
 
@@ -250,17 +251,20 @@ class PrefillQueue(_QueueCounts):
         self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
-        """Members, most urgent first. The queue must not change while this is consumed.
+        """Members, most urgent first. The queue must not change while this is consumed."""
+        if len(self._members) <= _FEW:
+            return iter(self._sorted(self._members, now))
+        return self._many_ordered(now)
 
-        The first few are found one by one, the rest is sorted."""
+    def _many_ordered(self, now: float) -> Iterator[PrefillState]:
+        """Yield `ordered`. The first of very many are found one by one, the rest is sorted."""
         n, members = len(self._members), self._members
         # Urgency of all members at once, intercept - slope * now; the copy is overwritten below.
         keys = self._intercept[:n] - self._slope[:n] * now
         taken: list[int] = []
-        if n and not self._prioritised:
-            first = _FIRST if n > _FEW else _FIRST_OF_FEW
+        if n > _MANY and not self._prioritised:
             slot = int(keys.argmin())
-            while len(taken) < first:
+            while len(taken) < _FIRST:
                 # Mask the member that is about to be yielded, to find the one behind it.
                 key, keys[slot] = keys[slot], np.inf
                 following = int(keys.argmin())
@@ -281,10 +285,10 @@ class PrefillQueue(_QueueCounts):
 
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """See `WaitingQueue`."""
-        members = list(self.begun.values())
-        if len(members) > 1:
-            members.sort(key=lambda member: self.key(member, now))
-        return members
+        return self._sorted(self.begun.values(), now)
+
+    def _sorted(self, members: Collection[PrefillState], now: float) -> list[PrefillState]:
+        return sorted(members, key=lambda member: self.key(member, now)) if len(members) > 1 else list(members)
 
     def key(self, member: PrefillState, now: float) -> QueueKey:
         """See `WaitingQueue`."""
