@@ -105,7 +105,7 @@ class HeadwaySchedulerMethods:
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the policy's decision, call vLLM's `schedule()`, and move the policy to what vLLM has scheduled."""
         began_s, started_s = self.headway_clock(), self.headway_stopwatch()
-        if not self._headway_active or not self._guard(self._decide, began_s):
+        if not self._guard(self._decide, began_s):
             self._headway_plan = None
             self.waiting.open()
         decided_s = self.headway_stopwatch()

@@ -138,7 +138,8 @@ class TableLatency(LatencyModel):
     def attention_s(self, past: int, tokens: int) -> float:
         if tokens > MAX_CHUNK:
             return float(self.chunk_s(past, tokens, tokens)[0])
-        chunks = self._chunks(past)
+        # As `_chunks`, without a call: nothing is looked up more often.
+        chunks = self._fresh if not past else self._over if past <= self._knee else self._beyond
         return chunks.own[tokens] + chunks.per_past[tokens] * past
 
     def least_attention_s(self, past: int, tokens: int) -> float:

@@ -74,6 +74,8 @@ class KvBlockAdmission:
     def fits(self, state: PrefillState) -> bool:
         """Whether the pool has the blocks of a request, with the headroom it must leave, in this decision."""
         free, blocks = self.free_blocks, self.blocks(state)
+        if not state.is_long:
+            return blocks <= free
         return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
 
     def blocks(self, state: PrefillState) -> int:

@@ -109,7 +109,7 @@ class PrefillCandidates:
     def at(
         self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
     ) -> Iterable[PackCandidate]:
-        """Return candidates in order, lazily: the caller admits requests while it iterates.
+        """Return candidates in order, lazily: the caller admits requests while it iterates. (): there are none.
 
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
         requests without KV may begin."""
@@ -124,7 +124,7 @@ class PrefillCandidates:
                 asked = run.asked(admission.decisions, admission.free_blocks)
                 if not (run.closes and (asked or admission.spare_blocks(run.members[0]))):
                     if not asked:
-                        return self._begun(now, iterations, (), ())
+                        return self._begun(now, iterations, (), ()) if self._queue.begun else ()
                     return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, ()))
             self._run = None
         return self._in_order(_CandidateWalk(now, iterations, advanced, skip))

@@ -201,8 +201,10 @@ class IterationPolicy:
             speed = prefill_speed(self.latency, load, self._rules.t_target_s)
             self.relegation.choose(now, self.queue, speed, self.urgency.line)
         self.admission.decide()
-        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere)
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
+        if candidates == ():
+            return IterationDecision([], load)
+        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)
 

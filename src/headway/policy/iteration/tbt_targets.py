@@ -75,7 +75,7 @@ class TbtTargets:
         the others become overdue.
 
         `aim_s` is allowed by requests without a gap target in any case: a late one gains no time by shorter chunks."""
-        allowed_s = self.least(longest_s)
+        allowed_s = self.least(longest_s) if self._gaps else longest_s
         for each_s, heap in list(self._due.items()):
             while heap and self.members.get(heap[0][1]) != (each_s, heap[0][0]):
                 heapq.heappop(heap)
