@@ -28,10 +28,17 @@ def all_at_once(url: str) -> list[list[int]]:
         return list(pool.map(lambda p: streamed_ids(url, p, 20, ignore_eos=True), PROMPTS))
 
 
+def cached_tokens(url: str, prompt: list[int]) -> int:
+    body = {"model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"], "prompt": prompt, "max_tokens": 1}
+    usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
 LONG = pytest.mark.long
-CACHING = ("jsq",)
-"""Placements whose instances compute all prompts in their schedulers."""
 SHORT = {"long_tokens": 500}
+FOLLOWS = {"affinity": True}
+ONE_POOL = {**SHORT, "disaggregate": False, "affinity": True}
+AFFINITY = (FOLLOWS, ONE_POOL)
 
 
 @pytest.mark.parametrize(
@@ -39,17 +46,18 @@ SHORT = {"long_tokens": 500}
     [
         ("pecsched", {**SHORT, "affinity": True}, APART),
         pytest.param("loongserve in-place", {}, MIXED, marks=LONG),
-        pytest.param("tetris", {}, APART, marks=LONG),
+        pytest.param("tetris", FOLLOWS, APART, marks=LONG),
+        pytest.param("tetris", FOLLOWS, MIXED, marks=LONG),
         pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
-        pytest.param("weave", {}, APART, marks=LONG),
+        pytest.param("weave", FOLLOWS, APART, marks=LONG),
         pytest.param("fixed-sp", {"sp": 2}, APART, marks=LONG),
         pytest.param("context-parallel", {}, APART, marks=LONG),
         pytest.param("loongserve", {}, APART, marks=LONG),
         pytest.param("fifo", SHORT, APART, marks=LONG),
-        pytest.param("jsq", {"affinity": True}, MIXED, marks=LONG),
+        pytest.param("jsq", FOLLOWS, MIXED, marks=LONG),
         pytest.param("priority", SHORT, MIXED, marks=LONG),
         pytest.param("reservation", {**SHORT, "long_sp": 2}, MIXED, marks=LONG),
-        pytest.param("pecsched", {**SHORT, "disaggregate": False}, MIXED, marks=LONG),
+        pytest.param("pecsched", ONE_POOL, MIXED, marks=LONG),
     ],
 )
 def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
@@ -61,8 +69,9 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
         # Again: instances have cached what they computed and what was handed over to them.
         hits = metric(running.url, "headway_prefix_cache_hits_total")
         assert all_at_once(running.url) == expected
-        if placement in CACHING:
+        if pools is MIXED and options in AFFINITY:
             assert metric(running.url, "headway_prefix_cache_hits_total") > hits + 3000
+            assert cached_tokens(running.url, PROMPTS[6]) > 1900
         leave_after_sending(running.url, prompt_of(9, 3500), 500)
         metric_reaches(running.url, "headway_instance_requests_placed", lambda placed: placed == 0)
         metric_reaches(running.url, "headway_instance_kv_tokens_used", lambda used: used == 0)

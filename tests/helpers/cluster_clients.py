@@ -47,7 +47,7 @@ def router(
     in_place: bool = False,
 ) -> ClusterClient:
     def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
-        around = PolicyContext(latency=PerToken(), shape=SHAPE)
+        around = PolicyContext(latency=PerToken(), shape=SHAPE, copies_prefixes=False)
         return ClusterRules(
             policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE, rows=32
         )

@@ -86,7 +86,8 @@ class FakeCluster:
     """All instances, by number; `launcher(n)` starts processes. Times in seconds. `complaints` must stay empty. full:
     room for KV is limited (it is for what is kept for others; whatever is computed finds some). apart: two that cannot
     reach each other, either way. longest: request that an instance holds; kv_bytes: that those who join were given.
-    caches: instances report the blocks of prompts that their schedulers have computed."""
+    caches: instances report the blocks of prompts that their schedulers have computed. evicts: so many spans
+    behind a cached prefix are lost, because it was evicted."""
 
     token_s: float = 0.0
     run_s: float = 0.0
@@ -95,6 +96,7 @@ class FakeCluster:
     kv_tokens: int = 8192
     full: bool = False
     caches: bool = False
+    evicts: int = 0
     processes: dict[int, FakeProcess] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
     kv: dict[str, dict[int, set[int]]] = field(default_factory=dict)
@@ -369,6 +371,8 @@ class FakeProcess:
                 del self.runs[message.id]
                 self._say(SpanTaskLost(message.id, f"instance {one.number} cannot be reached", one.number))
                 return
+        if message.cached and self._begins_cached(message):
+            return
         if any(one is None or not one.alive for one in group):
             del self.runs[message.id]
             self._say(SpanTaskLost(message.id, "a peer is gone"))
@@ -376,6 +380,21 @@ class FakeProcess:
         if all(one is not None and one.runs.get(message.id) == message for one in group):
             first = self.cluster.processes[message.run.group[0]]
             first._do(first._run(message))
+
+    def _begins_cached(self, message: ComputeSpan) -> bool:
+        """Take the KV before a span from the cache of its instance; True: that has evicted it."""
+        (prefix,) = message.before
+        if (prefix.start, prefix.end) != (0, message.run.start) or not set(prefix.group) <= set(message.run.group):
+            self._complain(f"{message.id}: a prefix of {prefix} before {message.run}")
+        if prefix.group != (self.number,):
+            return False
+        if self.cluster.evicts:
+            self.cluster.evicts -= 1
+            del self.runs[message.id]
+            self._say(SpanTaskLost(message.id, "1 of 2 cached tokens were evicted"))
+            return True
+        self.cluster.kv[message.id] = {self.number: set(range(prefix.end))}
+        return False
 
     def _learn(self, message: ComputeSpan) -> None:
         """Each of a group takes down what was drawn: any may be the next to draw."""
@@ -409,7 +428,10 @@ class FakeProcess:
                 delta = OutputDelta(id=name, tokens=(token,), finish="length" if said + 1 == known.count else None)
             if not message.run.in_place or message.run.keepers:
                 one.beat()
-            one._say(SpanTaskDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, delta=delta))
+            cached = message.run.start if message.cached else 0
+            one._say(
+                SpanTaskDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, cached_tokens=cached, delta=delta)
+            )
 
     def _hold(self, name: str, run: SpanTask) -> None:
         """Earlier KV is spread over the group, as the engines do, and the run's behind it."""

@@ -6,16 +6,19 @@ import asyncio
 import random
 from array import array
 
+import pytest
 from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
-from tests.helpers.fake_instances import FakeCluster
+from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.core.sampling import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.text_keys import TextKeys
+from headway.policy.placement.view import Role
 from headway.runtime.cluster.cached_keys import CachedKeys, shareable, text_of
+from headway.runtime.cluster.messages import ComputeSpan
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import SubmitRequest
 
@@ -88,3 +91,54 @@ def test_jsq_with_affinity_follows_what_live_instances_have_cached() -> None:
     # The process that had the second conversation's KV is gone, so that its instance has no advantage.
     assert places(True) == {**begun, "b2#1": 1, "b3#1": 0}
     assert places(False) == {**begun, "b2#1": 0, "b3#1": 0}
+
+
+LONG = {"long_tokens": 50, "disaggregate": False, "long_replicas": "fixed", "long_sp": 1}
+
+
+def turns(placement: str, options: dict[str, object], roles: tuple[Role, ...], evicts: int = 0) -> list[ComputeSpan]:
+    """Return the first spans of a conversation's two turns, and of another one's, in order; each is answered."""
+    fake = FakeCluster(run_s=0.01, kv_tokens=1 << 16, caches=True, evicts=evicts)
+
+    async def run() -> None:
+        async with running(fake, roles, placement, {"affinity": True, **options}) as client:
+            first = prompt(1, 4000)
+            told = await ask(client, "a", first, 40)
+            assert told == answer(first, 40)
+            second = [*first, *told, *prompt(2, 90)]
+            submit = SubmitRequest(
+                id="b",
+                prompt_tokens=len(second),
+                params=SamplingParams(max_tokens=4),
+                received_s=virtual_time.loop_time(),
+            )
+            deltas = [delta async for delta in client.generate(submit, array("i", second).tobytes())]
+            assert [token for delta in deltas for token in delta.tokens] == answer(second, 4)
+            assert [delta.cached_tokens for delta in deltas] == [4000, *[0] * (len(deltas) - 1)]
+            assert await ask(client, "c", second, 4, prefix_cache=False) == answer(second, 4)
+
+    virtual_time.run(run())
+    spans = {message.id: message for _, message in reversed(fake.log) if isinstance(message, ComputeSpan)}
+    return [spans[name] for name in sorted(spans)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "roles"),
+    [
+        ("tetris", {"sizes": [1]}, ("mixed", "mixed")),
+        ("tetris", {"sizes": [1, 2]}, ("mixed", "mixed")),
+        ("pecsched", LONG, ("mixed",)),
+    ],
+)
+def test_spans_begin_behind_what_an_instance_of_their_group_has_cached(
+    placement: str, options: dict[str, object], roles: tuple[Role, ...]
+) -> None:
+    first, second, unshared = turns(placement, options, roles)
+    assert (first.cached, first.run.start, first.before) == (False, 0, ())
+    assert (second.cached, second.run.start) == (True, 4000)
+    (prefix,) = second.before
+    assert (prefix.start, prefix.end) == (0, 4000)
+    assert (unshared.cached, unshared.run.start) == (False, 0)
+    # Evicted meanwhile: the request begins again, and its client sees nothing of it.
+    again = turns(placement, options, roles, evicts=1)
+    assert [message.id for message in again] == ["a#1", "b#1", "b#2", "c#1"]
