@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import yaml
 
 from headway.cli.command_parser import CommandParser
 from headway.cli.options import add_options
+from headway.serving.load.server_process import ServerProcess
 from headway.serving.serve_settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +76,50 @@ def test_each_installation_in_the_container_file_is_pinned_or_cleaned_up() -> No
             assert "rm -rf /var/lib/apt/lists/*" in words
         if "pip install" in words and "venv" not in words:
             assert "-c requirements/serve.lock" in words
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_steps_of_the_container_file_make_a_server_in_an_empty_folder(tmp_path: Path) -> None:
+    """All but those of packages and users of the system, which need an image of their own."""
+    root, source = tmp_path / "root", tmp_path / "source"
+    folder = root / "opt/headway"
+    source.mkdir()
+    of_the_machine = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    of_pip = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    environment, skipped = of_the_machine | of_pip | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}, 0
+    for name, words in instructions():
+        if name == "ENV" and not words.startswith("PATH"):
+            environment |= dict(one.split("=") for one in words.split())
+        elif name == "COPY" and not words.startswith("--from"):
+            *froms, to = words.split()
+            for each in froms:
+                copy_tracked(each, source / to / (Path(each).name if to == "." or to == "./" else ""))
+        elif name == "RUN" and ("apt-get" in words or "groupadd" in words):
+            skipped += 1
+        elif name == "RUN":
+            step = words.replace("/opt/headway", str(folder))
+            done = subprocess.run(["sh", "-e", "-c", step], cwd=source, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    assert skipped == 2
+    size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
+    assert size < 1.5e9
+    bare = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "CC": "none", "CXX": "none"}
+    done = subprocess.run([f"{folder}/bin/headway", "doctor"], env=bare, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"compiled kernels +on", done.stdout) or "avx2" not in Path("/proc/cpuinfo").read_text()
+    with ServerProcess([], command=[f"{folder}/bin/headway", "serve"], environment=bare) as server:
+        models = json.load(urllib.request.urlopen(f"{server.url}/v1/models"))
+    assert models["data"][0]["id"] == "headway-embedded"
+
+
+def copy_tracked(name: str, to: Path) -> None:
+    """Copy a file or folder of the checkout as an image's build would get it: what is tracked."""
+    found = subprocess.run(["git", "ls-files", name], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for each in found.splitlines():
+        place = to if each == name else to / Path(each).relative_to(name)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / each, place)
 
 
 def test_compose_mounts_files_that_exist_and_opens_ports_on_loopback_only() -> None:

@@ -1,7 +1,8 @@
 """Live calibration, the second half of `headway profile`: serve for some seconds, and correct the table by the times.
 
 The load is chats and occasional documents, over HTTP on this host as `headway bench` sends it: for half of the time
-several users at once, then one user alone with long pauses, since a host that was idle is slower. The engine learns
+several users at once, then one user alone with long pauses, since a host that was idle is slower, and since cores that
+share a host's memory or clock are faster while the others rest. The engine learns
 scales that include what a table measured point by point lacks: cold caches, wake-ups, the server and its client on the
 same cores. `perf.latency.calibrated_table` applies the scales to the table.
 """
@@ -138,15 +139,14 @@ async def _serve(url: str, vocabulary: int, seconds: float, seed: int) -> _Calib
     async with LoadClient(endpoint) as client:
         half, end = (time.monotonic() + share * seconds for share in (0.5, 1.0))
         # Documents of up to half the context, at most 8K tokens; room is what the output leaves.
-        longest = max(1, min(most // 2, 8192))
-        lengths = [(32, 512)] * CHATS + [(max(1, longest // 4), longest)]
-        room = max(1, most - _MAX_OUTPUT)
+        longest, room = max(1, min(most // 2, 8192)), max(1, most - _MAX_OUTPUT)
+        short, long = ((min(low, room), min(high, room)) for low, high in ((32, 512), (max(1, longest // 4), longest)))
         users = [
-            _user(client, f"{seed}-{i}", vocabulary, half, (min(low, room), min(high, room)), _BUSY_PAUSES)
-            for i, (low, high) in enumerate(lengths)
+            _user(client, f"{seed}-{i}", vocabulary, half, lengths, _BUSY_PAUSES)
+            for i, lengths in enumerate([short] * CHATS + [long])
         ]
         busy = [record for records in await asyncio.gather(*users) for record in records]
-        short = (min(32, room), min(512, room))
+        await _user(client, f"{seed}-document", vocabulary, half + 0.4 * (end - half), long, _BUSY_PAUSES)
         return _CalibrationRecords(busy, await _user(client, f"{seed}-alone", vocabulary, end, short, _LONG_PAUSES))
 
 
