@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.chunk_allocation import PackCandidate
@@ -16,6 +14,7 @@ from headway.policy.iteration.queue import WaitingQueue
 
 MAX_BLOCKED = 32
 """Most requests without enough KV that one decision looks at: a bound on its time."""
+_NO_LIMIT = float("inf")
 
 
 class RemoteCost(NamedTuple):
@@ -247,36 +246,21 @@ class PrefillCandidates:
 
     def _candidate(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
         """Return one prefill as `chunk_allocation` sees it."""
-        candidate = self._unbounded(state, now, stalled)
-        if state.request.priority < BACKGROUND_PRIORITY:
-            return candidate
-        return replace(candidate, longest_s=self._background_s(now))
-
-    def _unbounded(self, state: PrefillState, now: float, stalled: int) -> PackCandidate:
-        """Return `_candidate` without the bound on iterations of background requests."""
-        name, remaining, past = state.request.id, state.remaining, state.scheduled
+        request, remaining, past = state.request, state.remaining, state.scheduled
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
         yields = state.is_long and self._queue.yields_to_shorts(state)
-        if state.limit == WHOLE:
-            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, yields=yields)
-        room = state.room
-        completes = remaining <= room
-        # Within the shard: a chunk never crosses its edge, and attends from its first token on.
-        remaining, past = min(remaining, room), past - state.base
-        if not state.base or remaining <= 0 or self._remote_cost is None:
-            return PackCandidate(name, past, remaining, state.is_long, slack, stalled, completes, yields=yields)
-        remote = self._remote_cost(name)
+        longest_s = _NO_LIMIT if request.priority < BACKGROUND_PRIORITY else self._background_s(now)
+        completes, reserved_s, exchange_s = True, 0.0, 0.0
+        if state.limit != WHOLE:
+            completes = remaining <= state.room
+            # Within the shard: a chunk never crosses its edge, and attends from its first token on.
+            remaining, past = min(remaining, state.room), past - state.base
+            if state.base and remaining > 0 and self._remote_cost is not None:
+                remote = self._remote_cost(request.id)
+                # Shards are attended concurrently: attention takes as long as over the largest.
+                past, reserved_s, exchange_s = max(past, remote.past), remote.reserved_s, remote.exchange_s_per_row
         return PackCandidate(
-            name,
-            # Shards are attended concurrently: attention takes as long as over the largest.
-            max(past, remote.past),
-            remaining,
-            state.is_long,
-            slack,
-            stalled,
-            completes,
-            remote.reserved_s,
-            remote.exchange_s_per_row,
-            yields,
-        )
+            request.id, past, remaining, state.is_long, slack, stalled, completes, reserved_s, exchange_s, yields,
+            longest_s,
+        )  # fmt: skip

@@ -213,9 +213,8 @@ class _Filling:
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room, rules = max(self.room, 0), self.rules
-        demand = PrefillDemand(past, remaining, room, self._decode_s)
         if not self.chunking.timed:
-            return self.chunking.quota(demand, self.load, rules.t_target_s, model)
+            return self.chunking.quota(PrefillDemand(past, remaining, room), self.load, rules.t_target_s, model)
         budget_s = self._budget_s(candidate)
         self._full_time = budget_s == rules.t_target_s
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
@@ -225,6 +224,7 @@ class _Filling:
         if not self.first and self._exceeds(model, past, floor, budget_s):
             tokens, attention_s = 0, 0.0
         else:
+            demand = PrefillDemand(past, remaining, room, self._decode_s)
             tokens, attention_s = self.chunking.quota(demand, self.load, budget_s, model)
         # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
         if tokens < remaining <= room and rules.stretch and candidate.completes and not candidate.is_long:
