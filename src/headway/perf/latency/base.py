@@ -178,10 +178,10 @@ def solve_tokens(
     left_s = budget_s - (load.chunk_s + (decodes_s(model, load) if decode_s is None else decode_s))
     rows = load.tokens
     attention_s = model.attention_s(past, limit)
-    if model.rows_s(rows + limit) + attention_s <= left_s:  # the rest of a short prompt mostly fits
+    over_s = model.rows_s(rows + limit) + attention_s - left_s
+    if over_s <= 0.0:  # the rest of a short prompt mostly fits
         return limit, attention_s
-    # Below `limit`, which was just ruled out.
-    most = _most_within(model.floor_s(rows, past), limit, left_s)
+    most = _most_within(model.floor_s(rows, past), limit, left_s, over_s)
     return _downwards(model, rows, past, most, left_s)
 
 
@@ -207,17 +207,17 @@ def _downwards(model: LatencyModel, rows: int, past: int, most: int, left_s: flo
     return 0, 0.0
 
 
-def _most_within(floor_s: Callable[[int], float], limit: int, left_s: float) -> int:
+def _most_within(floor_s: Callable[[int], float], limit: int, left_s: float, over_s: float) -> int:
     """Return the largest chunk below `limit` whose floor, non-decreasing in its tokens, is at most `left_s`; 0: none.
+
+    `over_s`: by how much `limit` itself, which is ruled out, is too long, or an estimate above 0.
 
     Floors are nearly linear, so a line through both ends finds the place in a few look-ups (regula falsi; the end that
     stays counts half, Illinois' variant). After many it halves: floors may be staircases."""
-    low, high = 1, limit
+    low, high, high_s = 1, limit, over_s
     if limit < 2 or (low_s := floor_s(low) - left_s) > 0.0:
         return 0
-    if (high_s := floor_s(high) - left_s) <= 0.0:
-        return limit - 1
-    # Invariant: `low` fits, `high` does not; low_s and high_s have the signs of that.
+    # Invariant: `low` fits, `high` does not or is the limit; low_s and high_s have the signs of that.
     probes, before = 0, 0
     while high - low > 1:
         probes += 1
