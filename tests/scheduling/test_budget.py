@@ -211,6 +211,20 @@ def test_ended_decodes_leave_the_due_times() -> None:
     assert sum(len(heap) for heap in policy.targets._due.values()) < 100
 
 
+def test_the_budget_follows_a_model_that_has_learned() -> None:
+    budgets = []
+    for first in (FAST, SLOW):
+        policy = policy_of(first)
+        enter(policy, "chat", 200)
+        _, now = run(policy, "chat", 200)
+        policy.budget_s(now)
+        # The model that learns is one object, whose times change.
+        policy.budget._chunks._latency = policy.budget._latency = SLOW
+        policy.budget.observed(changed=True)
+        budgets.append(policy.budget_s(1000.0))
+    assert budgets[0] == budgets[1] > LEAST_AIM_S
+
+
 def test_newcomers_wait_longer_only_where_arrivals_are_rare() -> None:
     gaps = ArrivalGaps()
     assert gaps.expected_s(5.0) == 0.0

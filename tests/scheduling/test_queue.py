@@ -100,7 +100,18 @@ def test_a_long_member_may_yield_unless_all_shorts_have_a_lower_priority(
             assert queue.yields_to_shorts(one) == (not shorts or min(shorts) <= one.request.priority)
 
 
-@pytest.mark.parametrize("size", [15, 16, 17, 33, 65, 200])
+@pytest.mark.parametrize("size", [0, 1, 2, 12, 13, 256, 257, 400])
+def test_few_and_many_are_ordered_alike(size: int) -> None:
+    rng = random.Random(size)
+    queue = PrefillQueue()
+    lines = [UrgencyLine(rng.random(), rng.choice([0.1, 0.5, 2.0])) for _ in range(size)]
+    members = {member(order): line for order, line in enumerate(lines)}
+    for one, line in members.items():
+        queue.add(one, line)
+    assert [one.request.id for one in queue.ordered(3.0)] == plain(members, 3.0)
+
+
+@pytest.mark.parametrize("size", [2, 12, 13, 15, 16, 17, 33, 65, 200, 300])
 def test_equal_keys_go_by_arrival(size: int) -> None:
     queue = PrefillQueue()
     sequences = [member(order) for order in range(size)]

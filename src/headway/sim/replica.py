@@ -152,6 +152,9 @@ class SimulatedEngine:
             # several stages: the next batch can enter stage 0 before this one leaves the last
             if free_s < run.end_s:
                 begun.append((free_s, -1))
+            # mostly there is no other group, and stage 0 is busy now
+            elif len(self.pipelines) == 1 and free_s > now:
+                break
         return begun
 
     def _free(self, now: float) -> Sequence[int]:
