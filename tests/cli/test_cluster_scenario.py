@@ -112,6 +112,40 @@ def test_the_simulated_policy_decides_by_what_the_live_one_gets(tmp_path: Path, 
     assert type(placement_of(scenario, spec)).__name__ == "FifoPlacement"
 
 
+def test_prefix_caches_are_simulated_as_served(tmp_path: Path, loads: list[Any]) -> None:
+    def run(serve: dict[str, Any], placement: str = "jsq", **options: Any) -> tuple[dict[str, int] | None, list[int]]:
+        pools = [{"count": 2}]
+        workload = {"trace": str(trace)}
+        data = {"pools": pools, "serve": serve, "placement": placement, "options": options, "workload": workload}
+        scenario, cluster = ClusterScenarios(tmp_path / "c.yaml", {}).parse(data, "c.yaml")
+        assert cluster is not None
+        assert not cluster.spec().policy_context.copies_prefixes
+        sim = run_scenario(scenario, 0, measured=cluster).sim
+        assert all(record.ok for record in sim.records)
+        # What a trace counts as cached does not count beside a simulated cache.
+        assert (scenario.prefix_cache is None) == (sim.use_json().get("prefix_cache") is None)
+        return sim.use_json().get("prefix_cache"), [record.cached_tokens for record in sim.records]
+
+    # Two texts by turns, each twice as long as the block of keys that its prompts share.
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 1000 * i, "input_length": 1100, "output_length": 4, "hash_ids": [i % 2, 2 + i % 2, 10 + i]}
+            for i in range(8)]  # fmt: skip
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    # On by default, as in `headway cluster`; its size is the pool's.
+    use, cached = run({}, affinity=True)
+    assert use is not None
+    assert use["hit_tokens"] == sum(cached) > 0
+    assert cached == [0, 0] + [1024] * 6
+    # Plans of spans see hits too.
+    spans, cached = run({}, "tetris", affinity=True, sizes=[1])
+    assert spans is not None
+    assert spans["hit_tokens"] == sum(cached) > 0
+    assert run({}, "tetris", sizes=[1])[1] == [0] * len(cached)
+    assert run({"prefix_cache": False}) == (None, [0] * len(cached))
+    assert run({"kv_parallel_size": 2}) == (None, [0] * len(cached))
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

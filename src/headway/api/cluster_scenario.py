@@ -23,7 +23,7 @@ from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.model_folder import model_folder
 from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.measured import MeasuredCluster
-from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, Scenario
+from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, PrefixCacheSection, Scenario
 from headway.sim.sweep import ParsedScenario
 from headway.sim.workload.section import WorkloadSection
 
@@ -67,7 +67,7 @@ class ClusterScenarios:
         config = msgspec.structs.replace(config, event_log=None)
         key = msgspec.json.encode(config)
         if key not in self._measured:
-            self._measured[key] = measurement(dry_run.loaded(config))
+            self._measured[key] = measurement(dry_run.loaded(config), config)
         return self._measured[key]
 
     def _warn(self, sentences: list[str]) -> None:
@@ -82,6 +82,7 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
     workload = file.workload
     if not workload.keys() & {"preset", "trace", "mix"}:
         workload = {**_traffic(cluster), **workload}
+    caches = [engine.prefix_cache for engine in cluster.engines if engine.prefix_cache is not None]
     first = iter(first_of(file))
     pools = []
     for pool in file.pools:
@@ -105,6 +106,7 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
         ),
         model=ModelSection(**{name: getattr(cluster.shape, name) for name in ModelSection.model_fields}),
         memory=MemorySection(block_tokens=cluster.engines[0].block_tokens),
+        prefix_cache=PrefixCacheSection.model_validate({"eviction": caches[0].eviction}) if caches else None,
         workload=validated(WorkloadSection, workload, f"{where}: workload"),
         slo=file.slo,
         run=file.run,

@@ -48,7 +48,7 @@ def report(file: ClusterFile, model: str, configs: Sequence[EngineConfig]) -> st
             lines += [f"  loaded on this host: what fits on host {pool.host} may differ"]
         core = dry_run.loaded(configs[first])
         lines += dry_run.described(core, prefills=pool.role != "decode")
-        measured += [measurement(core)] * pool.count
+        measured += [measurement(core, configs[first])] * pool.count
     idle = idle_pools(file)
     lines += ["", *idle] if idle else []
     plan = cluster_plan(file, model, configs, measured)

@@ -19,6 +19,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo
 from headway.sim.cluster.measured import MeasuredCluster, MeasuredEngine
+from headway.sim.prefix_cache import PrefixCacheSpec
 
 
 class InstanceMeasurement(NamedTuple):
@@ -36,8 +37,8 @@ class ClusterPlan(NamedTuple):
     cluster: MeasuredCluster
 
 
-def measurement(core: EngineCore) -> InstanceMeasurement:
-    """Return what a loaded engine (`dry_run.loaded`) tells of the instances of its pool."""
+def measurement(core: EngineCore, config: EngineConfig) -> InstanceMeasurement:
+    """Return what an engine that was loaded by its configuration (`dry_run.loaded`) tells of its pool's instances."""
     scheduler = core.scheduler
     info = msgspec.structs.replace(core.info, latency=describe(scheduler.latency))
     exchange = scheduler.exchange if isinstance(scheduler, GroupedScheduler) else ShardExchangeCost()
@@ -47,6 +48,7 @@ def measurement(core: EngineCore) -> InstanceMeasurement:
         block_tokens=info.kv_block_tokens,
         max_model_len=info.max_model_len,
         exchange=exchange,
+        prefix_cache=PrefixCacheSpec(eviction=config.prefix_cache_policy) if config.prefix_cache else None,
     )
     return InstanceMeasurement(info, engine)
 

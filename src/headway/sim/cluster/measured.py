@@ -18,6 +18,7 @@ from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.sim.build import hosted, serving_of
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.memory import InfeasibleError
+from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 
@@ -33,6 +34,8 @@ class MeasuredEngine:
     max_model_len: int
     exchange: ShardExchangeCost
     """Between its KV groups."""
+    prefix_cache: PrefixCacheSpec | None = None
+    """None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class MeasuredCluster:
             rows=self.rows,
             kv_reservations=True,
             pads_heads=False,
+            copies_prefixes=False,
             utilisation_base=self.utilisation_base,
         )
 
@@ -101,4 +105,5 @@ class MeasuredCluster:
             kv_tokens=sum(each.capacity for each in group) // head.config.kv_parallel,
             block_tokens=head.block_tokens,
             exchange=head.exchange,
+            prefix_cache=head.prefix_cache,
         )

@@ -49,11 +49,19 @@ class ClusterSpec:
     """Whether KV outside of schedulers takes blocks too, and spans and transfers wait for them as in live clusters."""
     pads_heads: bool = True
     """See `PolicyContext.pads_heads`."""
+    copies_prefixes: bool = True
+    """See `PolicyContext.copies_prefixes`."""
 
     @property
     def policy_context(self) -> PolicyContext:
         """The context of placement policies: they predict spans with the simulator's own model."""
-        return PolicyContext(latency=self.spans, shape=self.shape, rows=self.rows, pads_heads=self.pads_heads)
+        return PolicyContext(
+            latency=self.spans,
+            shape=self.shape,
+            rows=self.rows,
+            pads_heads=self.pads_heads,
+            copies_prefixes=self.copies_prefixes,
+        )
 
     def __post_init__(self) -> None:
         if not self.instances:
