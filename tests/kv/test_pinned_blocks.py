@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
+from headway.kv.prefix_index import PrefixNode
 
 BLOCK = 4
 POOL = 24
@@ -19,7 +20,9 @@ def keys(text: str) -> list[str]:
     return [text[: i + 1] for i in range(len(text))]
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["begin", "end", "pin", "unpin"]), st.integers(0, 99)), max_size=60)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["begin", "end", "pin", "unpin", "hold", "let go"]), st.integers(0, 99)), max_size=60
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,6 +33,8 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
     live: list[KvLease] = []
     pinned: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
+    # Prefixes that prompts outside of the scheduler copy: tips, with their blocks.
+    held: list[tuple[PrefixNode, list[int]]] = []
     for number, (step, choice) in enumerate(steps):
         name, text = f"n{number}", TEXTS[choice % len(TEXTS)]
         if step == "begin":
@@ -50,12 +55,24 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
             gone = sorted(pinned)[choice % len(pinned)]
             assert cache.pins.unpin(gone)
             del pinned[gone], texts[gone]
+        elif step == "hold":
+            tip = cache.hold(keys(text), len(text) * BLOCK + 1)
+            held.append((tip, cache.index.path(tip)))
+        elif step == "let go" and held:
+            cache.end(held.pop(choice % len(held))[0])
         manager.check()
+        for tip, path in held:
+            # Neither evicted nor given to another while it is copied.
+            assert all(cache.index.users(node) for node in cache.index.nodes() if node.block in path)
+            assert cache.index.path(tip) == path
+            assert {node.block for node in cache.index.nodes()} >= set(path)
         assert cache.pins.blocks == {each: len(blocks) for each, blocks in pinned.items()}
         for each, blocks in pinned.items():
             assert cache.index.path(cache.index.match(keys(texts[each]))) == blocks
     for lease in live:
         manager.free(lease)
+    for tip, _ in held:
+        cache.end(tip)
     manager.clear_cache()
     manager.check()
     assert len(cache.index) == 0

@@ -194,6 +194,8 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise InvariantError unless counts, tree and candidates agree. O(blocks)."""
+        if self._users.min() < 0:
+            raise InvariantError("a block has fewer users than none")
         children: dict[int, int] = {}
         used: dict[int, int] = {}
         for node in self._nodes.values():
