@@ -39,7 +39,6 @@ from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     KvArrived,
     KvReserved,
     MeetPeers,
@@ -51,7 +50,14 @@ from headway.runtime.cluster.messages import (
 )
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
-from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    EngineInfo,
+    FatalError,
+    IterationOutputs,
+    OutputDelta,
+    SubmitRequest,
+)
 
 KINDS = ("alone", "chunks", "layers", "afterwards")
 PREFILLS, DECODES = 0, 1
@@ -165,7 +171,7 @@ class Bench:
                 "decode": second_s - max(asked_s, first_s),
             }
         for instance in self.instances:
-            instance.tell(ForgetRequest(name))
+            instance.tell(AbortRequest(name))
         await asyncio.sleep(0.2)
         return found | {"gap": second_s - first_s, "tokens": (one, two), "prefill": first_s - began_s}
 

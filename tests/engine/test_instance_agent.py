@@ -22,7 +22,6 @@ from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     FromInstance,
     HaltDecode,
     PauseSpan,
@@ -33,6 +32,7 @@ from headway.runtime.cluster.messages import (
     SpanTaskPaused,
 )
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.engine.service import EngineService
 from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
 from headway.runtime.sequence_parallel.paused_state import PausedState
@@ -160,7 +160,7 @@ def test_spans_are_computed_in_the_order_of_their_messages(world: tuple[Computin
     assert first.delta.tokens == (7,)
     assert used(loop) == 3 * 32
     for name in ("a", "b", "c"):
-        loop.member.take(ForgetRequest(name), None)
+        loop.member.take(AbortRequest(name), None)
     assert used(loop) == 0
 
 
@@ -197,7 +197,7 @@ def test_a_forgotten_span_ends_after_its_layer_without_a_message(world: tuple[Co
     computing, loop = world
     admit(loop, "a")
     compute(loop, "a")
-    computing.at["a", 2] = lambda: loop.soon.append(lambda: loop.member.take(ForgetRequest("a"), None))
+    computing.at["a", 2] = lambda: loop.soon.append(lambda: loop.member.take(AbortRequest("a"), None))
     assert loop.work() == []
     assert computing.done[-1] == ("a", 3)
     assert used(loop) == 0
@@ -236,7 +236,7 @@ def test_the_scheduler_continues_while_a_span_waits_for_blocks(world: tuple[Comp
     assert loop.steps > 100
     admit(loop, "c", 100)
     compute(loop, "c", 100)
-    loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(ForgetRequest("a"), None)))
+    loop.soon.append(lambda: loop.soon.append(lambda: loop.member.take(AbortRequest("a"), None)))
     assert loop.work()[2:] == ["SpanTaskDone c"]
     admit(loop, "d", 1000)
     compute(loop, "d", 1000)
@@ -253,7 +253,7 @@ def test_blocks_of_a_former_layout_are_freed(world: tuple[Computing, Turning]) -
     assert [lease.request for lease in loop.core.scheduler.block_managers[0].leases()] == [span_kv_name("a", 1)]
     places = [np.concatenate([np.arange(f, f + n) for f, n in runs]) for runs in computing.slots["a"]]
     assert not np.intersect1d(*places).size
-    loop.member.take(ForgetRequest("a"), None)
+    loop.member.take(AbortRequest("a"), None)
     assert used(loop) == 0
 
 
@@ -291,7 +291,7 @@ def test_a_request_forgotten_for_now_may_return(world: tuple[Computing, Turning]
         admit(loop, "a")
         compute(loop, "a")
         loop.work()
-        loop.member.take(ForgetRequest("a", for_good=for_good), None)
+        loop.member.take(AbortRequest("a", for_good=for_good), None)
         assert used(loop) == 0
         assert gone == (["a"] if for_good else [])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import headway.runtime
 
-MOST = 46
+MOST = 44
 """Tagged messages between clients, controller, instances, engines, ranks and KV connectors."""
 
 

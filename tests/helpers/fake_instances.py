@@ -20,7 +20,6 @@ from headway.kv.text_keys import block_keys
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     FromInstance,
     HaltDecode,
     KvArrived,
@@ -215,8 +214,6 @@ class FakeProcess:
         match message:
             case SubmitRequest():
                 self._submit(message, ids)
-            case AbortRequest(id=name):
-                self._leave(name)
             case DrainEngine():
                 self.draining = True
                 self._do(self._drain())
@@ -232,7 +229,7 @@ class FakeProcess:
                 self._reserve(name, tokens, serial)
             case SendKv():
                 self._begin_to_send(message)
-            case ForgetRequest(id=name):
+            case AbortRequest(id=name):
                 self._forget(name)
             case HaltDecode(id=name):
                 self._halt(name)

@@ -24,7 +24,6 @@ from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     FromInstance,
     MeetPeers,
     PeerAddress,
@@ -35,6 +34,7 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
+    AbortRequest,
     EngineInfo,
     EngineStats,
     FatalError,
@@ -297,7 +297,7 @@ class World:
     def forget(self, name: str) -> None:
         for instance in self.instances:
             if instance.process.is_alive():
-                instance.tell(ForgetRequest(name))
+                instance.tell(AbortRequest(name))
 
     def clean(self, but: Sequence[int] = ()) -> None:
         """Nothing of any request is left anywhere: pools are empty."""

@@ -8,10 +8,7 @@ from tests.helpers.instance_world import Part, World
 from tests.helpers.span_answers import Expected, check_answer
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import (
-    ForgetRequest,
-)
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}
 
@@ -48,7 +45,7 @@ class ScaledDecode:
         assert word.delta is not None
         self.deltas.append(word.delta)
         for number in gone:
-            self.world[number].tell(ForgetRequest(self.name, for_good=False))
+            self.world[number].tell(AbortRequest(self.name, for_good=False))
         self.held = set(group)
 
     def used(self, number: int) -> int:

@@ -19,7 +19,6 @@ from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.cluster.messages import (
     AdmitRequest,
-    ForgetRequest,
     FromInstance,
     KvArrived,
     KvReserved,
@@ -28,7 +27,7 @@ from headway.runtime.cluster.messages import (
     ReserveKv,
     SendKv,
 )
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
 from headway.runtime.kv_transfer.peer import PeerAddress
@@ -130,7 +129,7 @@ class Pair:
         self.arrived(name, range(len(edges)))
         first = tuple(self.source.tokens(name))
         self.target.submit(name, prompt, most, "decode", first)
-        self.source.member.take(ForgetRequest(name), None)
+        self.source.member.take(AbortRequest(name), None)
         self.until(lambda: self.target.deltas.get(name) and self.target.deltas[name][-1].finish)
         return [*first, *self.target.tokens(name)]
 

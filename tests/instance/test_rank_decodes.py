@@ -13,7 +13,6 @@ from tests.helpers.span_answers import Expected, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
-    ForgetRequest,
     HaltDecode,
     KvArrived,
     KvReserved,
@@ -21,7 +20,7 @@ from headway.runtime.cluster.messages import (
     ReserveKv,
     SendKv,
 )
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("rank decodes")]
 ONE = 2
@@ -118,7 +117,7 @@ def test_a_request_returns_to_an_instance_that_it_left(world: World, expected: E
         one.deltas += world[on].deltas.pop(name)
         world.admit(name, prompt, [to], one.params, one.said)
         _moves(world, name, on, to, known)
-        world[on].tell(ForgetRequest(name, for_good=False))
+        world[on].tell(AbortRequest(name, for_good=False))
         goes_on = SubmitRequest(
             id=name, prompt_tokens=70, params=one.params, received_s=time.monotonic(), phase="decode", output=one.said
         )

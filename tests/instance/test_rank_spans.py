@@ -27,7 +27,6 @@ from headway.core.sampling import SamplingParams
 from headway.core.span import cut
 from headway.runtime.cluster.messages import (
     ComputeSpan,
-    ForgetRequest,
     KvArrived,
     KvReserved,
     PauseSpan,
@@ -36,6 +35,7 @@ from headway.runtime.cluster.messages import (
     SpanTaskDone,
     SpanTaskLost,
 )
+from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LONG = pytest.mark.long
@@ -254,7 +254,7 @@ def test_the_first_token_is_drawn_as_a_scheduler_draws_it(world: World) -> None:
 
 def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
     start_on_some(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(ForgetRequest("f"))
+    world[0].tell(AbortRequest("f"))
     check_service(world, expected, "f", (0, 2))
     start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")
@@ -263,7 +263,7 @@ def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None
     check_service(world, expected, "f2", (0, 1))
     start_on_some(world, "f3", Part(60, (0, 1)), (0,))
     with world[0].at_once():  # ranks hear of the next one together with the end of this one
-        world[0].tell(ForgetRequest("f3"))
+        world[0].tell(AbortRequest("f3"))
         world.admit("f4", prompt_of(60), (0, 2), GREEDY)
         world.compute("f4", [Part(60, (0, 2))], 0)
     word = world.done("f4", Part(60, (0, 2)))
@@ -291,7 +291,7 @@ def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expecte
     world.ask(1, "ws", prompt_of(30), max_tokens=5)
     assert [t for delta in world[1].answer("ws") for t in delta.tokens] == expected(prompt_of(30), 5)[0]
     world.forget("w1")
-    world[1].tell(ForgetRequest("full"))
+    world[1].tell(AbortRequest("full"))
     word = world.done("w2", Part(200, (0, 1)))
     assert word.delta is not None
     check_answer([word.delta], *expected(prompt_of(200), 1))
@@ -364,7 +364,7 @@ def test_random_spans_pauses_and_forgotten_requests_at_once(world: World, expect
         if chance.random() < 0.3:
             let_arrive(0.02 * chance.random())
             for number in chance.sample(group, len(group)):
-                world[number].tell(ForgetRequest(name))
+                world[number].tell(AbortRequest(name))
             del alive[name]
         elif chance.random() < 0.5:
             on = chance.randrange(3)

@@ -13,14 +13,13 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
 from headway.runtime.cluster.messages import (
-    ForgetRequest,
     PauseSpan,
     ResumeSpan,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 EVENTS = ("none", "kill", "stop", "forget", "pause")
@@ -100,7 +99,7 @@ class Attempt:
         world = self.world
         for one in world.instances:
             if one.number != victim:
-                one.tell(ForgetRequest(self.name))
+                one.tell(AbortRequest(self.name))
         if victim is not None:
             world.meet(without=(victim,))
             if world[victim].process.is_alive():

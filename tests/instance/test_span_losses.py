@@ -19,7 +19,8 @@ from tests.helpers.span_answers import (
     start_on_some,
 )
 
-from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest, PauseSpan, SpanTaskDone, SpanTaskLost
+from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, SpanTaskDone, SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
@@ -61,7 +62,7 @@ def test_a_span_ends_when_a_hanging_instance_leaves_the_peers(world: World, expe
     assert world[0].beats() >= 4  # a run that waits is no silence
     world.meet(without=(1,))
     assert "left the cluster" in world[0].wait(SpanTaskLost, "h", SOON_S).why
-    world[0].tell(ForgetRequest("h"))
+    world[0].tell(AbortRequest("h"))
     check_service(world, expected, "h", (0, 2))
     world[1].kill()
     world.again(1)
@@ -71,7 +72,7 @@ def test_a_span_ends_when_a_hanging_instance_leaves_the_peers(world: World, expe
 
 def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None:
     start_on_some(world, "f", Part(60, (0, 1)), (0,))
-    world[0].tell(ForgetRequest("f"))
+    world[0].tell(AbortRequest("f"))
     check_service(world, expected, "f", (0, 2))
     start_on_some(world, "f1", Part(60, (0, 1)), (0, 1))
     world.forget("f1")

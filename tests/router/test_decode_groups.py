@@ -16,13 +16,12 @@ from headway.control.transfer_queue import KvSlice
 from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
     ComputeSpan,
-    ForgetRequest,
     HaltDecode,
     ReserveKv,
     SendKv,
     SpanTask,
 )
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 
 def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:
@@ -43,7 +42,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
     assert attempt.spread == (0, 1, 2)
     follows = world.token()[0]
     assert (follows.run.group, attempt.spread) == ((2, 1), (1, 2))
-    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
+    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
     assert attempt.admitted == {1, 2}
     assert attempt.left == {0}
     assert (world.steps.grown, world.steps.shrunk) == (1, 1)
@@ -123,7 +122,7 @@ def test_kv_by_heads_of_a_shrinking_group_moves_to_the_remaining_instances() -> 
     first = world.token()[0]
     assert (first.run.group, first.run.keepers, first.run.strategy.attn) == ((1, 0, 2), (1, 2), "ring")
     assert world.token()[0].run.group == (1, 2)
-    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
+    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
 
 
 def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
@@ -191,7 +190,7 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     attempt.controlled.kv_at = {1}
     world.stays.enter(attempt, (1,), "decode")
     assert attempt.at == 1
-    assert world.fleet.take(ForgetRequest) == [(0, ForgetRequest(attempt.wire, for_good=False))]
+    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
 
 
 def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
@@ -219,7 +218,7 @@ def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     before = attempt.wire
     world.stays.leave(attempt)
     world.stays.enter(attempt, (1,), "prefill")
-    world.fleet.take(ForgetRequest)
+    world.fleet.take(AbortRequest)
     world.moves.reserve(attempt, 2)
     assert attempt.wire != before
     assert world.fleet.take(ReserveKv) == [(2, ReserveKv(attempt.wire, 100, list(attempt.room.values())[-1].serial))]

@@ -13,7 +13,8 @@ from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.random_weights import reference_config
 
 from headway.core.span import SpanTask, Strategy
-from headway.runtime.cluster.messages import ComputeSpan, ForgetRequest
+from headway.runtime.cluster.messages import ComputeSpan
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after
 from headway.runtime.sequence_parallel.span_executor import chunks_of
@@ -46,7 +47,7 @@ class _Instances:
         before: dict[int, KvLayout] = {}
         run: SpanTask | None = None
         for number, message in self.world.fleet.told:
-            if isinstance(message, ForgetRequest):
+            if isinstance(message, AbortRequest):
                 self.held.pop(number, None)
             elif isinstance(message, ComputeSpan):
                 run = message.run

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.cluster.messages import ForgetRequest, KvReserved, ReserveKv
+from headway.runtime.cluster.messages import KvReserved, ReserveKv
+from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4
@@ -31,7 +32,7 @@ def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Exp
         with pytest.raises(AssertionError, match="has said"):
             world[0].wait(KvReserved, "b", 0.2)
         for one in world.instances:
-            one.tell(ForgetRequest("b"))
+            one.tell(AbortRequest("b"))
         world[1].wait(KvReserved, "a")
         send(world, "a", 1, (0,), 0, 90, 1)
         arrived(world, "a", 1, [(1, 0)])

@@ -26,13 +26,13 @@ from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 
 from headway.runtime.cluster.messages import (
-    ForgetRequest,
     KvStaged,
     PauseSpan,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
 )
+from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 2.0
@@ -89,7 +89,7 @@ def test_a_sender_killed_half_way_is_reported_and_other_transfers_work(trio: Wor
     trio[0].kill()
     assert "instance 0" in trio[2].wait(SpanTaskLost, "ks", SOON_S).why
     for number in (1, 2):
-        trio[number].tell(ForgetRequest("ks"))
+        trio[number].tell(AbortRequest("ks"))
     hands_over(trio, expected, "ks1", 1, 2)
     trio.again(0)
     hands_over(trio, expected, "ks2", 0, 2)
@@ -118,7 +118,7 @@ def test_a_receiver_that_hangs_delays_no_other(trio: World, expected: Expected) 
     assert "instance 2 has left the cluster" in trio[0].wait(SpanTaskLost, "h", SOON_S).why
     trio[2].kill()
     for number in (0, 1):
-        trio[number].tell(ForgetRequest("h"))
+        trio[number].tell(AbortRequest("h"))
     trio.again(2)
     hands_over(trio, expected, "h2", 0, 2)
 

@@ -13,8 +13,8 @@ from tests.helpers.hand_overs import arrived, check, end, first_token, params, p
 from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.polling import let_arrive, until
 
-from headway.runtime.cluster.messages import ForgetRequest, KvReserved, KvStaged, ReserveKv
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.cluster.messages import KvReserved, KvStaged, ReserveKv
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1
@@ -105,7 +105,7 @@ def test_reservations_are_granted_in_order_and_dropped_with_the_request(world: W
     send(world, "large", 1, (ONE,), 0, 1, TWO)  # nobody knows it there: nothing is sent
     world[TWO].hear(0.2)
     assert not [word for word in world[TWO].said if isinstance(word, KvReserved)]
-    world[TWO].tell(ForgetRequest("large"))
+    world[TWO].tell(AbortRequest("large"))
     world[TWO].wait(KvReserved, "next")
     send(world, "next", 1, (ONE,), 0, 500, TWO)
     arrived(world, "next", TWO, [(1, ONE)])

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.hand_overs import prompt_of
 from tests.helpers.virtual_instances import Pair, VirtualInstance
 
-from headway.runtime.cluster.messages import ForgetRequest, SpanTaskLost
+from headway.runtime.cluster.messages import SpanTaskLost
+from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 Make = Callable[[int, int], Pair]
@@ -90,7 +91,7 @@ def test_both_sides_forget_while_kv_is_on_its_way(make: Make) -> None:
         for _ in range(turns):
             pair.source.turn()
         for one in (pair.source, pair.target) if turns % 2 else (pair.target, pair.source):
-            one.member.take(ForgetRequest(name), None)
+            one.member.take(AbortRequest(name), None)
         pair.empty()
     assert not [word for one in (pair.source, pair.target) for word in one.words if isinstance(word, SpanTaskLost)]
 
@@ -106,5 +107,5 @@ def test_a_rank_that_is_cut_off_is_reported(make: Make) -> None:
     pair.source.world.kvs[1]._peers.close()
     pair.hear(pair.source, SpanTaskLost, "r")
     for one in (pair.source, pair.target):
-        one.member.take(ForgetRequest("r"), None)
+        one.member.take(AbortRequest("r"), None)
     pair.empty()

@@ -25,7 +25,6 @@ from headway.runtime.cluster.agent_protocols import EngineLoop, KvTransferManage
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     HaltDecode,
     KvReserved,
     MeetPeers,
@@ -39,7 +38,7 @@ from headway.runtime.cluster.messages import (
 from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.output_tracker import OutputTracker
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.kv_transfer.rank_routes import instance_of
 
@@ -113,7 +112,7 @@ class InstanceAgent:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def take(self, message: ToInstance, prompt: memoryview | None) -> None:
+    def take(self, message: ToInstance | AbortRequest, prompt: memoryview | None) -> None:
         """Handle a message of the controller. prompt: the frame behind `AdmitRequest`. Unknown ids are ignored."""
         if isinstance(message, MeetPeers):
             self._peers.meet(message.peers)
@@ -132,7 +131,7 @@ class InstanceAgent:
             if message.id in self._jobs:
                 self._jobs[message.id].pause = False
                 self._line.append(self._jobs[message.id])
-        elif isinstance(message, ForgetRequest):
+        elif isinstance(message, AbortRequest):
             self.forget(message.id, message.for_good)
         elif isinstance(message, HaltDecode):
             self._core.stage(message.id)
@@ -154,7 +153,7 @@ class InstanceAgent:
     def forget(self, name: str, for_good: bool = True) -> None:
         """Drop everything of a request here, its residency on the scheduler included.
 
-        A task that is being computed ends at the next callback. for_good: see `ForgetRequest`.
+        A task that is being computed ends at the next callback. for_good: see `AbortRequest`.
         """
         if name in self._jobs:
             for job in (self._jobs[name], *self._line):

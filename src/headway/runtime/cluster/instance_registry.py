@@ -12,7 +12,8 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.cached_keys import shareable, shares, text_of
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import AdmitRequest, ForgetRequest, MeetPeers
+from headway.runtime.cluster.messages import AdmitRequest, MeetPeers
+from headway.runtime.engine.protocol import AbortRequest
 
 
 class InstanceRegistry:
@@ -80,12 +81,8 @@ class InstanceRegistry:
             known.add(attempt.at)
         for number in sorted(known):
             instance = self._of.get(number)
-            if instance is None:
-                continue
-            if number == attempt.at and not attempt.finished:
-                instance.abort(attempt.wire)
-            if instance.moves_kv:
-                instance.tell(ForgetRequest(attempt.wire))
+            if instance is not None and (instance.moves_kv or (number == attempt.at and not attempt.finished)):
+                instance.tell(AbortRequest(attempt.wire))
         attempt.admitted.clear()
 
     def leave(self, attempt: RequestAttempt, but: Iterable[int]) -> None:
@@ -93,7 +90,7 @@ class InstanceRegistry:
         known = (attempt.admitted | attempt.whole) - set(but)
         self.tell(
             [number for number in sorted(known) if (one := self._of.get(number)) is not None and one.moves_kv],
-            ForgetRequest(attempt.wire, for_good=False),
+            AbortRequest(attempt.wire, for_good=False),
         )
         attempt.left |= known
         attempt.admitted -= known

@@ -161,7 +161,7 @@ class LiveKvMigrations:
         self.waiting.discard(attempt.request.id)
 
     def forget(self, attempt: RequestAttempt) -> None:
-        """Drop all movements and reservations of a request. The instances drop theirs at `ForgetRequest`."""
+        """Drop all movements and reservations of a request. The instances drop theirs at `AbortRequest`."""
         self.under_way -= len(attempt.moving)
         attempt.moving.clear()
         attempt.early.clear()

@@ -20,7 +20,6 @@ from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_supervisor import EngineProcess, EngineSupervisor, Message
 from headway.runtime.engine.protocol import (
-    AbortRequest,
     DrainEngine,
     EngineInfo,
     EngineSamples,
@@ -176,10 +175,6 @@ class LiveInstance:
         # On another host the monotonic clock differs: times leave in the instance's clock.
         received_s = submit.received_s - self._engine.process.ahead_s
         self.tell(msgspec.structs.replace(submit, resubmitted=True, received_s=received_s), prompt)
-
-    def abort(self, name: str) -> None:
-        """Remove a request from the scheduler, with its KV."""
-        self.tell(AbortRequest(name))
 
     def drain(self) -> None:
         """Finish what is there, take nothing new, then end. The state becomes `left`."""

@@ -111,14 +111,6 @@ class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tru
     number: int = 0
 
 
-class ForgetRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Drop everything of a request here: tasks, residency on the scheduler, KV, and transfers in both directions."""
-
-    id: str
-    for_good: bool = True
-    """Whether the request never comes back, so that messages still on their way may be refused."""
-
-
 class HaltDecode(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Take a decoding request off the scheduler after the token under way, to continue it elsewhere.
 
@@ -178,7 +170,7 @@ class KvStaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request has left the scheduler, which keeps its KV of `tokens` tokens.
 
     Either it is of phase "prefill" and its first token was sent before this, or it has halted (`HaltDecode`). The KV is
-    kept until `ForgetRequest`, a submission of phase "decode", or a task with this instance as `home`.
+    kept until `AbortRequest`, a submission of phase "decode", or a task with this instance as `home`.
     """
 
     id: str
@@ -201,7 +193,5 @@ class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From a rank: of the `ReserveKv` whose blocks it has filled."""
 
 
-ToInstance = (
-    MeetPeers | AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | ReserveKv | SendKv | ForgetRequest | HaltDecode
-)
+ToInstance = MeetPeers | AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | ReserveKv | SendKv | HaltDecode
 FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | KvReserved | KvStaged | KvArrived

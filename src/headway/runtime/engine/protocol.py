@@ -50,9 +50,12 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Free a request at the next chunk edge: its client has disconnected, or a stop string matched."""
+    """Drop everything of a request at the next chunk edge: its client has disconnected, a stop string matched, or it is
+    elsewhere in the cluster. On an instance also its span tasks, its KV, and transfers in both directions."""
 
     id: str
+    for_good: bool = True
+    """Whether the request never comes back, so that messages of peers about it may be refused."""
 
 
 class DrainEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):

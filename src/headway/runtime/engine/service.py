@@ -204,12 +204,12 @@ class EngineService:
                 if self._agent is not None:
                     self._agent.submitted(message)
                 delta = core.submit(message, memoryview(frames[1].buffer))
-            elif isinstance(message, AbortRequest):
-                core.abort(message.id)
             elif isinstance(message, DrainEngine):
                 core.draining = True
             elif self._agent is not None:
                 self._agent.take(message, memoryview(frames[1].buffer) if len(frames) > 1 else None)
+            elif isinstance(message, AbortRequest):
+                core.abort(message.id)
             if delta is not None:
                 deltas.append(delta)
 

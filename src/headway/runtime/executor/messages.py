@@ -18,7 +18,6 @@ from headway.core.sampling import SamplingParams, TokenLogprobs
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    ForgetRequest,
     KvArrived,
     KvReserved,
     MeetPeers,
@@ -29,6 +28,7 @@ from headway.runtime.cluster.messages import (
     SpanTaskLost,
     SpanTaskPaused,
 )
+from headway.runtime.engine.protocol import AbortRequest, FatalError
 
 PROTOCOL_VERSION = 6
 """Raised with every change of these messages; a rank of another number is refused."""
@@ -68,14 +68,6 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     kv_bytes: int
     peer_address: str | None = None
     """Where other instances reach this rank, if KV moves."""
-
-
-class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The rank cannot start or go on."""
-
-    error: str
-    ours: bool = False
-    """True: an error of this package, fit to be shown to a user."""
 
 
 class AdmitToRank(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
@@ -225,7 +217,7 @@ class RankTransferLost(msgspec.Struct, frozen=True, array_like=True, tag="gone")
 
 SpanToRank = AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | GrantSlots | SuspendRequest
 SpanFromRank = WantSlots | LayerEdge | SpanTaskPaused | SpanEnded | SpanTaskLost
-InstanceToRank = MeetPeers | ReserveKv | SendKv | ForgetRequest | RankHolds | SpanToRank
+InstanceToRank = MeetPeers | ReserveKv | SendKv | AbortRequest | RankHolds | SpanToRank
 InstanceFromRank = KvReserved | KvArrived | RankTransferLost | SpanFromRank
 ToRank = RankWelcome | AdmitToRank | BatchPlan | RankProbe | MeasureRequest | StopRank | InstanceToRank
-FromRank = RankHello | RankReady | RankFailed | PlanDone | RankAlive | MeasureResult | InstanceFromRank
+FromRank = RankHello | RankReady | FatalError | PlanDone | RankAlive | MeasureResult | InstanceFromRank

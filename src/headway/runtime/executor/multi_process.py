@@ -18,6 +18,7 @@ from headway.core.errors import InvariantError, LostError
 from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
+from headway.runtime.engine.protocol import FatalError
 from headway.runtime.executor.messages import (
     AdmitToRank,
     FromRank,
@@ -27,7 +28,6 @@ from headway.runtime.executor.messages import (
     MeasureResult,
     PlanDone,
     RankAlive,
-    RankFailed,
     RankProbe,
     ToRank,
 )
@@ -311,7 +311,7 @@ class MultiProcessExecutor:
             # answer.
             if any(rank in flight.pending_ranks and flight.plan.seq <= message.done for flight in group.in_flight):
                 raise RankLostError(rank, f"has carried out plan {message.done}, and its report of it was lost")
-        elif isinstance(message, RankFailed):
+        elif isinstance(message, FatalError):
             raise RankLostError(rank, f"failed: {message.error}")
         elif isinstance(message, InstanceFromRank) and self.on_control is not None:
             self.on_control(rank, message)

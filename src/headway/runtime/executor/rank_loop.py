@@ -9,6 +9,7 @@ import msgspec
 
 from headway.core.batch import GroupBatch
 from headway.core.errors import InvariantError
+from headway.runtime.engine.protocol import FatalError
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.messages import (
     AdmitToRank,
@@ -19,7 +20,6 @@ from headway.runtime.executor.messages import (
     MeasureResult,
     PlanDone,
     RankAlive,
-    RankFailed,
     RankProbe,
     StopRank,
     ToRank,
@@ -162,6 +162,6 @@ class RankLoop:
         self._channel.send(_encoder.encode(message))
 
 
-def failure(error: BaseException) -> RankFailed:
+def failure(error: BaseException) -> FatalError:
     """Return the message that reports an error to the engine."""
-    return RankFailed(f"{type(error).__name__}: {error}")
+    return FatalError(f"{type(error).__name__}: {error}", final=False)

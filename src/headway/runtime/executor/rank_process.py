@@ -30,6 +30,7 @@ from headway import __version__
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.structured_log import setup
 from headway.runtime.attention.base import make_backend
+from headway.runtime.engine.protocol import FatalError
 from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, local_rendezvous, rendezvous
 from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.messages import (
@@ -37,7 +38,6 @@ from headway.runtime.executor.messages import (
     HEARTBEAT_IDENTITY,
     PROTOCOL_VERSION,
     FromRank,
-    RankFailed,
     RankHello,
     RankReady,
     RankWelcome,
@@ -150,7 +150,7 @@ def main(rank: int, endpoint: str, settings: bytes, parent: int | None = None) -
     try:
         _serve(rank, config, channel, endpoint)
     except HeadwayError as error:
-        channel.send(_encoder.encode(RankFailed(str(error), ours=True)))
+        channel.send(_encoder.encode(FatalError(str(error))))
         code = 1
     except BaseException as error:
         logging.getLogger("headway.worker").exception("worker %d cannot go on", rank)

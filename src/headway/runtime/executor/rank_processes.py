@@ -16,12 +16,12 @@ import zmq
 from headway import __version__
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
+from headway.runtime.engine.protocol import FatalError
 from headway.runtime.executor.messages import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
     PROTOCOL_VERSION,
     FromRank,
-    RankFailed,
     RankHello,
     RankReady,
     RankWelcome,
@@ -188,8 +188,8 @@ class ProcessTransport:
             assert message is not None
             rank, frames = message
             reply = _decoder.decode(frames[0])
-            if isinstance(reply, RankFailed):
-                raise ConfigError(reply.error if reply.ours else f"worker {rank} failed while starting: {reply.error}")
+            if isinstance(reply, FatalError):
+                raise ConfigError(reply.error if reply.final else f"worker {rank} failed while starting: {reply.error}")
             if not isinstance(reply, kind):
                 raise ConfigError(f"worker {rank} sent {reply!r} while starting")
             replies[rank] = reply

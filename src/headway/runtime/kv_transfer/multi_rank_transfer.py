@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.batch import KvOp
-from headway.runtime.cluster.messages import ForgetRequest, KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.cluster.messages import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import InstanceFromRank, RankHolds, RankTransferLost
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
@@ -106,7 +107,7 @@ class MultiRankKvTransfer:
 
     def drop(self, request: str, for_good: bool) -> None:
         """Ranks forget what comes and goes."""
-        self._executor.send_control(ForgetRequest(request, for_good))
+        self._executor.send_control(AbortRequest(request, for_good))
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 

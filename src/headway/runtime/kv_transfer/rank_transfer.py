@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import GroupBatch
-from headway.runtime.cluster.messages import ForgetRequest, KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.cluster.messages import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import (
     InstanceFromRank,
     InstanceToRank,
@@ -96,7 +97,7 @@ class RankKvTransfer:
             self._advance(owner, self._computed.get(owner, 0))
         elif isinstance(said, RankHolds):
             self._advance(str(said.number), said.tokens)
-        elif isinstance(said, ForgetRequest):
+        elif isinstance(said, AbortRequest):
             if said.for_good:
                 self._peers.forget(said.id)
             self._port.forget(said.id)
