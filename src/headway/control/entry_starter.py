@@ -38,7 +38,12 @@ class EntryStarter:
                         continue
                     queues.start(entry)
                     state.touch(entry.group)
-                    self._start(entry)
+                    if isinstance(entry, SpanEntry):
+                        self._dispatcher.begin(entry)
+                    elif isinstance(entry, SchedulerEntry):
+                        self._residency.admit(entry)
+                    else:
+                        self._reservations.granted(entry)
                     started = True
         return started
 
@@ -55,11 +60,3 @@ class EntryStarter:
         """Return whether schedulers let an entry begin: spans and reservations wait until the schedulers of their
         instances are empty, unless they are concurrent."""
         return entry.kind == "scheduler" or entry.concurrent or not any(self._state.residents[i] for i in entry.group)
-
-    def _start(self, entry: QueueEntry) -> None:
-        if isinstance(entry, SpanEntry):
-            self._dispatcher.begin(entry)
-        elif isinstance(entry, SchedulerEntry):
-            self._residency.admit(entry)
-        else:
-            self._reservations.granted(entry)

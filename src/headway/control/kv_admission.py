@@ -3,6 +3,9 @@
 A span that waits for blocks on its group stops the group, and with it the requests whose end would free blocks. So a
 prompt's first span begins when there are free tokens for the whole prompt, and its later spans need no check. The
 prompt's tokens stay reserved until the ends of its spans are reported.
+
+Room on the instance that will decode is reserved as the prompt begins, and is not awaited before: in simulations with
+small decode pools, waiting for it too made mean times to first token 1.00 to 1.77 times as long, and none shorter.
 """
 
 from __future__ import annotations

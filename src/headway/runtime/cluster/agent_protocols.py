@@ -59,14 +59,11 @@ class KvTransferManager(Protocol):
     def granted(self, name: str) -> None:
         """Open the blocks that `StagedKv` has given to a reservation."""
 
-    def settle(self, name: str) -> None:
+    def settle(self, request: str) -> None:
         """Finish reading a request's KV before its slots are overwritten or freed."""
 
-    def behind(self, name: str, layers: int) -> None:
-        """Send what the first `layers` layers of a task under way have made available."""
-
-    def finished(self, name: str) -> None:
-        """Send the rest of a task that is complete here; its KV stays in place."""
+    def layers_are_there(self, request: str) -> None:
+        """Send what a task has made available: a layer of it is computed, or all of it."""
 
     def turn(self) -> list[FromInstance]:
         """Return the messages for the controller. Called once in every turn of the loop."""

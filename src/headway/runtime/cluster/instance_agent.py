@@ -242,7 +242,7 @@ class InstanceAgent:
 
         def behind(layers: int) -> None:
             if self._moves is not None:
-                self._moves.behind(name, layers)
+                self._moves.layers_are_there(name)
             loop.turn(beside)
             self._looked_s = self._clock.now()
             if job.forgotten:
@@ -331,7 +331,7 @@ class InstanceAgent:
                 self._moves.settle(name)
             self._leave(self._places[name].pop(0))
         if self._moves is not None:
-            self._moves.finished(name)
+            self._moves.layers_are_there(name)
         run, at = job.run, job.run.group.index(self._peers.number)
         job.grew = moved or bool(run.keepers) or not run.in_place
         # This instance's share, so that the shares of the group add up to the task's tokens.

@@ -46,7 +46,10 @@ class InstanceMessages:
         # Late deltas: of an attempt that was given up, or of a scheduler that the request has left since.
         if attempt is None or attempt.at != number or attempt.finished:
             return
-        if self._requests.isolate(attempt, f"output of {delta.id}", lambda: self._output(number, attempt, delta)):
+        changed = True
+        with self._requests.isolate(attempt, f"output of {delta.id}"):
+            changed = self._output(number, attempt, delta)
+        if changed:
             self._settle()
 
     def said(self, number: int, message: FromInstance) -> None:
@@ -55,8 +58,10 @@ class InstanceMessages:
         # Late: of an attempt that was given up.
         if attempt is None:
             return
-        what = f"a message about {message.id}"
-        if self._requests.isolate(attempt, what, lambda: self._message(number, attempt, message)):
+        changed = True
+        with self._requests.isolate(attempt, f"a message about {message.id}"):
+            changed = self._message(number, attempt, message)
+        if changed:
             self._settle()
 
     def measured(self, number: int) -> None:

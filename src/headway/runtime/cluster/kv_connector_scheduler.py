@@ -64,12 +64,13 @@ class KvConnectorScheduler:
         self._asked: dict[str, ReserveKv] = {}
         self._words: list[FromInstance] = []
         self._came: dict[str, int] = {}
+        self.settle, self.layers_are_there = port.settle, port.layers_are_there
         core.kv_incomplete = self.kv_incomplete
 
     def take(self, message: ReserveKv | SendKv) -> None:
         """See `KvTransferManager.take`."""
         name = message.id
-        # What is there already goes at once; the rest follows as `turn` and `behind` find more.
+        # What is there already goes at once; the rest follows as `turn` and `layers_are_there` find more.
         if isinstance(message, SendKv):
             self._port.send(SaveKv(name, message.piece, message.to), message.start, message.end)
             self._advance(name)
@@ -94,18 +95,6 @@ class KvConnectorScheduler:
             return True
         self._came.pop(name, None)
         return False
-
-    def settle(self, name: str) -> None:
-        """See `KvTransferManager.settle`."""
-        self._port.settle(name)
-
-    def behind(self, name: str, layers: int) -> None:
-        """See `KvTransferManager.behind`."""
-        self._port.layers_are_there(name)
-
-    def finished(self, name: str) -> None:
-        """See `KvTransferManager.finished`."""
-        self._port.layers_are_there(name)
 
     def turn(self) -> list[FromInstance]:
         """See `KvTransferManager.turn`."""

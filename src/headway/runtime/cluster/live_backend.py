@@ -94,7 +94,9 @@ class LiveBackend:
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self._over)
         self.rooms = KvAdmission(fleet.kv, clock)
-        self.runs = LiveSpanRuns(fleet, shape, rows, self.stays.submit)
+        self.runs = LiveSpanRuns(fleet, self.rooms, shape, rows, self.stays.submit)
+        self.fits, self.committed = self.runs.fits, self.runs.committed
+        self.begin, self.pause = self.runs.begin, self.runs.pause
 
     # -- predictions --------------------------------------------------------------------------------------------------
 
@@ -123,22 +125,7 @@ class LiveBackend:
         free_at_s = self._clock() + left_s if left_s else 0.0
         return SchedulerStats(free_at_s, load.queued, one.stats.kv_tokens_used, load.requests)
 
-    def fits(self, entry: SpanEntry) -> bool:
-        # A prompt that a scheduler computes gets its blocks from that scheduler, chunk by chunk.
-        return not self.runs.computes(entry) or self.rooms.fits(entry)
-
     # -- actions ------------------------------------------------------------------------------------------------------
-
-    def committed(self, entry: SpanEntry, now: float) -> None:
-        self.runs.committed(entry)
-
-    def begin(self, entry: SpanEntry, now: float) -> None:
-        if self.runs.computes(entry):
-            self.rooms.begun(entry)
-        self.runs.begin(entry)
-
-    def pause(self, entry: SpanEntry, now: float) -> None:
-        self.runs.pause(entry)
 
     def stop(self, entry: SpanEntry, now: float) -> None:
         """Do nothing: the request is forgotten next, which stops the span."""

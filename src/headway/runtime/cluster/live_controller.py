@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -123,15 +124,18 @@ class LiveController:
             match event:
                 case SliceSent(kv_slice):
                     some = True
-                    self._isolate(kv_slice.request, partial(self.machine.sent, kv_slice, self._clock()))
+                    with self._isolate(kv_slice.request):
+                        self.machine.sent(kv_slice, self._clock())
                 # It may have been dropped since.
                 case BatchComplete(entry) if entry.state == "running":
                     some = True
-                    self._isolate(entry.owner, partial(self.messages.complete, entry))
+                    with self._isolate(entry.owner):
+                        self.messages.complete(entry)
                 # The decode ends as soon as it has begun.
                 case DecodeOver(attempt) if attempt.controlled.resident:
                     some = True
-                    self._isolate(attempt.request.id, partial(self.messages.decoded, attempt, True))
+                    with self._isolate(attempt.request.id):
+                        self.messages.decoded(attempt, True)
                 case RequestReleased(attempt, why):
                     if why is not None and attempt.controlled.rejected:
                         attempt.asked.fail(RequestError(why))
@@ -152,7 +156,8 @@ class LiveController:
                 # Counted as a loss, so that a policy that always fails does not retry for ever.
                 attempt.asked.runs_lost += 1
                 why = "its instances are gone, or its placement failed"
-                self._isolate(name, partial(self.requests.retry, attempt, why))
+                with self._isolate(name):
+                    self.requests.retry(attempt, why)
         return some
 
     def _follow_kv_claims(self) -> bool:
@@ -165,9 +170,10 @@ class LiveController:
         if found is not None:
             attempt, helps = found
             why = "requests would wait for each other's room for KV"
-            self._isolate(attempt.request.id, partial(self.requests.retry, attempt, why, later=not helps))
+            with self._isolate(attempt.request.id):
+                self.requests.retry(attempt, why, later=not helps)
         return found is not None
 
-    def _isolate(self, name: str, act: Callable[[], object]) -> None:
-        """Call `act` for one request; an error fails that request only. Nothing is settled afterwards."""
-        self.requests.isolate(self.requests.attempts.named(name), name, lambda: bool(act()))
+    def _isolate(self, name: str) -> AbstractContextManager[None]:
+        """Context in which an error fails one request only. Nothing is settled afterwards."""
+        return self.requests.isolate(self.requests.attempts.named(name), name)

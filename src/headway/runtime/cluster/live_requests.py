@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from headway.control.controller import ClusterController
 from headway.control.kv_reservations import gives_way
@@ -93,13 +94,6 @@ class LiveRequests:
 
     def begin(self, asked: ClusterRequest) -> None:
         """Begin the first or another attempt at a request; fail the request if the controller raises."""
-        try:
-            self._attempt(asked)
-        except Exception:
-            log.exception("the controller has failed at placing %s", asked.submit.id)
-            self.fail(asked, _own_failure())
-
-    def _attempt(self, asked: ClusterRequest) -> None:
         # Without a usable set of instances a policy would raise: the request waits for the next change of membership.
         if self.not_placeable is not None:
             self.retries.wait(asked)
@@ -108,9 +102,10 @@ class LiveRequests:
             self.fail(asked, error)
             return
         attempt = RequestAttempt(asked, asked.try_again())
-        attempt.cached = self._fleet.cached_tokens(asked)
-        self.attempts.add(attempt)
-        attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt, attempt.cached)
+        with self.isolate(attempt, f"placing {asked.submit.id}"):
+            attempt.cached = self._fleet.cached_tokens(asked)
+            self.attempts.add(attempt)
+            attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt, attempt.cached)
 
     def retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """Drop a failed attempt and queue the next one.
@@ -148,19 +143,18 @@ class LiveRequests:
         """Forget a request whose last output, or error, has been sent."""
         self.asked.pop(attempt.asked.submit.id, None)
 
-    def isolate(self, attempt: RequestAttempt | None, name: str, act: Callable[[], bool]) -> bool:
-        """Call `act`; if it raises, fail its own request (HTTP 500) and nothing else.
+    @contextmanager
+    def isolate(self, attempt: RequestAttempt | None, name: str) -> Iterator[None]:
+        """Context in which an error fails its own request (HTTP 500) and nothing else.
 
-        The error is the controller's, not that of the instance whose message is handled. Return what `act` returns:
-        whether the controller has to be settled; True after an error.
+        The error is the controller's, not that of the instance whose message is handled.
         """
         try:
-            return act()
+            yield
         except Exception:
             log.exception("the controller has failed at %s", name)
             if attempt is not None:
                 self.fail(attempt.asked, _own_failure())
-            return True
 
 
 def _own_failure() -> InvariantError:

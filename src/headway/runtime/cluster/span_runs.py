@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from headway.control.backend import ActionImpossible
 from headway.control.controlled_request import ControlledRequest
+from headway.control.kv_admission import KvAdmission
 from headway.control.queue_entries import SpanEntry
 from headway.core.span import Span, Strategy
 from headway.perf.hardware.shapes import ModelShape
@@ -41,21 +42,29 @@ class LiveSpanRuns:
     def __init__(
         self,
         fleet: InstanceRegistry,
+        rooms: KvAdmission,
         shape: ModelShape,
         rows: int,
         submit: Callable[[RequestAttempt, int, Phase], None],
     ) -> None:
         """rows: see `SpanTask.rows`. submit: gives a whole request to an instance's scheduler."""
-        self._fleet, self._shape, self._rows, self._submit = fleet, shape, rows, submit
+        self._fleet, self._rooms, self._shape, self._rows, self._submit = fleet, rooms, shape, rows, submit
 
-    def committed(self, entry: SpanEntry) -> None:
+    def fits(self, entry: SpanEntry) -> bool:
+        """See `InstanceBackend.fits`. A prompt that a scheduler computes gets its blocks from that scheduler, chunk by
+        chunk."""
+        return not self.computes(entry) or self._rooms.fits(entry)
+
+    def committed(self, entry: SpanEntry, now: float) -> None:
         """Send the prompts of a committed batch to its group, ahead of its turn."""
         for member in (entry, *entry.batched_with):
             if self.computes(member):
                 self._fleet.admit(_attempt(member.controlled), member.group)
 
-    def begin(self, entry: SpanEntry) -> None:
+    def begin(self, entry: SpanEntry, now: float) -> None:
         """Begin or resume a span, or a batch of them."""
+        if self.computes(entry):
+            self._rooms.begun(entry)
         attempt = _attempt(entry.controlled)
         if entry.resumed:
             attempt.running = set(entry.group)
@@ -64,7 +73,7 @@ class LiveSpanRuns:
         entry.backend_state = LiveSpanBatch()
         self._next(entry)
 
-    def pause(self, entry: SpanEntry) -> None:
+    def pause(self, entry: SpanEntry, now: float) -> None:
         """Pause a span at the next layer edge. Raises ActionImpossible when part of its group is done with it."""
         attempt = _attempt(entry.controlled)
         if not self.computes(entry) or attempt.running != set(entry.group):
@@ -132,18 +141,16 @@ class LiveSpanRuns:
 
     def _next(self, lead: SpanEntry) -> SpanEntry | None:
         """Begin the batch's next task; return the batch's first entry when there is none left."""
-        for member in (lead, *lead.batched_with):
-            if member.owner not in lead.backend_state.done and not member.controlled.ended:
-                self._start(member)
-                return None
-        return lead
-
-    def _start(self, entry: SpanEntry) -> None:
-        attempt, span = _attempt(entry.controlled), entry.span
+        left = (e for e in (lead, *lead.batched_with) if e.owner not in lead.backend_state.done)
+        entry = next((e for e in left if not e.controlled.ended), None)
+        if entry is None:
+            return lead
+        attempt = _attempt(entry.controlled)
         attempt.entry = entry
         if not self.computes(entry):
             self._submit(attempt, entry.group[0], "all")
-            return
+            return None
+        span = entry.span
         run = self._run(span, entry.group)
         prefix = entry.controlled.prefix
         cached = prefix is not None and span.start > 0 and not entry.index
@@ -165,6 +172,7 @@ class LiveSpanRuns:
         attempt.running = set(entry.group)
         # To all of the group at once and in one order: groups that overlap cannot wait for each other.
         self._fleet.tell(entry.group, compute)
+        return None
 
     def _run(self, span: Span, group: tuple[int, ...]) -> SpanTask:
         """Return the task that computes a span.

@@ -126,8 +126,9 @@ class SequencePrefill:
 
         until: the layer to stop before, the same on all ranks. pause: in a chunk that is `preemptible`, asked on the
         group's first rank before each layer; when it says yes, every rank stops behind that layer. Its answer travels
-        while the layer is computed (a rank that is alone is asked behind it). behind: called behind each layer, with
-        its number: its KV is all in place. look: called within a layer, every so often; what it raises ends the chunk.
+        while the layer is computed (a rank that is alone is asked behind it). behind: called behind each layer with the
+        number of layers whose KV is all in place. look: called within a layer, every so often; what it raises ends the
+        chunk.
         """
         layers = self._config.layers
         self._under_way()
@@ -146,7 +147,7 @@ class SequencePrefill:
             executor.run(plan.layer, self._layer)
             self._layer += 1
             if behind is not None:
-                behind(self._layer - 1)
+                behind(self._layer)
             self._asked = asked is not None and asked()
             if self._asked and self._layer < layers:
                 break

@@ -122,7 +122,7 @@ class SpanExecutor:
 
         behind: called after each layer of each chunk with the number of its completed layers.
         """
-        return self._parts[name].go(pause, lambda layer: behind(layer + 1))
+        return self._parts[name].go(pause, behind)
 
     def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
         """Complete the task after its last layer. Returns the sampled token, if any, and whether KV changed its place.
