@@ -22,6 +22,8 @@ from headway.policy.placement.base import (
     Event,
     HoldGranted,
     HoldGroup,
+    InstanceJoined,
+    InstanceLeft,
     InstanceLost,
     RequestArrived,
     RequestDropped,
@@ -29,6 +31,7 @@ from headway.policy.placement.base import (
     RequestPrefilled,
     SpanPaused,
     TransferKv,
+    WakeupDue,
 )
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 
@@ -148,7 +151,10 @@ def test_closed_instance_finishes_its_requests_and_takes_no_new_ones(quiet: Quie
     machine.settle(0.0)
     assert machine.quiet(0)
     assert 0 not in ClusterSnapshot(machine.cluster, 0.0).with_role("mixed")
+    assert told.last(InstanceLeft) == InstanceLeft(0)
     machine.open(machine.cluster.instances[0], 0.0)
+    machine.settle(0.0)
+    assert told.heard[-2:] == [InstanceJoined(0), WakeupDue()]
     act(EnqueueRequest("b", (0,)))
     assert machine.requests["b"].resident
     with pytest.raises(InvariantError):

@@ -23,8 +23,7 @@ from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
     FromInstance,
-    HaltDecode,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTask,
     SpanTaskDone,
@@ -170,7 +169,7 @@ def test_a_paused_span_lets_others_pass(world: tuple[Computing, Turning]) -> Non
     admit(loop, "b")
     compute(loop, "a", preemptible=True)
     compute(loop, "b")
-    computing.at["a", 1] = lambda: loop.member.take(PauseSpan("a"), None)
+    computing.at["a", 1] = lambda: loop.member.take(PauseRequest("a"), None)
     assert loop.work() == ["SpanTaskPaused a", "SpanTaskDone b"]
     paused = loop.said[0]
     assert isinstance(paused, SpanTaskPaused)
@@ -179,7 +178,7 @@ def test_a_paused_span_lets_others_pass(world: tuple[Computing, Turning]) -> Non
     assert loop.work()[2:] == ["SpanTaskDone a"]
     assert computing.done == [("a", 1), ("a", 2), *(("b", n) for n in (1, 2, 3, 4)), ("a", 3), ("a", 4)]
     computing.at.clear()
-    loop.member.take(PauseSpan("a"), None)  # too late: it is no word about a later run
+    loop.member.take(PauseRequest("a"), None)  # too late: it is no word about a later run
     compute(loop, "a", index=1, preemptible=True)
     assert loop.work()[3:] == ["SpanTaskDone a"]
 
@@ -263,8 +262,8 @@ def test_a_decode_leaves_the_scheduler_for_a_group_that_takes_over_its_kv(world:
     assert submit(core, "a", [5] * 40, max_tokens=20) is None
     while not core.scheduler.state.ready.members:  # type: ignore[attr-defined]
         core.step()
-    loop.member.take(HaltDecode("a"), None)
-    loop.member.take(HaltDecode("nobody"), None)
+    loop.member.take(PauseRequest("a"), None)
+    loop.member.take(PauseRequest("nobody"), None)
     while not core.staged:
         core.step()
     (staged,) = core.staged

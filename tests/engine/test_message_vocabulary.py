@@ -7,7 +7,7 @@ from pathlib import Path
 
 import headway.runtime
 
-MOST = 44
+MOST = 43
 """Tagged messages between clients, controller, instances, engines, ranks and KV connectors."""
 
 
@@ -24,6 +24,8 @@ def messages() -> dict[str, str]:
 
 
 def test_the_vocabulary_grows_only_on_purpose() -> None:
+    """`pytest -s` prints the count."""
     found = messages()
     assert "SubmitRequest" in found
+    print(f"{len(found)} messages")
     assert len(found) <= MOST, "\n".join(f"{where}: {name}" for name, where in found.items())

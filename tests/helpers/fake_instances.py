@@ -21,12 +21,11 @@ from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
     FromInstance,
-    HaltDecode,
     KvArrived,
     KvReserved,
     KvStaged,
     MeetPeers,
-    PauseSpan,
+    PauseRequest,
     ReserveKv,
     ResumeSpan,
     SendKv,
@@ -221,7 +220,9 @@ class FakeProcess:
                 self._admit(message, ids)
             case ComputeSpan():
                 self._compute(message)
-            case PauseSpan(id=name):
+            case PauseRequest(id=name) if name in self.scheduled:
+                self._halt(name)
+            case PauseRequest(id=name):
                 self._pause(name)
             case ResumeSpan(id=name):
                 self._resume(name)
@@ -231,8 +232,6 @@ class FakeProcess:
                 self._begin_to_send(message)
             case AbortRequest(id=name):
                 self._forget(name)
-            case HaltDecode(id=name):
-                self._halt(name)
             case MeetPeers():
                 pass
 

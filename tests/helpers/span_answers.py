@@ -12,7 +12,7 @@ from tests.helpers.polling import let_arrive
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
     ComputeSpan,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskDone,
 )
@@ -43,7 +43,7 @@ def resume_span(world: World, name: str, part: Part, pause: bool) -> None:
         for number in part.group:
             world[number].tell(ResumeSpan(name))
         if pause:
-            world[part.group[0]].tell(PauseSpan(name))
+            world[part.group[0]].tell(PauseRequest(name))
 
 
 def pauses_of(world: World, name: str, part: Part) -> list[tuple[int, int, int, int, int]] | None:

@@ -13,10 +13,10 @@ from tests.helpers.span_answers import Expected, prompt_of
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
-    HaltDecode,
     KvArrived,
     KvReserved,
     KvStaged,
+    PauseRequest,
     ReserveKv,
     SendKv,
 )
@@ -42,7 +42,7 @@ def _said(world: World, on: int, name: str, least: int) -> None:
 
 def _stops(world: World, on: int, name: str) -> int:
     """Tokens of the KV that a decode leaves there."""
-    world[on].tell(HaltDecode(name))
+    world[on].tell(PauseRequest(name))
     return world[on].wait(KvStaged, name).tokens
 
 

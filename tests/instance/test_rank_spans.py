@@ -29,7 +29,7 @@ from headway.runtime.cluster.messages import (
     ComputeSpan,
     KvArrived,
     KvReserved,
-    PauseSpan,
+    PauseRequest,
     ReserveKv,
     SendKv,
     SpanTaskDone,
@@ -165,7 +165,7 @@ def test_a_span_pauses_at_layers_of_its_pieces(world: World, expected: Expected,
     world.done(name, parts[0])
     with world[group[0]].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[group[0]].tell(PauseSpan(name))
+        world[group[0]].tell(PauseRequest(name))
     stops = [(start, layer) for start, _ in pieces for layer in range(LAYERS)]
     at = pauses = 0
     while (words := pauses_of(world, name, parts[1])) is not None:
@@ -394,7 +394,7 @@ def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
     let_arrive()
-    world[2].tell(PauseSpan("late"))
+    world[2].tell(PauseRequest("late"))
     let_arrive(0.5)  # it has come to the rank by then
     world[1].tell(word)
     assert {word.layer for word in world.paused("late", part)} in ({1}, {2})

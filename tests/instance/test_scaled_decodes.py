@@ -11,10 +11,10 @@ from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import prompt_of
 
 from headway.runtime.cluster.messages import (
-    HaltDecode,
     KvArrived,
     KvReserved,
     KvStaged,
+    PauseRequest,
     ReserveKv,
     SendKv,
 )
@@ -116,7 +116,7 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     one = ScaledDecode(world, "taken-up", prompt, count, ())
     world.ask(2, one.name, prompt, max_tokens=count, logprobs=0)
     world[2].until(lambda: len(world[2].deltas.get(one.name, ())) >= 3 or None)
-    world[2].tell(HaltDecode(one.name))
+    world[2].tell(PauseRequest(one.name))
     staged = world[2].wait(KvStaged, one.name)
     one.deltas = list(world[2].deltas.pop(one.name))
     assert 3 <= len(one.said) < count, "it was taken out while it decoded"
@@ -141,8 +141,8 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
 def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World, expected: Expected) -> None:
     prompt = prompt_of(30, 13)
     world.ask(1, "short", prompt, max_tokens=2, logprobs=0)
-    world[1].tell(HaltDecode("short"))
-    world[1].tell(HaltDecode("nobody"))
+    world[1].tell(PauseRequest("short"))
+    world[1].tell(PauseRequest("nobody"))
     let_arrive()
     found = world[1].until(
         lambda: (

@@ -13,7 +13,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
 from headway.runtime.cluster.messages import (
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskDone,
     SpanTaskLost,
@@ -67,7 +67,7 @@ class Attempt:
         elif event == "forget":
             self.world.forget(self.name)
         else:
-            self.world[part.group[0]].tell(PauseSpan(self.name))
+            self.world[part.group[0]].tell(PauseRequest(self.name))
 
     def words(self, part: Part, victim: int | None) -> list[SpanTaskDone] | None:
         """What all of the group say; None: the run is lost, and forgotten everywhere."""

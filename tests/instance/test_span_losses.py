@@ -19,7 +19,7 @@ from tests.helpers.span_answers import (
     start_on_some,
 )
 
-from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, SpanTaskDone, SpanTaskLost
+from headway.runtime.cluster.messages import ComputeSpan, PauseRequest, SpanTaskDone, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -41,7 +41,7 @@ def test_a_paused_span_of_a_lost_group_is_lost_when_it_resumes(world: World, exp
     world.admit("kp", prompt_of(60), part.group, GREEDY)
     with world[0].at_once():
         world.compute("kp", [part], 0, preemptible=True)
-        world[0].tell(PauseSpan("kp"))
+        world[0].tell(PauseRequest("kp"))
     world.paused("kp", part)
     world[3].kill()
     resume_span(world, "kp", Part(60, (0,)), False)

@@ -10,7 +10,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
 
 from headway.core.span import cut
-from headway.runtime.cluster.messages import ComputeSpan, PauseSpan
+from headway.runtime.cluster.messages import ComputeSpan, PauseRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 
@@ -24,7 +24,7 @@ def test_a_span_pauses_at_every_layer_with_another_prompt_between(world: World, 
     world.done(name, parts[0])
     with world[0].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[0].tell(PauseSpan(name))
+        world[0].tell(PauseRequest(name))
     layers = [0]
     while (words := pauses_of(world, name, parts[1])) is not None:
         layer = words[0][1]
@@ -64,7 +64,7 @@ def test_a_span_pauses_at_every_layer_of_every_piece(
     world.done(name, parts[0])
     with world[group[0]].at_once():
         world.compute(name, parts, 1, preemptible=True)
-        world[group[0]].tell(PauseSpan(name))
+        world[group[0]].tell(PauseRequest(name))
     stops = [(piece, layer) for piece in pieces for layer in range(LAYERS)]
     at, pauses = 0, 0
     while (words := pauses_of(world, name, parts[1])) is not None:
@@ -97,7 +97,7 @@ def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
     word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
     world[2].tell(word)
     let_arrive()
-    world[2].tell(PauseSpan("late"))
+    world[2].tell(PauseRequest("late"))
     world[3].tell(word)
     # behind the layer that waits, or the one before it where the pause arrives before the wait
     assert [word.layer for word in world.paused("late", part)] in ([1, 1], [2, 2])
@@ -110,9 +110,9 @@ def test_a_pause_of_a_paused_span_is_cleared_by_its_resumption(world: World, exp
     world.admit("twice", prompt, part.group, GREEDY)
     with world[2].at_once():
         world.compute("twice", [part], 0, preemptible=True)
-        world[2].tell(PauseSpan("twice"))
+        world[2].tell(PauseRequest("twice"))
     world.paused("twice", part)
-    world[2].tell(PauseSpan("twice"))
+    world[2].tell(PauseRequest("twice"))
     resume_span(world, "twice", part, False)
     word = world.done("twice", part)
     assert word.delta is not None
@@ -125,7 +125,7 @@ def test_a_span_that_is_not_preemptible_continues(world: World, expected: Expect
     part, prompt = Part(40, (0, 1)), prompt_of(40)
     world.admit("not", prompt, part.group, GREEDY)
     world.compute("not", [part], 0)
-    world[0].tell(PauseSpan("not"))
+    world[0].tell(PauseRequest("not"))
     word = world.done("not", part)
     assert word.delta is not None
     check_answer([word.delta], *expected(prompt, 1))

@@ -15,7 +15,7 @@ from headway.core.span import SpanTask
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
@@ -99,17 +99,17 @@ def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
 
 def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
     halted = SpanTaskPaused(id="r", index=3, tokens=16, layer=1, kv_bytes=100, activation_bytes=10, kv_bytes_at_end=200)
-    ranks = Ranks({ComputeSpan: [[]], PauseSpan: [both(halted), both(ENDED)]})
+    ranks = Ranks({ComputeSpan: [[]], PauseRequest: [both(halted), both(ENDED)]})
     ranks.begin()
     answers = iter([False, True])
     assert not ranks.runs.go("r", lambda: next(answers), lambda layers: None)
-    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, PauseSpan]
+    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, PauseRequest]
     tokens, layer, saved = ranks.runs.saved("r")
     assert (tokens, layer) == (16, 1)
     assert (saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end) == (200, 20, 400)
     # Continued, and at once to be paused again.
     assert ranks.runs.go("r", lambda: True, lambda layers: None)
-    assert ranks.told[-2:] == [ResumeSpan("r"), PauseSpan("r")]
+    assert ranks.told[-2:] == [ResumeSpan("r"), PauseRequest("r")]
 
 
 def test_the_scheduler_runs_after_each_layer_edge() -> None:

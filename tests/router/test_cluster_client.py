@@ -14,7 +14,7 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.core.request import Slo
 from headway.core.span import cut
 from headway.runtime.cluster.instance_load import InstanceLoad
-from headway.runtime.cluster.messages import ComputeSpan, MeetPeers, PauseSpan, ResumeSpan, SpanTaskLost
+from headway.runtime.cluster.messages import ComputeSpan, MeetPeers, PauseRequest, ResumeSpan, SpanTaskLost
 from headway.runtime.cluster.retries import MOST_RUNS_LOST
 from headway.runtime.engine.protocol import AbortRequest, EngineStats, SubmitRequest
 
@@ -128,7 +128,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
             edges = cut(0, 400, 1, 32)
             assert (entry.tokens, entry.layer) == (edges[len(edges) // 2][0], 1)
             assert entry.share == pytest.approx((len(edges) // 2 + 1 / SHAPE.layers) / len(edges), rel=0.2)
-            assert len(fake.said(PauseSpan)) == 1
+            assert len(fake.said(PauseRequest)) == 1
             assert len(fake.said(ResumeSpan)) == len(fake.said(ComputeSpan)) == 1
 
     virtual_time.run(run())

@@ -16,7 +16,7 @@ from headway.control.transfer_queue import KvSlice
 from headway.core.span import Strategy
 from headway.runtime.cluster.messages import (
     ComputeSpan,
-    HaltDecode,
+    PauseRequest,
     ReserveKv,
     SendKv,
     SpanTask,
@@ -153,10 +153,10 @@ def test_a_decode_leaves_its_scheduler_to_continue_on_a_group() -> None:
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
     world.wants(1)
-    assert not world.fleet.take(HaltDecode), "it is where it is wanted"
+    assert not world.fleet.take(PauseRequest), "it is where it is wanted"
     world.wants(0, 1)
     world.wants(0, 1)
-    assert world.fleet.take(HaltDecode) == [(1, HaltDecode(attempt.wire))]
+    assert world.fleet.take(PauseRequest) == [(1, PauseRequest(attempt.wire))]
     attempt.asked.told += [7, 7]
     world.stays.staged(attempt, 1)
     message = next(message for _, message in world.fleet.told if isinstance(message, ComputeSpan))
@@ -171,11 +171,11 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
     known = attempt.request.prompt_tokens + attempt.said
-    world.moves.announced(attempt, 1)
+    world.moves.announced(attempt.controlled, 1, 0.0)
     piece = KvSlice(attempt.request.id, 0, 1, 0, known)
     assert not world.moves.ready(attempt, piece), "it goes on until it has stopped"
     world.stays.pump()
-    assert [type(message) for _, message in world.fleet.told] == [HaltDecode]
+    assert [type(message) for _, message in world.fleet.told] == [PauseRequest]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
     assert not world.moves.ready(attempt, piece)

@@ -27,7 +27,7 @@ from tests.helpers.polling import let_arrive
 
 from headway.runtime.cluster.messages import (
     KvStaged,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
@@ -46,7 +46,7 @@ def half_way(world: World, name: str, source: int, to: int, tokens: int = 120) -
     with world[source].at_once():
         world.compute(name, [part], 0, preemptible=True)
         send(world, name, 1, (source,), 0, tokens, to)
-        world[source].tell(PauseSpan(name))
+        world[source].tell(PauseRequest(name))
     assert world[source].wait(SpanTaskPaused, name).layer == 1
 
 

@@ -33,6 +33,8 @@ from headway.policy.placement.base import (
     CommitSpans,
     EnqueueRequest,
     HoldGroup,
+    InstanceJoined,
+    InstanceLeft,
     InstanceLost,
     PlacementPolicy,
     PreemptRequest,
@@ -212,15 +214,16 @@ class ClusterController:
 
     def close(self, instance: int, now: float) -> None:
         """Drain an instance: it has no role and no node in snapshots, and actions that give it a new request are
-        refused. Requests there go on; `quiet` is true when none is left."""
+        refused. The policy receives `InstanceLeft`. Requests there go on; `quiet` is true when none is left."""
         self.state.now = now
         if instance not in self.state.gone and instance not in self.state.closed:
             self.state.closed.add(instance)
             self.cluster.remove(instance)
+            self._pending_events.append(InstanceLeft(instance))
 
     def open(self, instance: ClusterInstance, now: float) -> None:
         """Add an instance, new (with the next id), lost before (now empty) or closed. The policy receives
-        `WakeupDue`, so that it places requests that found no instance."""
+        `InstanceJoined`, then `WakeupDue`, so that it places requests that found no instance."""
         state = self.state
         state.now = now
         known = instance.id < len(self.cluster.instances)
@@ -235,7 +238,7 @@ class ClusterController:
         state.closed.discard(instance.id)
         state.relayout()
         state.touch((instance.id,))
-        self._pending_events.append(WakeupDue())
+        self._pending_events += (InstanceJoined(instance.id), WakeupDue())
 
     def quiet(self, instance: int) -> bool:
         """Return whether no request uses an instance."""

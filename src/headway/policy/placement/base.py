@@ -118,6 +118,18 @@ class ActionRefused(msgspec.Struct, frozen=True):
     why: str
 
 
+class InstanceJoined(msgspec.Struct, frozen=True):
+    """An instance is there, new or again, and empty unless it was drained only. `WakeupDue` follows."""
+
+    instance: int
+
+
+class InstanceLeft(msgspec.Struct, frozen=True):
+    """An instance is drained: requests there go on, and it takes no others. It has no role in snapshots any more."""
+
+    instance: int
+
+
 class InstanceLost(msgspec.Struct, frozen=True):
     """An instance is gone, with all KV on it. Requests that had KV or spans there have been dropped."""
 
@@ -138,6 +150,8 @@ Event = (
     | RequestFinished
     | RequestDropped
     | ActionRefused
+    | InstanceJoined
+    | InstanceLeft
     | InstanceLost
     | WakeupDue
 )

@@ -73,7 +73,7 @@ class RequestAttempt:
         """Whether the KV is being gathered on one instance, for a decode there."""
         self.wanted: tuple[int, ...] = ()
         """The group that is to decode the request; (): none for now."""
-        # stopping: it is to be off its instance, and is not yet; halts: `HaltDecode` was sent for that.
+        # stopping: it is to be off its instance, and is not yet; halts: `PauseRequest` was sent for that.
         self.stopping = self.halts = False
         self.step: int | None = None
         """Number of the task that computes the next token, while a group decodes in place."""

@@ -25,10 +25,9 @@ from headway.runtime.cluster.agent_protocols import EngineLoop, KvTransferManage
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    HaltDecode,
     KvReserved,
     MeetPeers,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskDone,
     SpanTaskLost,
@@ -123,9 +122,11 @@ class InstanceAgent:
             if message.id in self._requests:
                 self._line.append(_SpanJob(message))
                 self._jobs.setdefault(message.id, self._line[-1])
-        elif isinstance(message, PauseSpan):
+        elif isinstance(message, PauseRequest):
             if message.id in self._jobs:
                 self._jobs[message.id].pause = True
+            else:
+                self._core.stage(message.id)
         elif isinstance(message, ResumeSpan):
             # Also clears a pause request that came after the task had paused.
             if message.id in self._jobs:
@@ -133,8 +134,6 @@ class InstanceAgent:
                 self._line.append(self._jobs[message.id])
         elif isinstance(message, AbortRequest):
             self.forget(message.id, message.for_good)
-        elif isinstance(message, HaltDecode):
-            self._core.stage(message.id)
         elif self._moves is not None:
             self._moves.take(message)
 

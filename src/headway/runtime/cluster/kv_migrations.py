@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from headway.control.controlled_request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.runtime.cluster.attempt import KvMovement, RequestAttempt, ReservedKv
 from headway.runtime.cluster.instance_registry import InstanceRegistry
@@ -110,8 +111,9 @@ class LiveKvMigrations:
             )
         self._flush(attempt)
 
-    def announced(self, attempt: RequestAttempt, target: int) -> None:
+    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
         """Reserve blocks on a target ahead of the transfer, unless the KV will have grown by then."""
+        attempt: RequestAttempt = controlled.backend_state
         # A decode that runs, or is about to stop, emits more tokens: its reservation is made when it has stopped.
         if not attempt.stopping and not attempt.finished and attempt.step is None:
             self.reserve(attempt, target)

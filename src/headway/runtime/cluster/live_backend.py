@@ -91,6 +91,7 @@ class LiveBackend:
         self._layers = shape.layers
         self.loads: dict[int, InstanceLoad] = {}
         self.moves = LiveKvMigrations(fleet, self._sent)
+        self.announced = self.moves.announced
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self._over)
         self.rooms = KvAdmission(fleet.kv, clock)
@@ -143,9 +144,6 @@ class LiveBackend:
         if why == "moved":
             self.stays.leave(attempt)
         return attempt.said
-
-    def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
-        self.moves.announced(controlled.backend_state, target)
 
     def ready(self, piece: KvSlice) -> bool:
         attempt = self.attempts.named(piece.request)

@@ -71,10 +71,13 @@ class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     are other requests': copied."""
 
 
-class PauseSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop a task at the next layer edge of the piece that is being computed. Sent to the group's first instance.
+class PauseRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop computing a request, to go on here later or elsewhere.
 
-    All of the group answer with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun.
+    A span task stops at the next layer edge of the piece that is being computed: sent to the group's first instance,
+    and answered by all of the group with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun. A
+    decode leaves the scheduler after the token under way: answered by `KvStaged`, or by the last delta where the
+    request ends with that token.
     """
 
     id: str
@@ -109,15 +112,6 @@ class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tru
     end: int
     to: int
     number: int = 0
-
-
-class HaltDecode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take a decoding request off the scheduler after the token under way, to continue it elsewhere.
-
-    Answered by `KvStaged`, or by the last delta where the request ends with that token.
-    """
-
-    id: str
 
 
 class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -169,8 +163,8 @@ class KvReserved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class KvStaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A request has left the scheduler, which keeps its KV of `tokens` tokens.
 
-    Either it is of phase "prefill" and its first token was sent before this, or it has halted (`HaltDecode`). The KV is
-    kept until `AbortRequest`, a submission of phase "decode", or a task with this instance as `home`.
+    Either it is of phase "prefill" and its first token was sent before this, or it has halted (`PauseRequest`). The KV
+    is kept until `AbortRequest`, a submission of phase "decode", or a task with this instance as `home`.
     """
 
     id: str
@@ -193,5 +187,5 @@ class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From a rank: of the `ReserveKv` whose blocks it has filled."""
 
 
-ToInstance = MeetPeers | AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | ReserveKv | SendKv | HaltDecode
+ToInstance = MeetPeers | AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
 FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | KvReserved | KvStaged | KvArrived

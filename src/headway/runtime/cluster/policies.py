@@ -1,8 +1,8 @@
 """Placement policies, replaced as instances come and go.
 
-Policies keep state about instances: groups, queues, reservations. They do not handle a change of membership; instead a
-new policy is made from the present instances, and gets all new requests. The older ones continue with the requests that
-they have placed, until the last of these has ended; requests that they had not placed go to the new one.
+Policies keep state about instances: groups, queues, reservations. They hear of a change of membership and need not
+handle it: a new policy is made from the present instances, and gets all new requests. The older ones continue with the
+requests that they have placed, until the last of these has ended; requests that they had not placed go to the new one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from headway.policy.placement.base import (
     Event,
     HoldGranted,
     HoldGroup,
+    InstanceJoined,
+    InstanceLeft,
     InstanceLost,
     PlacementPolicy,
     ReleaseGroup,
@@ -79,8 +81,10 @@ class PlacementChain:
         if isinstance(event, WakeupDue):
             due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
             return [action for policy in due for action in self._ask(policy, event, view)]
-        if isinstance(event, InstanceLost):
-            return []
+        if isinstance(event, InstanceJoined | InstanceLeft | InstanceLost):
+            # A policy without requests was made from what is there now, or will never be asked for anything.
+            asked = [policy for policy in self._alive if id(policy) in self._has]
+            return [action for policy in asked for action in self._ask(policy, event, view)]
         name = event.holder if isinstance(event, HoldGranted) else event.request
         policy = self._of.get(name)
         if policy is None:

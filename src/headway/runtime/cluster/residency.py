@@ -5,7 +5,7 @@ A decode on a group of several instances departs from the policies' papers: its 
 with the most free tokens, whose scheduler batches it with other decodes. While that instance has too few, or with
 `group_decode: in-place`, the group decodes in place (`GroupDecodeSteps`).
 
-A pause or a new group takes effect after the token under way. A decode leaves a scheduler with its KV (`HaltDecode`,
+A pause or a new group takes effect after the token under way. A decode leaves a scheduler with its KV (`PauseRequest`,
 `KvStaged`); KV that a group holds is gathered, or stays with the instances that continue.
 """
 
@@ -20,7 +20,7 @@ from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.messages import HaltDecode, SpanTaskDone
+from headway.runtime.cluster.messages import PauseRequest, SpanTaskDone
 
 
 class LiveResidency:
@@ -182,14 +182,14 @@ class LiveResidency:
         """Take a decode off its scheduler. Where KV cannot move it continues there, whatever the policy wants."""
         at = attempt.at
         attempt.stopping = attempt.stopping or at is not None
-        # One `HaltDecode` is enough; `KvStaged` or the last delta answers it.
+        # One `PauseRequest` is enough; `KvStaged` or the last delta answers it.
         if at is None or attempt.halts:
             return
         if not self._fleet[at].moves_kv:
             attempt.stopping = False
             return
         attempt.halts = True
-        self._fleet.tell((at,), HaltDecode(attempt.wire))
+        self._fleet.tell((at,), PauseRequest(attempt.wire))
 
     def _several(self, group: tuple[int, ...]) -> bool:
         """Whether a group is to decode in place."""

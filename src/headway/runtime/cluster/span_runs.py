@@ -20,7 +20,14 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import Phase
 from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.messages import ComputeSpan, PauseSpan, ResumeSpan, SpanTask, SpanTaskDone, SpanTaskPaused
+from headway.runtime.cluster.messages import (
+    ComputeSpan,
+    PauseRequest,
+    ResumeSpan,
+    SpanTask,
+    SpanTaskDone,
+    SpanTaskPaused,
+)
 from headway.runtime.engine.protocol import OutputDelta
 
 
@@ -79,7 +86,7 @@ class LiveSpanRuns:
         if not self.computes(entry) or attempt.running != set(entry.group):
             raise ActionImpossible(f"{entry.owner} cannot be paused any more")
         # Only the first instance is asked: the others follow it, so that all stop at the same layer.
-        self._fleet.tell(entry.group[:1], PauseSpan(attempt.wire))
+        self._fleet.tell(entry.group[:1], PauseRequest(attempt.wire))
 
     def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> SpanEntry | None:
         """Handle `SpanTaskDone`; return the entry that is complete with it, for a batch its first."""

@@ -21,7 +21,7 @@ from headway.runtime.cluster.messages import (
     KvArrived,
     KvReserved,
     MeetPeers,
-    PauseSpan,
+    PauseRequest,
     ReserveKv,
     ResumeSpan,
     SendKv,
@@ -215,7 +215,7 @@ class RankTransferLost(msgspec.Struct, frozen=True, array_like=True, tag="gone")
     end: int | None
 
 
-SpanToRank = AdmitRequest | ComputeSpan | PauseSpan | ResumeSpan | GrantSlots | SuspendRequest
+SpanToRank = AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | GrantSlots | SuspendRequest
 SpanFromRank = WantSlots | LayerEdge | SpanTaskPaused | SpanEnded | SpanTaskLost
 InstanceToRank = MeetPeers | ReserveKv | SendKv | AbortRequest | RankHolds | SpanToRank
 InstanceFromRank = KvReserved | KvArrived | RankTransferLost | SpanFromRank

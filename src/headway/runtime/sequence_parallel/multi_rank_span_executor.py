@@ -18,7 +18,7 @@ from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
@@ -98,7 +98,7 @@ class MultiRankSpanExecutor:
             nonlocal held
             if not held and pause is not None and pause():
                 held = True
-                self._send_all(PauseSpan(name))
+                self._send_all(PauseRequest(name))
 
         paused = self._saved.pop(name, None) is not None
         replies = self._ask(ResumeSpan(name) if paused else task.compute, asked)

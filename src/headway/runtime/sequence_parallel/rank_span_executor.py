@@ -16,7 +16,7 @@ from headway.core.errors import HeadwayError
 from headway.runtime.cluster.messages import (
     AdmitRequest,
     ComputeSpan,
-    PauseSpan,
+    PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
@@ -90,7 +90,7 @@ class RankSpanExecutor:
             return
         elif isinstance(message, GrantSlots):
             self._given.append(message.slots)
-        elif isinstance(message, PauseSpan):
+        elif isinstance(message, PauseRequest):
             # Only the group's first rank acts on it: the others follow.
             self._hold = True
         else:
