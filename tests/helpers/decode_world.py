@@ -47,7 +47,7 @@ class DecodeWorld:
 
     def __init__(self, *rooms: int, in_place: bool = True, prompt: int = 100) -> None:
         self.fleet, self.attempts, self.sent = RecordingInstances(*rooms), AttemptTable(), list[KvSlice]()
-        self.moves, steps = LiveKvMigrations(self.fleet, self.sent.append), GroupDecodeSteps(self.fleet)
+        self.moves, steps = LiveKvMigrations(self.fleet, self.attempts, self.sent.append), GroupDecodeSteps(self.fleet)
         self.stays = LiveResidency(
             self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
         )

@@ -173,15 +173,15 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     known = attempt.request.prompt_tokens + attempt.said
     world.moves.announced(attempt.controlled, 1, 0.0)
     piece = KvSlice(attempt.request.id, 0, 1, 0, known)
-    assert not world.moves.ready(attempt, piece), "it goes on until it has stopped"
+    assert not world.moves.ready(piece), "it goes on until it has stopped"
     world.stays.pump()
     assert [type(message) for _, message in world.fleet.told] == [PauseRequest]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
-    assert not world.moves.ready(attempt, piece)
+    assert not world.moves.ready(piece)
     world.moves.reserved(attempt, 1, attempt.room[1].serial)
-    assert world.moves.ready(attempt, piece)
-    world.moves.send(attempt, piece)
+    assert world.moves.ready(piece)
+    world.moves.send(piece, 0.0)
     (room,) = [message for _, message in world.fleet.told if isinstance(message, ReserveKv)]
     ((source, send),) = world.fleet.take(SendKv)
     assert (room.tokens, source, send.end) == (103, 0, 103)
@@ -199,10 +199,10 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
     attempt.at, attempt.whole, attempt.wanted = 0, {0}, (0,)
     world.stays.leave(attempt)
     piece = KvSlice(attempt.request.id, 0, 1, 0, 101)
-    assert not world.moves.ready(attempt, piece)
+    assert not world.moves.ready(piece)
     attempt.finished = True
-    assert world.moves.ready(attempt, piece)
-    world.moves.send(attempt, piece)
+    assert world.moves.ready(piece)
+    world.moves.send(piece, 0.0)
     assert len(world.sent) == 1
     assert not world.fleet.take(SendKv)
 

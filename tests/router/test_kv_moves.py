@@ -11,7 +11,7 @@ import pytest
 from headway.control.kv_reservations import KvReservations
 from headway.control.transfer_queue import KvSlice
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.attempt import RequestAttempt
+from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_registry import InstanceRegistry
@@ -41,9 +41,10 @@ class _Fleet:
         return SimpleNamespace(submit=lambda submit, prompt: self.told.append(submit))
 
 
-def _moves(sent: list[KvSlice] | None = None) -> tuple[_Fleet, LiveKvMigrations]:
-    fleet = _Fleet()
-    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), [].append if sent is None else sent.append)
+def _moves(attempt: RequestAttempt, sent: list[KvSlice] | None = None) -> tuple[_Fleet, LiveKvMigrations]:
+    fleet, attempts = _Fleet(), AttemptTable()
+    attempts.add(attempt)
+    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), attempts, [].append if sent is None else sent.append)
 
 
 def _attempt() -> RequestAttempt:
@@ -56,16 +57,16 @@ def _attempt() -> RequestAttempt:
 
 @pytest.mark.parametrize("since", [0, 1, 3])
 def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) -> None:
-    fleet, moves = _moves()
     attempt = _attempt()
+    fleet, moves = _moves(attempt)
     attempt.asked.told += [1] * 5
     known = attempt.request.prompt_tokens + attempt.said
     moves.reserve(attempt, 1)
     attempt.asked.told += [1] * since
     moves.reserved(attempt, 1, attempt.room[1].serial)
-    moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, known))
+    moves.send(KvSlice(attempt.request.id, 0, 1, 0, known), 0.0)
     attempt.asked.told += [1] * since
-    moves.send(attempt, KvSlice(attempt.request.id, 2, 1, 0, known))
+    moves.send(KvSlice(attempt.request.id, 2, 1, 0, known), 0.0)
     room, *sends = fleet.told
     assert isinstance(room, ReserveKv)
     assert room.tokens == 104
@@ -75,11 +76,11 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlapped: bool) -> None:
     """Under PecSched and Weave too, whose papers send it layer by layer (docs/concepts/placement.md says so)."""
-    fleet, moves = _moves()
     attempt = _attempt()
+    fleet, moves = _moves(attempt)
     moves.reserve(attempt, 1)
     moves.reserved(attempt, 1, attempt.room[1].serial)
-    moves.send(attempt, KvSlice(attempt.request.id, 0, 1, 0, 100, overlapped=overlapped))
+    moves.send(KvSlice(attempt.request.id, 0, 1, 0, 100, overlapped=overlapped), 0.0)
     (send,) = [told for told in fleet.told if isinstance(told, SendKv)]
     assert (send.start, send.end) == (0, attempt.kv_tokens)
     assert {"layer", "layers"}.isdisjoint(SendKv.__struct_fields__), "a message without a layer is of all"
@@ -88,49 +89,49 @@ def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlap
 def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
     sent: list[KvSlice] = []
-    fleet, moves = _moves(sent)
     attempt = _attempt()
+    fleet, moves = _moves(attempt, sent)
     attempt.at, attempt.whole = None, set()
     entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
     attempt.controlled = cast(Any, SimpleNamespace(entries=entries))
     attempt.runs = [cast(Any, SimpleNamespace(group=(0,)))]
     pieces = [KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entries[0]) for _ in range(2)]
-    assert not moves.ready(attempt, pieces[0])
+    assert not moves.ready(pieces[0])
     attempt.runs.append(cast(Any, SimpleNamespace(group=(0, 1))))
     attempt.running = {0, 1}
     moves.reserved(attempt, 2, attempt.room[2].serial)
-    assert not moves.ready(attempt, pieces[0]), "the last span is not computed"
+    assert not moves.ready(pieces[0]), "the last span is not computed"
     attempt.running = set()
     for piece in pieces:
-        assert moves.ready(attempt, piece)
-        moves.send(attempt, piece)
+        assert moves.ready(piece)
+        moves.send(piece, 0.0)
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
     (movement,) = attempt.moving.values()
     movement.then()
     assert sent == pieces, "one movement stands for both"
-    moves.send(attempt, pieces[0])
+    moves.send(pieces[0], 0.0)
     assert len(sent) == 3
 
 
 def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
-    fleet, moves = _moves()
     attempt = _attempt()
+    fleet, moves = _moves(attempt)
     entry: Any = SimpleNamespace(index=0, state="running")
     attempt.controlled = cast(Any, SimpleNamespace(entries=[entry]))
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
     piece = KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry)
-    assert not moves.ready(attempt, piece)
+    assert not moves.ready(piece)
     assert [type(message) for message in fleet.told] == [ReserveKv]
     moves.reserved(attempt, 2, attempt.room[2].serial)
-    assert moves.ready(attempt, piece)
-    moves.send(attempt, piece)
+    assert moves.ready(piece)
+    moves.send(piece, 0.0)
     assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)]
 
 
 def test_room_of_an_earlier_attempt_is_not_counted_for_a_later_one() -> None:
     """A word that was on its way while the request left an instance and was asked to come there again."""
-    fleet, moves = _moves()
     attempt = _attempt()
+    fleet, moves = _moves(attempt)
     moves.reserve(attempt, 1)
     moves.settled(attempt)
     moves.bring(attempt, 1, (0,), 0, 100, lambda: None)
@@ -143,11 +144,11 @@ def test_room_of_an_earlier_attempt_is_not_counted_for_a_later_one() -> None:
 
 def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
-    fleet, moves = _moves()
     attempt = _attempt()
+    fleet, moves = _moves(attempt)
     attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}))
     attempt.asked.told += [1]
-    assert not moves.ready(attempt, KvSlice(attempt.request.id, 0, 2, 0, 100))
+    assert not moves.ready(KvSlice(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting
     late = attempt.room[2].serial
     nobody: Any = None

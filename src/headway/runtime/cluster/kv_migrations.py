@@ -13,7 +13,7 @@ from functools import partial
 
 from headway.control.controlled_request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
-from headway.runtime.cluster.attempt import KvMovement, RequestAttempt, ReservedKv
+from headway.runtime.cluster.attempt import AttemptTable, KvMovement, RequestAttempt, ReservedKv
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.messages import KvArrived, ReserveKv, SendKv
 
@@ -21,18 +21,20 @@ _WHAT = "move"
 
 
 class LiveKvMigrations:
-    def __init__(self, fleet: InstanceRegistry, sent: Callable[[KvSlice], None]) -> None:
+    def __init__(self, fleet: InstanceRegistry, attempts: AttemptTable, sent: Callable[[KvSlice], None]) -> None:
         """sent: called with each slice of the controller that has arrived."""
-        self._fleet, self._sent = fleet, sent
+        self._fleet, self._attempts, self._sent = fleet, attempts, sent
         self._serial = self._asked = 0
         self.under_way = 0
         """Number of movements that have not arrived."""
         self.waiting: set[str] = set()
         """Names of requests that wait for a reservation on some instance."""
 
-    def ready(self, attempt: RequestAttempt, piece: KvSlice) -> bool:
+    def ready(self, piece: KvSlice) -> bool:
         """Return whether a slice could be sent now; reserve blocks for it on its target."""
-        entry = piece.entry
+        attempt, entry = self._attempts.named(piece.request), piece.entry
+        if attempt is None:
+            return True
         if entry is None and (attempt.finished or attempt.stopping):
             # The KV of an ended answer is not needed, but the controller waits for the slice: `send` counts it as sent.
             # A decode that is being halted emits another token: its reservation is made when it has stopped.
@@ -40,14 +42,15 @@ class LiveKvMigrations:
         self.reserve(attempt, piece.target)
         return attempt.room[piece.target].granted and (entry is None or self._newest(attempt, piece) or _done(attempt))
 
-    def send(self, attempt: RequestAttempt, piece: KvSlice) -> None:
+    def send(self, piece: KvSlice, now: float) -> None:
         """Send a slice that is `ready`.
 
         A decode that continues may have emitted tokens since blocks were reserved: KV beyond the reservation is not
         sent.
         """
-        entry = piece.entry
-        if entry is None and attempt.finished:
+        attempt, entry = self._attempts.named(piece.request), piece.entry
+        # The request has ended, and its batch may go on: the slice counts as sent, so that its slot is free again.
+        if attempt is None or (entry is None and attempt.finished):
             self._sent(piece)
             return
         # A decode has emitted more tokens than it had when its slice was announced, so `piece.end` is too small.

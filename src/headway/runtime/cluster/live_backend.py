@@ -90,8 +90,8 @@ class LiveBackend:
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
         self.loads: dict[int, InstanceLoad] = {}
-        self.moves = LiveKvMigrations(fleet, self._sent)
-        self.announced = self.moves.announced
+        self.moves = LiveKvMigrations(fleet, attempts, self._sent)
+        self.announced, self.ready, self.send = self.moves.announced, self.moves.ready, self.moves.send
         self.steps = GroupDecodeSteps(fleet)
         self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self._over)
         self.rooms = KvAdmission(fleet.kv, clock)
@@ -144,18 +144,6 @@ class LiveBackend:
         if why == "moved":
             self.stays.leave(attempt)
         return attempt.said
-
-    def ready(self, piece: KvSlice) -> bool:
-        attempt = self.attempts.named(piece.request)
-        return attempt is None or self.moves.ready(attempt, piece)
-
-    def send(self, piece: KvSlice, now: float) -> None:
-        attempt = self.attempts.named(piece.request)
-        if attempt is not None:
-            self.moves.send(attempt, piece)
-        # The request has ended, and its batch goes on: the slice counts as sent, so that its slot is free again.
-        else:
-            self._sent(piece)
 
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         attempt: RequestAttempt = controlled.backend_state
