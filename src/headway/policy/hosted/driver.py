@@ -105,7 +105,8 @@ class PolicyDriver:
             if running[first].is_prefill_chunk:
                 prefills.append(running[first])
         prefills.reverse()
-        if len(prefills) > 1:
+        # Mostly they are in order already.
+        if [request.request_id for request in prefills[: len(plan.quotas)]] != [*plan.quotas]:
             place = {name: i for i, name in enumerate(plan.quotas)}
             prefills.sort(key=lambda request: place.get(request.request_id, len(place)))
         end = running[first:]
