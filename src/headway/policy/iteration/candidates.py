@@ -41,18 +41,18 @@ class BlockedRun:
         self.until_s = until_s
         # Whether it is one request, which has waited too long, so that short ones pass it only within its headroom.
         self.closes = closes
-        self.answered()
-
-    def answered(self) -> None:
-        """Note the pool's last answers: in which decision it is asked again, and the fewest blocks that help."""
-        self.asks_at = min(state.asked_again for state in self.members)
-        self.least_blocks = min(state.needed_blocks for state in self.members)
+        # Before this decision, and with fewer free blocks than that, `asked` is known to be empty.
+        self.asks_at = self.least_blocks = 0
 
     def asked(self, decisions: int, free: int) -> list[PrefillState]:
         """Return the members that could fit into so many free blocks, or that the pool is asked about again."""
         if decisions < self.asks_at and free < self.least_blocks:
             return []
-        return [s for s in self.members if s.asked_again <= decisions or s.needed_blocks <= free]
+        found = [s for s in self.members if s.asked_again <= decisions or s.needed_blocks <= free]
+        if not found:
+            self.asks_at = min(state.asked_again for state in self.members)
+            self.least_blocks = min(state.needed_blocks for state in self.members)
+        return found
 
 
 class _CandidateWalk:
@@ -148,7 +148,6 @@ class PrefillCandidates:
                 candidate = self._candidate(state, now, walk.iterations - state.last_progress)
                 if candidate.remaining > 0:
                     yield candidate
-        run.answered()
 
     def _in_order(self, walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates of the whole queue, but those that `walk` has seen."""
