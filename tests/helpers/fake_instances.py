@@ -264,6 +264,11 @@ class FakeProcess:
         self._grant()
 
     def _forget(self, name: str) -> None:
+        known = self.requests.get(name)
+        if self.cluster.caches and known is not None:
+            prompt = known.tokens[: known.length]
+            if self.cluster.kv.get(name, {}).get(self.number) == set(range(known.length)):
+                self._cache(prompt, "")
         self._leave(name)
         self.requests.pop(name, None)
         self.runs.pop(name, None)
@@ -313,9 +318,12 @@ class FakeProcess:
                 self._complain(f"{submit.id} decodes on {self.number} without KV of {len(missing)} tokens")
         self.decoding[submit.id] = known
         if self.cluster.caches:
-            keys = block_keys(array("i", ids).tobytes(), INFO.kv_block_tokens, submit.cache_salt)
-            self._say(IterationOutputs(deltas=(), cache=CacheChanges(b"".join(keys), b"")))
+            self._cache(ids, submit.cache_salt)
         self.scheduled[submit.id] = asyncio.get_running_loop().create_task(self._stay(submit.id, known, phase))
+
+    def _cache(self, ids: Sequence[int], salt: str) -> None:
+        keys = block_keys(array("i", ids).tobytes(), INFO.kv_block_tokens, salt)
+        self._say(IterationOutputs(deltas=(), cache=CacheChanges(b"".join(keys), b"")))
 
     async def _stay(self, name: str, known: Known, phase: str) -> None:
         if phase != "decode":

@@ -65,6 +65,10 @@ class Fuzz:
         self.chance = chance = random.Random(seed)
         self.seed = seed
         self.placement, self.options = POLICIES[seed % len(POLICIES)]
+        # Prompts begin alike, and instances cache them.
+        self.shares = random.Random(f"shares {seed}").random() < 0.5
+        if self.shares and self.placement in ("jsq", "tetris", "weave", "pecsched"):
+            self.options = {**self.options, "affinity": True}
         self.roles = self._roles()
         self.in_place, self.full = chance.random() < 0.5, chance.random() < 0.5
         self.cuts: list[tuple[FakeProcess, FakeProcess]] = []
@@ -76,6 +80,8 @@ class Fuzz:
             start_s=0.1,
             kv_tokens=chance.choice((260, 400)) if self.full else 8192,
             full=self.full,
+            caches=self.shares,
+            evicts=seed % 3,
             apart=self._apart,
         )
         self.client = router(self.fake, self.roles, self.placement, self.options, self.in_place)
@@ -137,8 +143,11 @@ class Fuzz:
     async def _ask(self, number: int) -> None:
         """One request; some clients do not stay."""
         chance = random.Random(1000 * self.seed + number)
-        await pause(chance.random() * 0.3)
-        ids, count = prompt(100 * self.seed + number, chance.choice((3, 10, 30, 60, 90))), chance.randint(1, 25)
+        # Those that share come one after another rather than at once.
+        await pause(chance.random() * (2.0 if self.shares else 0.3))
+        text = 100 * self.seed + (number % 2 if self.shares else number)
+        lengths = (50, 90, 150, 200) if self.shares and not self.full else (3, 10, 30, 60, 90)
+        ids, count = prompt(text, chance.choice(lengths)), chance.randint(1, 25)
         asked = asyncio.create_task(ask(self.client, f"r{number}", ids, count))
         if chance.random() < 0.2:
             await pause(chance.random() * 0.3)
