@@ -395,7 +395,7 @@ class FakeProcess:
         if self.cluster.evicts:
             self.cluster.evicts -= 1
             del self.runs[message.id]
-            self._say(SpanTaskLost(message.id, "1 of 2 cached tokens were evicted"))
+            self._say(SpanTaskLost(message.id, "1 of 2 cached tokens are gone, or no room is beside them"))
             return True
         self.cluster.kv[message.id] = {self.number: set(range(prefix.end))}
         return False

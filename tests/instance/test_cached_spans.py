@@ -114,6 +114,25 @@ def test_an_answer_goes_on_where_its_prefix_was_cached(caches: World, expected: 
     caches.clean()
 
 
+def test_a_prefix_that_the_pool_cannot_hold_twice_is_not_used(caches: World, expected: Expected) -> None:
+    tokens = 400
+    prompt = prompt_of(tokens + 31, 14)
+    caches.ask(1, "large-a", prompt[:tokens], max_tokens=1)
+    caches[1].answer("large-a")
+    assert 2 * tokens > caches[1].stats.kv_tokens_total
+    held = Part(tokens, (1,))
+    first, cached = prefill(caches, "large-b", prompt, [held, Part(31, (1,))])
+    check_answer([first], *expected(prompt, 1))
+    assert cached == 0
+    caches.forget("large-b")
+    caches.ask(1, "large-c", prompt[:tokens], max_tokens=1)
+    caches[1].answer("large-c")
+    begin(caches, "large-d", prompt, [held, Part(31, (1, 2))])
+    assert "no room" in caches[1].wait(SpanTaskLost, "large-d").why
+    caches.forget("large-d")
+    caches.clean()
+
+
 def test_evicted_tokens_are_computed_by_a_group_of_one_and_lost_with_several(caches: World, expected: Expected) -> None:
     prompt = prompt_of(CACHED + 31, 12)
     cache(caches, "gone-a", prompt[: CACHED // 2])  # two blocks of the five
@@ -122,7 +141,7 @@ def test_evicted_tokens_are_computed_by_a_group_of_one_and_lost_with_several(cac
     assert cached == CACHED // 2 // BLOCK * BLOCK
     begin(caches, "gone-c", prompt, [HERE, Part(31, (1, 2))])
     lost = caches[1].wait(SpanTaskLost, "gone-c")
-    assert lost.why == f"{CACHED - cached} of {CACHED} cached tokens were evicted"
+    assert lost.why == f"{CACHED - cached} of {CACHED} cached tokens are gone, or no room is beside them"
     assert lost.by is None
     caches.forget("gone-b")
     caches.forget("gone-c")

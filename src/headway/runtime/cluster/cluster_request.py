@@ -21,6 +21,7 @@ class ClusterRequest:
         "losses",
         "name",
         "over",
+        "prefix_failed",
         "prompt",
         "runs_lost",
         "submit",
@@ -47,6 +48,8 @@ class ClusterRequest:
         """Time at which its first task began; None again once a delta has carried it."""
         self.cached_tokens = 0
         """Tokens with which spans of the attempt under way began; 0 again once a delta has carried them."""
+        self.prefix_failed = False
+        """Whether an attempt was lost whose spans began behind a cached prefix."""
         self.answer = AnswerQueue()
 
     @property

@@ -270,15 +270,18 @@ class InstanceAgent:
         """Yield the task with the slots of the cached KV before it, which is kept from eviction meanwhile, where this
         instance is the one to have that; else the task as it came.
 
-        A group of one computes what was evicted since the controller's decision; with others it raises HeadwayError."""
+        A group of one computes what was evicted since the controller's decision, and all where the pool has no room for
+        the task beside what it would copy; with others it raises HeadwayError."""
         compute, wanted = job.compute, job.cached_tokens
         if not compute.cached or compute.before[0].group != (self._peers.number,):
             yield compute
             return
         request = self._requests[compute.id]
-        with self._prefixes.held(request.admit, request.prompt, wanted) as (found, slots):
+        # All of the prefix is copied, then spread over the group.
+        beside = max(wanted, -(-compute.run.end // len(compute.run.group)))
+        with self._prefixes.held(request.admit, request.prompt, wanted, beside) as (found, slots):
             if found < wanted and len(compute.run.group) > 1:
-                raise HeadwayError(f"{wanted - found} of {wanted} cached tokens were evicted")
+                raise HeadwayError(f"{wanted - found} of {wanted} cached tokens are gone, or no room is beside them")
             if found < wanted:
                 job.run, job.cached_tokens = msgspec.structs.replace(compute.run, start=found), found
             before = (msgspec.structs.replace(compute.before[0], end=found),) if found else ()

@@ -103,7 +103,8 @@ class LiveRequests:
             return
         attempt = RequestAttempt(asked, asked.try_again())
         with self.isolate(attempt, f"placing {asked.submit.id}"):
-            attempt.cached = self._fleet.cached_tokens(asked)
+            # One that failed behind a prefix begins without: its instance may have no room for a copy.
+            attempt.cached = () if asked.prefix_failed else self._fleet.cached_tokens(asked)
             self.attempts.add(attempt)
             attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt, attempt.cached)
 
@@ -114,6 +115,7 @@ class LiveRequests:
         """
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
         self._machine.drop(attempt.controlled, why, self._clock())
+        attempt.asked.prefix_failed |= bool(attempt.prefix)
         self.retries.count(attempt)
         if later:
             self.retries.later(attempt.asked)

@@ -26,13 +26,18 @@ class SpanPrefixes:
         self._block_manager, self._cache = block_manager, block_manager.cache
 
     @contextmanager
-    def held(self, admit: AdmitRequest, prompt: memoryview, tokens: int) -> Iterator[CachedSlots]:
-        """Keep what is cached of a prompt's first `tokens` tokens from eviction within the `with` block."""
+    def held(self, admit: AdmitRequest, prompt: memoryview, tokens: int, beside: int) -> Iterator[CachedSlots]:
+        """Keep what is cached of a prompt's first `tokens` tokens from eviction within the `with` block: nothing where
+        `beside` tokens, the copy's, have no room then."""
         if self._cache is None or not admit.prefix_cache:
             yield CachedSlots(0, ())
             return
         size = self._block_manager.block_tokens
         tip = self._cache.hold(self._keys(admit, prompt)[: tokens // size], known_tokens(admit))
+        if self._block_manager.free_blocks < self._block_manager.blocks_for(beside):
+            self._cache.end(tip)
+            yield CachedSlots(0, ())
+            return
         try:
             runs = self._cache.index.runs(tip)
             yield CachedSlots(tip.depth * size, [(first * size, count * size) for first, count in runs])
