@@ -45,7 +45,7 @@ from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
+from headway.runtime.engine.instance_protocol import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
 from headway.runtime.engine.protocol import EngineClient, SubmitRequest
 from headway.serving.cluster_settings import instance_configs
 from headway.serving.load.machine import machine

@@ -36,7 +36,9 @@ import torch
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     KvArrived,
@@ -48,8 +50,6 @@ from headway.runtime.cluster.messages import (
     SpanTask,
     SpanTaskDone,
 )
-from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.protocol import (
     AbortRequest,
     EngineInfo,

@@ -32,7 +32,7 @@ from tests.helpers.random_weights import random_decoder, reference_config
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import ComputeSpan, SpanTask
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor

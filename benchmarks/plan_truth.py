@@ -96,13 +96,8 @@ def at_speed_of(run: ReplayedRun, table: Path, into: Path) -> None:
     What a request takes on its way, and to wake an idle server, is the profile's: clients see that."""
     source = store.load(table, None)
     learned, _ = learned_table(source, run)
-    own = overhead_of(run, ())
-    kept = source.serving
-    serving = (
-        own
-        if kept is None
-        else msgspec.structs.replace(own, request_s=kept.request_s, requests=kept.requests, idle_s=kept.idle_s)
-    )
+    assert source.serving is not None, "profiled with --serve-for"
+    serving = overhead_of(run, ()).with_way_of(source.serving)
     store.save(msgspec.structs.replace(learned, serving=serving), into)
 
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from benchmarks.agent_sessions import read_sessions
@@ -109,9 +108,8 @@ def at_speed_of(run: ReplayedRun, scenario: Scenario, requests: list[TraceReques
     The engine's own times come from its log too; what a request takes on its way, and to wake an idle server, is the
     profile's: clients see that."""
     spec, own = instance_of(scenario, requests), overhead_of(run, ())
-    before = spec.serving
-    serving = msgspec.structs.replace(own, request_s=before.request_s, requests=before.requests, idle_s=before.idle_s)
     actual = HostedLatency(corrected_table(run), own.iteration_s)
+    serving = own.with_way_of(spec.serving)
     return simulate(replace(spec, actual_latency=actual, serving=serving), requests, run_of(scenario, 0)).records
 
 

@@ -3,13 +3,14 @@ turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.controller_audit import check
 from tests.helpers.controller_chaos import LAYERS, Chaos
+from tests.helpers.told_policy import Told
 
 from headway.core.errors import InvariantError
 from headway.core.request import Request
@@ -19,7 +20,6 @@ from headway.policy.placement.base import (
     ActionRefused,
     CommitSpans,
     EnqueueRequest,
-    Event,
     HoldGranted,
     HoldGroup,
     InstanceJoined,
@@ -72,23 +72,6 @@ def test_every_request_ends_under_frequent_losses() -> None:
         for _ in range(400):
             chaos.step()
         chaos.end()
-
-
-class Told:
-    """A policy that records events and returns no actions; tests act through `ClusterController.do`."""
-
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-
-    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        self.heard.append(event)
-        return ()
-
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
-    def last(self, kind: type) -> Event:
-        return next(event for event in reversed(self.heard) if isinstance(event, kind))
 
 
 Quiet = tuple[Chaos, Told, Callable[..., None]]

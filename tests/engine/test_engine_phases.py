@@ -9,8 +9,8 @@ from tests.helpers.fake_executor import FakeExecutor, answer
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.cluster.messages import KvStaged
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import KvStaged
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 PROMPT = list(range(5, 45))

@@ -19,7 +19,8 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.kv.staged_kv import span_kv_name
 from headway.runtime.cluster.instance_agent import InstanceAgent
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     FromInstance,
@@ -30,7 +31,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.engine.service import EngineService
 from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork

@@ -25,10 +25,10 @@ from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.runtime.cluster.launch import host_launcher
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import KvArrived, KvReserved, SpanTaskDone
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, SpanTaskDone
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     DrainEngine,

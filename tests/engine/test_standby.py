@@ -59,10 +59,11 @@ def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signal
         for name, one in streams.items():
             received[name] += await tokens(one)
             assert received[name] == answer(prompts[name], 3_000), name
+        # All may have been computed before the engine was stopped; that it is silent is noticed later then.
+        await eventually(lambda: client.pid not in (0, engine))
         assert template_pid(client) == template
-        assert client.pid != engine
         assert ends_soon(engine)
-        assert client.stats.engine_restarts_total == 1
+        await eventually(lambda: client.stats.engine_restarts_total == 1)
 
     go(test, engine_timeout_s=1.0)
 

@@ -17,7 +17,8 @@ from tests.helpers.virtual_time import pause
 
 from headway.core.span import cut
 from headway.kv.text_keys import block_keys
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     FromInstance,
@@ -35,7 +36,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskPaused,
     ToInstance,
 )
-from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import (
     AbortRequest,
     CacheChanges,

@@ -16,7 +16,7 @@ from tests.helpers.instance_world import World, frame
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 

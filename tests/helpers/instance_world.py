@@ -21,7 +21,8 @@ from tests.helpers.polling import let_arrive
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     FromInstance,
@@ -31,7 +32,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskDone,
     SpanTaskPaused,
 )
-from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     AbortRequest,

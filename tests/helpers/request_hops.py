@@ -35,7 +35,7 @@ from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import AdmitRequest, ComputeSpan, ReserveKv, SendKv, SpanTask
+from headway.runtime.engine.instance_protocol import AdmitRequest, ComputeSpan, ReserveKv, SendKv, SpanTask
 from headway.runtime.engine.protocol import DrainEngine, join_endpoints
 from headway.runtime.engine.service import EngineService
 from headway.runtime.executor.single_process import SingleProcessExecutor

@@ -10,7 +10,7 @@ from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     PauseRequest,
     ResumeSpan,

@@ -17,7 +17,7 @@ from headway.core.span import Phase
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     FromInstance,
     KvArrived,

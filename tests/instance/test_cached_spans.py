@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.span_answers import GREEDY, Expected, check_answer, prompt_of
 
-from headway.runtime.cluster.messages import ComputeSpan, SpanTaskLost
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta
 
 BLOCK = 8

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import ComputeSpan, SpanTask
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork
 from headway.runtime.sequence_parallel.span_executor import SpanExecutor

@@ -12,7 +12,7 @@ from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import Expected, prompt_of
 
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     KvArrived,
     KvReserved,
     KvStaged,

@@ -25,7 +25,7 @@ from tests.helpers.span_answers import (
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import cut
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     KvArrived,
     KvReserved,

@@ -10,7 +10,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import prompt_of
 
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     KvArrived,
     KvReserved,
     KvStaged,

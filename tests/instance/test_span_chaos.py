@@ -12,7 +12,7 @@ from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     PauseRequest,
     ResumeSpan,
     SpanTaskDone,

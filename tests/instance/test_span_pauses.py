@@ -10,7 +10,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
 
 from headway.core.span import cut
-from headway.runtime.cluster.messages import ComputeSpan, PauseRequest
+from headway.runtime.engine.instance_protocol import ComputeSpan, PauseRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

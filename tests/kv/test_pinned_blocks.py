@@ -56,7 +56,7 @@ def test_a_pinned_prefix_keeps_its_blocks_whatever_requests_do(steps: list[tuple
             assert cache.pins.unpin(gone)
             del pinned[gone], texts[gone]
         elif step == "hold":
-            tip = cache.hold(keys(text), len(text) * BLOCK + 1)
+            tip = cache.hold(keys(text))
             held.append((tip, cache.index.path(tip)))
         elif step == "let go" and held:
             cache.end(held.pop(choice % len(held))[0])

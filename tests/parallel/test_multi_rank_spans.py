@@ -12,7 +12,7 @@ from headway.core.errors import InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     PauseRequest,

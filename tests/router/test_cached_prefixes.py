@@ -18,7 +18,7 @@ from headway.kv.prefix_cache import PrefixCache
 from headway.kv.text_keys import TextKeys
 from headway.policy.placement.view import Role
 from headway.runtime.cluster.cached_keys import CachedKeys, shareable, text_of
-from headway.runtime.cluster.messages import ComputeSpan
+from headway.runtime.engine.instance_protocol import ComputeSpan
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import SubmitRequest
 

@@ -14,8 +14,8 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.core.request import Slo
 from headway.core.span import cut
 from headway.runtime.cluster.instance_load import InstanceLoad
-from headway.runtime.cluster.messages import ComputeSpan, MeetPeers, PauseRequest, ResumeSpan, SpanTaskLost
 from headway.runtime.cluster.retries import MOST_RUNS_LOST
+from headway.runtime.engine.instance_protocol import ComputeSpan, MeetPeers, PauseRequest, ResumeSpan, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest, EngineStats, SubmitRequest
 
 

@@ -28,7 +28,7 @@ from headway.policy.placement.base import (
     TransferKv,
 )
 from headway.policy.placement.view import ClusterSnapshot
-from headway.runtime.cluster.messages import ReserveKv
+from headway.runtime.engine.instance_protocol import ReserveKv
 
 
 def claim(name: str, has: dict[int, int], **needs: int) -> KvClaim:

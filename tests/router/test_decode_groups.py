@@ -14,7 +14,7 @@ from tests.helpers.polling import eventually
 
 from headway.control.transfer_queue import KvSlice
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     PauseRequest,
     ReserveKv,

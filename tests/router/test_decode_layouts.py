@@ -13,7 +13,7 @@ from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.random_weights import reference_config
 
 from headway.core.span import SpanTask, Strategy
-from headway.runtime.cluster.messages import ComputeSpan
+from headway.runtime.engine.instance_protocol import ComputeSpan
 from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
 from headway.runtime.sequence_parallel.pieces import layout_after

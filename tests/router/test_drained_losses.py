@@ -11,8 +11,8 @@ from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 from tests.helpers.polling import eventually
 
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.messages import ComputeSpan
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.instance_protocol import ComputeSpan
 from headway.runtime.engine.protocol import SubmitRequest
 
 

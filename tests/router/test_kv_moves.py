@@ -16,8 +16,8 @@ from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.messages import ReserveKv, SendKv
 from headway.runtime.cluster.residency import LiveResidency
+from headway.runtime.engine.instance_protocol import ReserveKv, SendKv
 from headway.runtime.engine.protocol import SubmitRequest
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 
 from headway.control.kv_reservations import KvReservations
-from headway.runtime.cluster.messages import ReserveKv, SpanTask
+from headway.runtime.engine.instance_protocol import ReserveKv, SpanTask
 
 
 @settings(max_examples=100)

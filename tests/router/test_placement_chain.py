@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import pytest
+from tests.helpers.told_policy import Told
 
 from headway.core.request import Request
 from headway.policy.placement.base import (
-    Action,
     Event,
     InstanceJoined,
     InstanceLeft,
@@ -23,25 +22,13 @@ from headway.runtime.cluster.policies import PlacementChain
 VIEW = cast(ClusterSnapshot, None)
 
 
-class Hearing:
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-
-    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        self.heard.append(event)
-        return ()
-
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
-
 @pytest.mark.parametrize("change", [InstanceJoined(1), InstanceLeft(1), InstanceLost(1)])
 def test_policies_with_requests_hear_of_instances(change: Event) -> None:
     """A policy that is made afterwards finds them in its first snapshot."""
-    made: list[Hearing] = []
+    made: list[Told] = []
 
-    def make() -> Hearing:
-        made.append(Hearing())
+    def make() -> Told:
+        made.append(Told())
         return made[-1]
 
     chain = PlacementChain(make, lambda name, number: True)

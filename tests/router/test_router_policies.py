@@ -15,7 +15,7 @@ from tests.helpers.polling import run_ready_tasks
 from headway.core.errors import RequestError
 from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import Role
-from headway.runtime.cluster.messages import ComputeSpan, SendKv
+from headway.runtime.engine.instance_protocol import ComputeSpan, SendKv
 
 MIXED: tuple[Role, ...] = ("mixed",) * 3
 APART: tuple[Role, ...] = ("prefill", "prefill", "decode")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 
 from headway.core.span import Strategy
-from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask, SpanTaskDone
 from headway.runtime.engine.protocol import OutputDelta
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.rope_config import RopeConfig

@@ -163,7 +163,7 @@ def test_transfers_and_spans_take_the_simulators_times(tmp_path: Path) -> None:
     from tests.helpers.timed.times import ClusterTimes
 
     from headway.perf.latency.groups import GroupShape
-    from headway.runtime.cluster.messages import SpanTask
+    from headway.runtime.engine.instance_protocol import SpanTask
 
     spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)

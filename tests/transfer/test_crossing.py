@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.cluster.messages import KvReserved, ReserveKv
+from headway.runtime.engine.instance_protocol import KvReserved, ReserveKv
 from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.cluster.messages import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -25,7 +25,7 @@ from tests.helpers.hand_overs import (
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     KvStaged,
     PauseRequest,
     ResumeSpan,

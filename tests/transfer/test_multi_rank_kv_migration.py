@@ -13,7 +13,7 @@ from tests.helpers.hand_overs import arrived, check, end, first_token, params, p
 from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.polling import let_arrive, until
 
-from headway.runtime.cluster.messages import KvReserved, KvStaged, ReserveKv
+from headway.runtime.engine.instance_protocol import KvReserved, KvStaged, ReserveKv
 from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

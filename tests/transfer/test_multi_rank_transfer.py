@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.runtime.cluster.messages import KvArrived, KvReserved, ReserveKv
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv
 from headway.runtime.executor.messages import RankHolds
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer

@@ -23,8 +23,8 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.build.engine_process import WallClock
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
-from headway.runtime.cluster.messages import FromInstance, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import FromInstance, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import prompt_of
 from tests.helpers.virtual_instances import Pair, VirtualInstance
 
-from headway.runtime.cluster.messages import SpanTaskLost
+from headway.runtime.engine.instance_protocol import SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]

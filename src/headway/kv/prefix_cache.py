@@ -195,8 +195,12 @@ class PrefixCache:
         entry = self._entries[request]
         if not entry.counted:
             entry.counted = True
-            self.queried_tokens += entry.prompt_tokens
-            self.hit_tokens += entry.tip.depth * self._block_tokens
+            self.looked_up(entry.prompt_tokens, entry.tip.depth)
+
+    def looked_up(self, prompt_tokens: int, blocks: int) -> None:
+        """Count the look-up of a prompt of so many tokens, of which so many cached blocks are used."""
+        self.queried_tokens += prompt_tokens
+        self.hit_tokens += blocks * self._block_tokens
 
     def computed(self, request: str, tip: PrefixNode, tokens: int, blocks: Sequence[int]) -> PrefixNode:
         """Index the blocks of a request's first `tokens` tokens; `blocks`: those behind `tip`. Return its new tip.
@@ -223,13 +227,11 @@ class PrefixCache:
                     self._rematch(name)
         return end
 
-    def hold(self, keys: Sequence[Hashable], prompt_tokens: int) -> PrefixNode:
-        """Keep what is cached of a prompt that is not registered from eviction until `end`, and count its look-up."""
+    def hold(self, keys: Sequence[Hashable]) -> PrefixNode:
+        """Keep what is cached of a prompt that is not registered from eviction until `end`."""
         tip = self.index.match(keys)
         self._epoch += 1
         self.index.acquire(tip)
-        self.queried_tokens += prompt_tokens
-        self.hit_tokens += tip.depth * self._block_tokens
         return tip
 
     def end(self, tip: PrefixNode) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headway.core.errors import ConfigError
 from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.latency.serving_overhead import NO_OVERHEAD, ServingOverhead
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
@@ -33,7 +33,7 @@ class InstanceSpec:
     """Cost of the exchange between KV groups that share a request."""
     actual_latency: LatencyModel | None = None
     """Times that iterations really take; None: those that `latency` predicts."""
-    serving: ServingOverhead = ServingOverhead()  # noqa: RUF009 - frozen
+    serving: ServingOverhead = NO_OVERHEAD
     """What a server adds to TTFT and E2E, and to iterations after an idle engine; the engine's own time between
     iterations is in `actual_latency`."""
     learns: bool = False

@@ -22,7 +22,7 @@ from headway.core.sampling import SamplingParams
 from headway.core.span import cut
 from headway.perf.latency.pause_points import PausePoints
 from headway.runtime.cluster.agent_protocols import Slots
-from headway.runtime.cluster.messages import ComputeSpan, SpanTask
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask
 from headway.runtime.kv_transfer.peers import PeerStream
 
 _NAP_S = 0.005

@@ -8,7 +8,7 @@ from tests.helpers.timed.runs import TimedSavedBytes
 
 from headway.core.request import Request
 from headway.core.span import Span
-from headway.runtime.cluster.messages import SpanTask
+from headway.runtime.engine.instance_protocol import SpanTask
 from headway.sim.cluster.spans import predicted_s
 from headway.sim.cluster.spec import ClusterSpec
 

@@ -28,6 +28,12 @@ class TimeSpread(msgspec.Struct, frozen=True):
     factors: tuple[float, ...]
     """Measured over predicted time at equal steps from the least to the greatest."""
 
+    @classmethod
+    def of(cls, most_s: float, ratios: Sequence[float]) -> TimeSpread:
+        """Return the spread of measured over predicted times."""
+        factors = np.quantile(ratios, np.linspace(0.0, 1.0, min(_QUANTILES, len(ratios))))
+        return cls(most_s, tuple(map(float, factors)))
+
     def at(self, share: float) -> float:
         """Return the factor below which `share` of the measured ones lie, 0 to 1."""
         place = share * (len(self.factors) - 1)
@@ -47,8 +53,7 @@ def spreads_of(predicted: Sequence[float], measured: Sequence[float]) -> tuple[T
         if len(pairs) - end < _LEAST_SPREAD:
             end = len(pairs)
         ratios = [took / said for said, took in pairs[first:end]]
-        factors = np.quantile(ratios, np.linspace(0.0, 1.0, min(_QUANTILES, len(ratios))))
-        spreads.append(TimeSpread(pairs[end - 1][0], tuple(map(float, factors))))
+        spreads.append(TimeSpread.of(pairs[end - 1][0], ratios))
         first = end
     return tuple(spreads)
 
@@ -83,8 +88,7 @@ class ServingOverhead(msgspec.Struct, frozen=True):
         iteration_s, request_s = _typical(between), _typical(requests)
         varied = None
         if request_s and len(requests) >= _LEAST_SPREAD:
-            shares = np.quantile(np.maximum(requests, 0.0) / request_s, np.linspace(0.0, 1.0, _LEAST_SPREAD))
-            varied = TimeSpread(request_s, tuple(map(float, shares)))
+            varied = TimeSpread.of(request_s, [max(0.0, each) / request_s for each in requests])
         return cls(request_s, max(0.0, _typical(idle) - iteration_s), iteration_s, varied)
 
     def way_s(self, request: str) -> float:
@@ -92,6 +96,10 @@ class ServingOverhead(msgspec.Struct, frozen=True):
         if self.requests is None:
             return self.request_s
         return self.request_s * self.requests.at(crc32(request.encode()) / 2**32)
+
+    def with_way_of(self, other: ServingOverhead) -> ServingOverhead:
+        """Return this with what requests take on their way, and to wake an engine, in `other`: only clients see it."""
+        return msgspec.structs.replace(self, request_s=other.request_s, requests=other.requests, idle_s=other.idle_s)
 
     def words(self) -> str:
         """Return it for people."""
@@ -116,7 +124,7 @@ def _typical(seconds: Sequence[float]) -> float:
 
 
 NO_OVERHEAD = ServingOverhead()
-"""Of what serves for nothing."""
+"""Nothing is added."""
 
 
 class HostedLatency(LatencyModel):

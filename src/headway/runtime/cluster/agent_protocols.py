@@ -7,7 +7,7 @@ from typing import Protocol
 
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import ComputeSpan, FromInstance, PeerAddress, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import ComputeSpan, FromInstance, PeerAddress, ReserveKv, SendKv
 
 Slots = Sequence[tuple[int, int]]
 """Slots of the KV pool, as (first, count)."""

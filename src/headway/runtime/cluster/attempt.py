@@ -10,7 +10,7 @@ from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.request import Request
 from headway.runtime.cluster.cluster_request import ClusterRequest
-from headway.runtime.cluster.messages import SendKv, SpanTask
+from headway.runtime.engine.instance_protocol import SendKv, SpanTask
 
 
 class KvMovement:

@@ -19,7 +19,7 @@ import msgspec
 from headway.core.span import Strategy
 from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.messages import ComputeSpan, SpanTask, SpanTaskDone
+from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask, SpanTaskDone
 
 _LOW = 64
 """Free KV tokens below which the master is replaced by the group's instance with the most free tokens."""

@@ -22,7 +22,9 @@ from headway.core.clock import ClockProtocol
 from headway.core.errors import HeadwayError
 from headway.kv.staged_kv import StagedKv, span_kv_name
 from headway.runtime.cluster.agent_protocols import EngineLoop, KvTransferManager, PeerTable, Slots, SpanExecution
-from headway.runtime.cluster.messages import (
+from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
+from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     KvReserved,
@@ -34,8 +36,6 @@ from headway.runtime.cluster.messages import (
     SpanTaskPaused,
     ToInstance,
 )
-from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
-from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.output_tracker import OutputTracker
 from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.kv_transfer.peer import PeerLostError
@@ -62,12 +62,11 @@ class _AgentRequest(NamedTuple):
 class _SpanJob:
     """A span task from `ComputeSpan` until it is done."""
 
-    __slots__ = ("began_s", "begun", "cached_tokens", "compute", "forgotten", "grew", "pause", "run")
+    __slots__ = ("began_s", "begun", "compute", "forgotten", "grew", "pause")
 
     def __init__(self, compute: ComputeSpan) -> None:
-        self.compute, self.run = compute, compute.run
-        # Tokens before the task that come from a prefix cache.
-        self.cached_tokens = compute.before[0].end if compute.cached else 0
+        # `_cached_before` replaces it where not all is cached that was.
+        self.compute = compute
         # grew: it is done, and took more KV than that of one token.
         self.begun = self.pause = self.forgotten = self.grew = False
         self.began_s = 0.0
@@ -272,20 +271,21 @@ class InstanceAgent:
 
         A group of one computes what was evicted since the controller's decision, and all where the pool has no room for
         the task beside what it would copy; with others it raises HeadwayError."""
-        compute, wanted = job.compute, job.cached_tokens
+        compute = job.compute
         if not compute.cached or compute.before[0].group != (self._peers.number,):
             yield compute
             return
-        request = self._requests[compute.id]
+        request, wanted = self._requests[compute.id], compute.before[0].end
         # All of the prefix is copied, then spread over the group.
         beside = max(wanted, -(-compute.run.end // len(compute.run.group)))
         with self._prefixes.held(request.admit, request.prompt, wanted, beside) as (found, slots):
             if found < wanted and len(compute.run.group) > 1:
                 raise HeadwayError(f"{wanted - found} of {wanted} cached tokens are gone, or no room is beside them")
             if found < wanted:
-                job.run, job.cached_tokens = msgspec.structs.replace(compute.run, start=found), found
-            before = (msgspec.structs.replace(compute.before[0], end=found),) if found else ()
-            yield msgspec.structs.replace(compute, run=job.run, before=before, cached_slots=tuple(slots))
+                before = (msgspec.structs.replace(compute.before[0], end=found),) if found else ()
+                run = msgspec.structs.replace(compute.run, start=found)
+                job.compute = msgspec.structs.replace(compute, run=run, before=before, cached=bool(found))
+            yield msgspec.structs.replace(job.compute, cached_slots=tuple(slots))
 
     def _take_up(self, name: str) -> None:
         """Give the KV that a scheduler has left here to the request's span tasks."""
@@ -334,7 +334,7 @@ class InstanceAgent:
             self._leave(self._places[name].pop(0))
         if self._moves is not None:
             self._moves.layers_are_there(name)
-        run, at = job.run, job.run.group.index(self._peers.number)
+        run, at = compute.run, compute.run.group.index(self._peers.number)
         job.grew = moved or bool(run.keepers) or not run.in_place
         # This instance's share, so that the shares of the group add up to the task's tokens.
         tokens, size = run.end - run.start, len(run.group)
@@ -346,8 +346,9 @@ class InstanceAgent:
             admit, _, live = self._requests[name]
             live.emitted = compute.run.end - admit.prompt_tokens
             delta = live.take(emitted, now)
+        cached = compute.before[0].end if compute.cached else 0
         return SpanTaskDone(
-            id=name, index=compute.index, began_s=job.began_s, ended_s=now, cached_tokens=job.cached_tokens, delta=delta
+            id=name, index=compute.index, began_s=job.began_s, ended_s=now, cached_tokens=cached, delta=delta
         )
 
     def _paused(self, job: _SpanJob) -> SpanTaskPaused:

@@ -10,8 +10,8 @@ from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.instance_roster import Another, InstanceRoster
 from headway.runtime.cluster.live_controller import LiveController
 from headway.runtime.cluster.merged_reports import merged_info
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.cluster.span_samples import samples_of
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.protocol import EngineInfo, EngineSamples, OutputDelta
 
 

@@ -10,7 +10,7 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.membership import LiveMembership
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
     KvReserved,

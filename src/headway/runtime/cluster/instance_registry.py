@@ -12,7 +12,7 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.cached_keys import shareable, shares, text_of
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.messages import AdmitRequest, MeetPeers
+from headway.runtime.engine.instance_protocol import AdmitRequest, MeetPeers
 from headway.runtime.engine.protocol import AbortRequest
 
 

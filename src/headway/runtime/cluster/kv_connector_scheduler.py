@@ -13,8 +13,15 @@ from typing import Protocol
 from headway.core.batch import KvOp
 from headway.core.clock import ClockProtocol
 from headway.core.errors import RequestError
-from headway.runtime.cluster.messages import FromInstance, KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import (
+    FromInstance,
+    KvArrived,
+    KvReserved,
+    ReserveKv,
+    SendKv,
+    SpanTaskLost,
+)
 from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 from headway.runtime.kv_transfer.rank_routes import instance_of
 

@@ -15,7 +15,7 @@ from headway.control.controlled_request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.runtime.cluster.attempt import AttemptTable, KvMovement, RequestAttempt, ReservedKv
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.messages import KvArrived, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv
 
 _WHAT = "move"
 

@@ -16,9 +16,9 @@ import msgspec
 
 from headway.policy.placement.view import ClusterInstance, Role
 from headway.runtime.cluster.cached_keys import CachedKeys
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_supervisor import EngineProcess, EngineSupervisor, Message
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.protocol import (
     DrainEngine,
     EngineInfo,

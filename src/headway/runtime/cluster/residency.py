@@ -20,7 +20,7 @@ from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
 from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.messages import PauseRequest, SpanTaskDone
+from headway.runtime.engine.instance_protocol import PauseRequest, SpanTaskDone
 
 
 class LiveResidency:

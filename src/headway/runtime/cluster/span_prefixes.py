@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.text_keys import TextKeys
-from headway.runtime.cluster.messages import AdmitRequest
+from headway.runtime.engine.instance_protocol import AdmitRequest
 
 
 class CachedSlots(NamedTuple):
@@ -33,11 +33,11 @@ class SpanPrefixes:
             yield CachedSlots(0, ())
             return
         size = self._block_manager.block_tokens
-        tip = self._cache.hold(self._keys(admit, prompt)[: tokens // size], known_tokens(admit))
+        tip = self._cache.hold(self._keys(admit, prompt)[: tokens // size])
         if self._block_manager.free_blocks < self._block_manager.blocks_for(beside):
             self._cache.end(tip)
-            yield CachedSlots(0, ())
-            return
+            tip = self._cache.hold(())
+        self._cache.looked_up(known_tokens(admit), tip.depth)
         try:
             runs = self._cache.index.runs(tip)
             yield CachedSlots(tip.depth * size, [(first * size, count * size) for first, count in runs])

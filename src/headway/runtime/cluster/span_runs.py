@@ -20,7 +20,7 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.policy.placement.base import Phase
 from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     PauseRequest,
     ResumeSpan,

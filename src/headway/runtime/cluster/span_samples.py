@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.messages import FromInstance, KvArrived, SpanTaskDone
+from headway.runtime.engine.instance_protocol import FromInstance, KvArrived, SpanTaskDone
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from headway.runtime.cluster.messages import FromInstance, KvArrived, SpanTaskDone
+from headway.runtime.engine.instance_protocol import FromInstance, KvArrived, SpanTaskDone
 from headway.runtime.engine.protocol import EngineInfo, EngineSamples, FatalError, IterationOutputs, OutputDelta
 
 Message = EngineInfo | IterationOutputs | FatalError | FromInstance

@@ -24,7 +24,7 @@ from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.grouped_scheduler import relegations
 from headway.policy.iteration.predicted_ttft import refuse_late
-from headway.runtime.cluster.messages import KvStaged
+from headway.runtime.engine.instance_protocol import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import ScheduledOutput
 from headway.runtime.engine.prefix_lookups import PrefixLookups

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from headway.runtime.cluster.messages import FromInstance
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.iteration_deadline import IterationDeadline, IterationProgress
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor

@@ -15,9 +15,9 @@ from typing import Any
 
 import zmq
 
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineChannel
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.iteration_deadline import IterationDeadline
 from headway.runtime.engine.protocol import HEARTBEAT_SUFFIX, EngineInfo, FatalError, IterationOutputs
 from headway.runtime.launcher.engine_spawn import spawn

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.cumulative_counters import accumulate_counters
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FatalError, IterationOutputs
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 

@@ -44,7 +44,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     output: tuple[int, ...] = ()
     """Tokens that the client already has; the answer continues after them."""
     phase: Phase = "all"
-    """"prefill" ends with the first token and keeps the KV (`cluster.messages.KvStaged`), unless that token ends the
+    """"prefill" ends with the first token and keeps the KV (`instance_protocol.KvStaged`), unless that token ends the
     request. "decode": KV of all tokens but the last, `output` included, is staged under the id, and no queue limit
     refuses it."""
 

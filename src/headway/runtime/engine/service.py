@@ -19,8 +19,8 @@ import zmq
 from headway.core.clock import ClockProtocol
 from headway.core.errors import UnavailableError
 from headway.runtime.cluster.instance_agent import InstanceAgent
-from headway.runtime.cluster.messages import FromInstance, ToInstance
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.instance_protocol import FromInstance, ToInstance
 from headway.runtime.engine.iteration_deadline import IterationProgress
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import (

@@ -3,9 +3,9 @@
 In plans requests are numbers, assigned by the engine in order of admission: a plan never carries a client's id.
 
 Ranks of a cluster's instance also get the messages about spans and KV that their engine gets
-(`runtime.cluster.messages`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan` are
-answered by any number of `WantSlots` and, with `beside`, `LayerEdge`, then by `SpanTaskPaused` or `SpanEnded`, or at
-any time by `SpanTaskLost`; the engine waits for an answer of each rank, for one request at a time. None grows with a
+(`runtime.engine.instance_protocol`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan`
+are answered by any number of `WantSlots` and, with `beside`, `LayerEdge`, then by `SpanTaskPaused` or `SpanEnded`, or
+at any time by `SpanTaskLost`; the engine waits for an answer of each rank, for one request at a time. None grows with a
 context, except prompts, which come once, and slots by the number of their ranges.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams, TokenLogprobs
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     KvArrived,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.batch import KvOp
-from headway.runtime.cluster.messages import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
 from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import InstanceFromRank, RankHolds, RankTransferLost
 from headway.runtime.executor.multi_process import MultiProcessExecutor

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import GroupBatch
-from headway.runtime.cluster.messages import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
 from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import (
     InstanceFromRank,

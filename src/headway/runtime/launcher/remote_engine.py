@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from headway.runtime.cluster.messages import FromInstance
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_channel import EngineChannel
+from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.iteration_deadline import IterationDeadline
 from headway.runtime.engine.protocol import EngineInfo, FatalError, IterationOutputs, join_endpoints
 from headway.runtime.launcher.engine_spawn import ENGINE

@@ -15,7 +15,7 @@ from headway.core.batch import KvOp
 from headway.core.errors import HeadwayError, InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     PauseRequest,
@@ -46,7 +46,7 @@ class SpanTaskError(HeadwayError):
     """A span cannot be completed: a rank has reported so."""
 
 
-class _Task(NamedTuple):
+class _PreparedSpan(NamedTuple):
     compute: ComputeSpan
     allocate_slots: Callable[[int, bool], Slots]
     look: Callable[[], None]
@@ -63,7 +63,7 @@ class MultiRankSpanExecutor:
         self._executor, self._pending_ops = executor, pending_ops
         self._ranks = executor.layout.accelerators
         self._known: set[str] = set()
-        self._tasks: dict[str, _Task] = {}
+        self._tasks: dict[str, _PreparedSpan] = {}
         self._ended: dict[str, list[SpanEnded]] = {}
         self._saved: dict[str, SpanTaskPaused] = {}
         self._name = ""
@@ -85,7 +85,7 @@ class MultiRankSpanExecutor:
         self, compute: ComputeSpan, allocate_slots: Callable[[int, bool], Slots], look: Callable[[], None]
     ) -> None:
         """See `SpanExecutor.begin`. The ranks prepare the task when `go` first tells them of it."""
-        self._tasks[compute.id] = _Task(compute, allocate_slots, look)
+        self._tasks[compute.id] = _PreparedSpan(compute, allocate_slots, look)
         self._ended.pop(compute.id, None)
 
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
@@ -121,7 +121,7 @@ class MultiRankSpanExecutor:
                 )
                 return False
 
-    def _grant(self, task: _Task, wants: Sequence[WantSlots]) -> GrantSlots:
+    def _grant(self, task: _PreparedSpan, wants: Sequence[WantSlots]) -> GrantSlots:
         # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
         slots = task.allocate_slots(max(one.tokens for one in wants), wants[0].replace)
         # Ranks must own the blocks before the slots are granted; both messages keep their order.

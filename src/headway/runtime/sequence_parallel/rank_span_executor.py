@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from headway.core.errors import HeadwayError
-from headway.runtime.cluster.messages import (
+from headway.runtime.engine.instance_protocol import (
     AdmitRequest,
     ComputeSpan,
     PauseRequest,

@@ -20,7 +20,7 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
 from headway.runtime.attention.slots import cut_ranges
-from headway.runtime.cluster.messages import ComputeSpan
+from headway.runtime.engine.instance_protocol import ComputeSpan
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork, PeerStream, PeerTicket
