@@ -118,7 +118,7 @@ def test_prefill_here_and_decode_there_through_a_lost_host_and_a_pulled_cable(
         assert metric(URL, "headway_instance_restarts_total") == 2, "one for each loss"
         engine = pid_of(URL, 1)
         head.server.terminate()
-        assert head.server.ended(30.0) == 0
+        assert head.server.ended(30.0) == 0, head.server.said
         assert ends_soon(engine, 30.0)
     assert main(["cluster", path, "--replay", log]) == 0
 
@@ -180,7 +180,7 @@ def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
         assert [one.answer(), other.answer()] == wanted
         until(all_ready, 60.0)
         head.server.terminate()
-        assert head.server.ended(30.0) == 0
+        assert head.server.ended(30.0) == 0, head.server.said
 
 
 @LONG

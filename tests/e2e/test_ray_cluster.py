@@ -13,7 +13,7 @@ from tests.helpers.cluster_streams import ANSWER_TOKENS, ClientStream, all_ready
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric
 from tests.helpers.polling import until
-from tests.helpers.process_tree import is_running
+from tests.helpers.process_tree import ends_soon, is_running
 from tests.helpers.ray_nodes import RayNodes, ray_nodes
 
 from headway.serving.load.server_process import ServerProcess
@@ -49,7 +49,7 @@ def test_a_node_killed_in_the_midst_of_a_long_prefill_changes_no_answer(
         one, other = ClientStream(server.url, PROMPT), ClientStream(server.url, OTHER)
         until(lambda: computing(1)(server.url, one), WAIT_S)
         nodes.kill()
-        assert not is_running(engine)
+        assert ends_soon(engine)
         until(lambda: "lost" in [each["state"] for each in instances(server.url)], WAIT_S)
         assert not one.told
         nodes.add()
@@ -59,7 +59,14 @@ def test_a_node_killed_in_the_midst_of_a_long_prefill_changes_no_answer(
         assert metric(server.url, "headway_instance_restarts_total") == 1
         again = pid_of(server.url, 1)
         assert again != engine
-    until(lambda: not is_running(again), WAIT_S)
+    assert ends_soon(again, WAIT_S)
+
+
+def test_tests_of_one_group_run_one_after_another(request: pytest.FixtureRequest) -> None:
+    """Two Ray clusters on one machine disturb each other: a session in /tmp/ray and much memory each."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("only where tests are distributed by their groups: --dist loadgroup")
+    assert request.node.nodeid.endswith("@ray")
 
 
 def test_without_the_token_no_host_can_be_used(nodes: RayNodes, tmp_path: Path, llama: Path) -> None:

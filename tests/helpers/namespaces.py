@@ -158,14 +158,16 @@ class RayOnHosts:
         self.variables = environment()
         self._hosts = hosts
         self._running: list[Running] = []
-        self._start(hosts.a, "--head", "--node-ip-address", NODE0, "--port", "6379", "--include-dashboard", "false")
-        until(lambda: "Ray runtime started" in self._running[0].said, 60.0)
+
+    def start(self) -> None:
+        """Start a node on either host."""
+        head = "--head", "--node-ip-address", NODE0, "--port", "6379", "--include-dashboard", "false"
+        self._start(self._hosts.a, *head)
         self.start_other()
 
     def start_other(self) -> None:
         """Start the node on `b`."""
         self._start(self._hosts.b, "--address", RAY_ADDRESS, "--node-ip-address", "10.77.0.2")
-        until(lambda: "Ray runtime started" in self._running[-1].said, 60.0)
 
     def kill_other(self) -> None:
         """Kill the node on `b`, with all that runs there."""
@@ -179,7 +181,14 @@ class RayOnHosts:
 
     def _start(self, namespace: str, *words: str) -> None:
         words = (*_RAY, "--object-store-memory", str(80 << 20), *words)
-        self._running.append(Running(namespace, *words, variables=self.variables))
+        node = Running(namespace, *words, variables=self.variables)
+        self._running.append(node)
+
+        def started() -> bool:
+            assert node.process.poll() is None, node.said
+            return "Ray runtime started" in node.said
+
+        until(started, 120.0)
 
 
 @contextmanager
@@ -187,6 +196,7 @@ def ray_on(hosts: Hosts) -> Iterator[RayOnHosts]:
     """Skips the test without Ray."""
     ray = RayOnHosts(hosts)
     try:
+        ray.start()
         yield ray
     finally:
         ray.remove()

@@ -95,7 +95,7 @@ def test_stages_on_two_hosts_answer_as_one_process(hosts: Hosts, ray: RayOnHosts
             assert tokens(hosts, llama, prompt, count) == greedy(llama, prompt, count)
         (worker,) = workers(hosts)
         server.terminate()
-        assert server.ended(30.0) == 0
+        assert server.ended(30.0) == 0, server.said
         assert ends_soon(worker, 30.0)
 
 
@@ -145,4 +145,4 @@ def test_heads_on_two_hosts_through_a_killed_worker_and_a_pulled_cable(
         assert into_the_cut.result() == greedy(llama, *ASKS[0]), "it waited, and knows nothing of it"
         assert get(hosts, "/health") == {**again, "recoveries": 2}
         server.terminate()
-        assert server.ended(30.0) == 0
+        assert server.ended(30.0) == 0, server.said
