@@ -71,7 +71,9 @@ class Cluster:
 @contextmanager
 def hosts(**settings: Any) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(stack, **settings)
+        cluster = Cluster(stack, **settings)
+        yield cluster
+    assert not cluster.ray.misused, "a thread called Ray after its shutdown"
 
 
 @asynccontextmanager

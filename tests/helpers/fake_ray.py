@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,10 @@ class RayTaskError(RayError):
 
 
 class FakeRay:
-    """Stands for the module and for its scheduler. Ends with `shutdown`, like the module."""
+    """Stands for the module and for its scheduler. Ends with `shutdown`, like the module.
+
+    misused: whether it was waited for while or after it was shut down; Ray itself may then end the whole process.
+    """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
@@ -31,6 +35,8 @@ class FakeRay:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self._actors: list[FakeActor] = []
+        self._waiting, self._shut = 0, False
+        self.misused = False
 
     def actor(self, model: str, there: bool = True) -> FakeActor:
         actor = FakeActor(self, model, there)
@@ -38,13 +44,26 @@ class FakeRay:
         return actor
 
     def get(self, futures: Any) -> Any:
-        return [each.result() for each in futures] if isinstance(futures, list) else futures.result()
+        with self._used():
+            return [each.result() for each in futures] if isinstance(futures, list) else futures.result()
 
     def wait(self, futures: Sequence[Future[Any]], timeout: float) -> tuple[list[Any], list[Any]]:
-        done, rest = wait_for(futures, timeout)
-        return list(done), list(rest)
+        with self._used():
+            done, rest = wait_for(futures, timeout)
+            return list(done), list(rest)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        self.misused |= self._shut
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def shutdown(self) -> None:
+        self._shut = True
+        self.misused |= self._waiting > 0
         for actor in self._actors:
             actor.lose()
         self.loop.call_soon_threadsafe(self.loop.stop)

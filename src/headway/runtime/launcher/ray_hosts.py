@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from headway.core.errors import ConfigError
@@ -25,6 +27,9 @@ from headway.runtime.launcher.secret import guard_server, new_token
 log = logging.getLogger("headway.engine")
 
 _RETRY_S = 0.5
+_TURN_S = 0.2
+"""After how long a thread that waits for Ray looks whether it shall end."""
+_JOIN_S = 5.0
 _CLOCK_S = 30.0
 """Interval between two measurements of a host's clock."""
 _PINGS = 5
@@ -75,6 +80,10 @@ class RemoteProcess:
             self._drop()
 
 
+class _RayLeftError(Exception):
+    """`RayHosts.close` has been called: what a thread waits for does not matter any more."""
+
+
 class RayHosts:
     """The nodes of a Ray cluster on which processes of this one run, until `close`. Made by `join_ray`.
 
@@ -101,6 +110,9 @@ class RayHosts:
         self._ahead_s = [0.0] * (1 + len(actors))
         self._serials = itertools.count(1)
         self._processes: weakref.WeakSet[RemoteProcess] = weakref.WeakSet()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._calling = threading.Lock()
+        """Held by whatever calls an actor without waiting, so that `close` does not come in between."""
         self._closing = False
 
     def gather(self, wanted: Callable[[], bool] = lambda: True) -> list[HostFacts]:
@@ -143,10 +155,11 @@ class RayHosts:
         if node == 0:
             return None
         launch = ProcessLaunch(next(self._serials), number, endpoint, settings, module)
-        actor = self._actors[node - 1]
-        process = RemoteProcess(number, node, lambda: actor.end.remote(launch.serial))
+        process = RemoteProcess(number, node, lambda: self._end_there(node, launch))
         self._processes.add(process)
-        threading.Thread(target=self._follow, args=(process, launch), name=process.name, daemon=True).start()
+        thread = threading.Thread(target=self._follow, args=(process, launch), name=process.name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
         return process
 
     def ahead_s(self, number: int) -> float:
@@ -155,11 +168,16 @@ class RayHosts:
 
     def close(self) -> None:
         """End what runs on the other hosts, and leave the Ray cluster. Harmless when repeated."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._calling:
+            if self._closing:
+                return
+            self._closing = True
         for process in list(self._processes):
             process.end("was told to end")
+        # A thread that calls Ray after its shutdown ends this process with status 1.
+        until = time.monotonic() + _JOIN_S
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
         # The driver's actors and placement groups end with its connection, and their processes with the actors.
         self._ray.shutdown()
 
@@ -167,26 +185,54 @@ class RayHosts:
 
     def _follow(self, process: RemoteProcess, launch: ProcessLaunch) -> None:
         """Start the process, wait for its end, and record that."""
-        actor = self._actors[process.node - 1]
         try:
             if self._started(process, launch):
                 process.end(f"(on host {process.node}) has ended with {self._end(process, launch)}")
         except (OSError, self._ray.exceptions.RayTaskError) as error:
             process.end(f"(on host {process.node}) cannot be started: {getattr(error, 'cause', error)}")
-        # Errors of Ray, and whatever a call raises after `close`.
+        except _RayLeftError:
+            return
         except Exception as error:
             log.debug("%s: %s", process.name, error)
             process.end(f"was on host {process.node}, which is lost")
-            if not self._closing:
-                # If the actor can be reached again, its process shall not stay.
-                actor.end.remote(launch.serial)
+            # If the actor can be reached again, its process shall not stay.
+            self._end_there(process.node, launch)
+
+    def _call(self, node: int, method: str, *words: object) -> Any:
+        """Call an actor's method; return Ray's reference to its result. Raises _RayLeftError after `close`."""
+        with self._calling:
+            if self._closing:
+                raise _RayLeftError
+            return getattr(self._actors[node - 1], method).remote(*words)
+
+    def _end_there(self, node: int, launch: ProcessLaunch) -> None:
+        """Have a process on another host ended; not waited for."""
+        with suppress(_RayLeftError):
+            self._call(node, "end", launch.serial)
+
+    def _is_done(self, pending: Any, timeout_s: float) -> bool:
+        """Wait for a result for so many seconds. Raises _RayLeftError soon after `close`."""
+        until = time.monotonic() + timeout_s
+        while not self._closing:
+            left_s = until - time.monotonic()
+            if self._ray.wait([pending], timeout=max(0.0, min(left_s, _TURN_S)))[0]:
+                return True
+            if left_s <= 0:
+                return False
+        raise _RayLeftError
+
+    def _result(self, node: int, method: str, *words: object) -> Any:
+        """Call an actor's method and wait for what it returns. Raises _RayLeftError, Ray's errors and the method's."""
+        pending = self._call(node, method, *words)
+        self._is_done(pending, math.inf)
+        return self._ray.get(pending)
 
     def _started(self, process: RemoteProcess, launch: ProcessLaunch) -> bool:
         """Start the process once its host is there; False where it is not wanted any more, or no host came in time."""
-        actor, until = self._actors[process.node - 1], time.monotonic() + self._patience_s
+        until = time.monotonic() + self._patience_s
         while process.is_alive():
             try:
-                process.pid = self._ray.get(actor.start.remote(launch))
+                process.pid = self._result(process.node, "start", launch)
                 return True
             except self._ray.exceptions.RayTaskError:
                 raise
@@ -201,12 +247,10 @@ class RayHosts:
 
     def _end(self, process: RemoteProcess, launch: ProcessLaunch) -> str:
         """Wait for the process's end; return how it ended. Measures its host's clock meanwhile."""
-        actor = self._actors[process.node - 1]
-        ending = actor.wait.remote(launch.serial)
-        done: list[Any] = []
-        while not done:
+        ending = self._call(process.node, "wait", launch.serial)
+        self._measure_clock(process.node)
+        while not self._is_done(ending, _CLOCK_S):
             self._measure_clock(process.node)
-            done, _ = self._ray.wait([ending], timeout=_CLOCK_S)
         why: str = self._ray.get(ending)
         return why
 
@@ -215,7 +259,7 @@ class RayHosts:
         trips = []
         for _ in range(_PINGS):
             began = time.monotonic()
-            theirs: float = self._ray.get(self._actors[node - 1].now.remote())
+            theirs: float = self._result(node, "now")
             trip = time.monotonic() - began
             trips.append((trip, began + trip / 2 - theirs))
         self._ahead_s[node] = min(trips)[1]
