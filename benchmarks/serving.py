@@ -81,9 +81,14 @@ def main() -> int:
     with ServerProcess([a.model, "--max-model-len", "64k"]) as server:
         url, name = server.url, name_of(server.url)
         short = {"model": name, "prompt": [2 + i * 37 % 4000 for i in range(200)], "ignore_eos": True, "max_tokens": 16}
-        alone = [first_token_s(url, short) for _ in range(a.repeat)]
+        one = {**short, "max_tokens": 1}
+        iterations0, busy0 = metric(url, "headway_iterations_total"), metric(url, "headway_busy_seconds_total")
+        alone = [first_token_s(url, one) for _ in range(a.repeat)]
+        iterations = metric(url, "headway_iterations_total") - iterations0
+        busy = (metric(url, "headway_busy_seconds_total") - busy0) / a.repeat
         print(f"a short (200 in) alone, time to first token: median {statistics.median(alone) * 1e3:.1f} ms, "
-              f"min {min(alone) * 1e3:.1f}")  # fmt: skip
+              f"min {min(alone) * 1e3:.1f}; {iterations / a.repeat:.2f} iterations each, TTFT is "
+              f"{statistics.mean(alone) / busy:.2f} times their time")  # fmt: skip
         assert server._process is not None
         pid = server._process.pid
         kv_per_token = 2 * 8 * 2 * 64 * 2
