@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,7 +295,7 @@ def test_a_request_forgotten_for_now_may_return(world: tuple[Computing, Turning]
 
 
 def test_a_run_ends_when_the_server_is_gone(tmp_path: Path) -> None:
-    service = EngineService(f"ipc://{tmp_path}/e", ManualClock(), os.getpid())
+    service = EngineService(f"ipc://{tmp_path}/e", ManualClock(), lambda: False)
     service._core, service._agent, service._executor_waits_on = make_core(), None, ()
     with pytest.raises(UnavailableError, match="the server is gone"):
         service.turn(False)

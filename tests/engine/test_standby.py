@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable
@@ -68,17 +71,83 @@ def test_streams_go_on_in_another_fork_of_the_same_template(fault: signal.Signal
     go(test, engine_timeout_s=1.0)
 
 
-def test_a_template_that_dies_takes_its_engine_along_and_both_are_replaced() -> None:
+def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
     async def test(client: ProcessEngineClient) -> None:
         one = stream(client, "a", [1, 2], 3_000)
         received = await tokens(one, 3)
         template, engine = template_pid(client), client.pid
         os.kill(template, signal.SIGKILL)
+        await eventually(lambda: template_pid(client) != template and client._template.loaded)  # type: ignore[union-attr]
+        received += await tokens(one, 3)
+        assert (client.pid, client.stats.engine_restarts_total) == (engine, 0)
+        os.kill(engine, signal.SIGKILL)
         assert received + await tokens(one) == answer([1, 2], 3_000)
-        assert template_pid(client) != template
-        assert ends_soon(engine)
+        # All may have been computed before the engine was killed.
+        await eventually(lambda: client.pid not in (0, engine))
+        assert child_pids(template_pid(client)) == [client.pid]
 
     go(test)
+
+
+def test_an_engine_whose_template_was_killed_drains_and_nothing_is_left_behind() -> None:
+    pids: list[int] = []
+
+    async def test(client: ProcessEngineClient) -> None:
+        template = template_pid(client)
+        os.kill(template, signal.SIGKILL)
+        await eventually(lambda: template_pid(client) != template)
+        pids.extend((template_pid(client), client.pid))
+        await client.drain()
+        assert client.failure is None
+
+    go(test)
+    assert all(ends_soon(pid) for pid in pids)
+
+
+SERVER = """
+import asyncio, os, signal
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
+
+async def main():
+    config = EngineConfig(model="fake", standby=True)
+    client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+    await client.start()
+    print(client.pid, flush=True)
+    if WITHOUT_TEMPLATE:
+        client._template.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("without_template", [False, True])
+def test_a_forked_engine_ends_when_its_server_is_killed(without_template: bool, tmp_path: Path) -> None:
+    script = SERVER.replace("WITHOUT_TEMPLATE", str(without_template))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=60, check=False, text=True)
+    assert done.returncode == -signal.SIGKILL
+    assert ends_soon(int(done.stdout))
+
+
+def test_the_first_process_of_a_container_reaps_an_engine_whose_template_was_killed() -> None:
+    adopt, libc = 36, ctypes.CDLL(None)  # PR_SET_CHILD_SUBREAPER: orphans become children, as the first process's do
+    libc.prctl(adopt, 1)
+
+    async def test(client: ProcessEngineClient) -> None:
+        template, engine = template_pid(client), client.pid
+        os.kill(template, signal.SIGKILL)
+        await eventually(lambda: template_pid(client) != template)
+        os.kill(engine, signal.SIGTERM)
+        await eventually(lambda: client.pid not in (0, engine))
+        assert not Path(f"/proc/{engine}").exists()
+
+    try:
+        go(test)
+    finally:
+        libc.prctl(adopt, 0)
 
 
 def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

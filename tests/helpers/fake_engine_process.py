@@ -17,6 +17,7 @@ from tests.helpers.engine_fixtures import INFO, make_core
 from tests.helpers.fake_executor import FakeExecutor
 
 from headway.core.batch import Batch
+from headway.runtime.build.engine_process import child_of
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
 
@@ -40,7 +41,7 @@ def main(endpoint: str, server_pid: int, config: EngineConfig) -> int:
     if config.model == "silent":
         return 3
     clock = WallClock()
-    service = EngineService(endpoint, clock, server_pid, config.channel_token)
+    service = EngineService(endpoint, clock, child_of(server_pid), config.channel_token)
     if config.model == "hangs":
         service.start_heartbeats(config.engine_timeout_s / 5)
         time.sleep(1.0)

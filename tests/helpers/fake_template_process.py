@@ -9,7 +9,7 @@ from tests.helpers.fake_executor import FakeExecutor
 
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
-from headway.runtime.build.engine_process import MadeEngine, Make
+from headway.runtime.build.engine_process import IsWanted, MadeEngine, Make
 from headway.runtime.build.template_process import live
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
@@ -19,7 +19,7 @@ def preload(config: EngineConfig) -> Make:
     if config.model == "broken":
         raise ConfigError("the checkpoint has no tensors")
 
-    def make(config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int) -> MadeEngine:
+    def make(config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: IsWanted) -> MadeEngine:
         info = msgspec.structs.replace(INFO, max_model_len=2_000_000)
         core = make_core(FakeExecutor(blocks=BLOCKS), info, max_num_seqs=512)
         core._clock = clock
@@ -29,4 +29,4 @@ def preload(config: EngineConfig) -> Make:
 
 
 if __name__ == "__main__":
-    live(preload)
+    live(preload, lambda: None)

@@ -51,9 +51,9 @@ _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | 
 
 def instance_main(endpoint: str, config: bytes) -> None:
     """A process that a fork server starts, which is quicker than a new interpreter."""
-    from headway.runtime.build.engine_process import main
+    from headway.runtime.build.engine_process import child_of, main
 
-    os._exit(main(endpoint, os.getppid(), msgspec.json.decode(config, type=EngineConfig)))
+    os._exit(main(endpoint, child_of(os.getppid()), msgspec.json.decode(config, type=EngineConfig)))
 
 
 class Instance:

@@ -12,7 +12,7 @@ from tests.helpers.engine_fixtures import make_core
 
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError, LostError
-from headway.runtime.build.engine_process import live
+from headway.runtime.build.engine_process import IsWanted, live
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta
@@ -26,7 +26,9 @@ LATER = {
 }
 
 
-def odd(config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int) -> tuple[EngineCore, None]:
+def odd(
+    config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: IsWanted
+) -> tuple[EngineCore, None]:
     """What `live` starts."""
     logging.getLogger("headway.engine").info("loading")
     if config.model == "foreseen":

@@ -142,7 +142,7 @@ def instance_visits(folder: Path) -> list[Visit]:
     context = zmq.Context()
     server = context.socket(zmq.PAIR)
     server.bind(f"ipc://{folder}/e")
-    service = EngineService(join_endpoints(f"ipc://{folder}/e", f"ipc://{folder}/b"), clock, os.getppid())
+    service = EngineService(join_endpoints(f"ipc://{folder}/e", f"ipc://{folder}/b"), clock, lambda: True)
     ids = np.arange(64, dtype=np.int32).tobytes()
     encode, greedy = msgspec.msgpack.encode, SamplingParams(max_tokens=2)
     for name in ("reserved", "computed"):

@@ -21,7 +21,7 @@ from headway.core.clock import ClockProtocol
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.runtime.build.engine_process import live
+from headway.runtime.build.engine_process import IsWanted, live
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig
@@ -34,7 +34,7 @@ VOCAB = 32_000
 
 
 def timed(
-    config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
+    config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: IsWanted
 ) -> tuple[EngineCore, InstanceAgent | None]:
     """An engine that sleeps for what its scenario predicts."""
     own, spec = config.instance, spec_of(scenario_of(Path(config.model)))

@@ -92,6 +92,10 @@ def _run(words: list[str]) -> int:
         parser.error(f"there is no command {chosen!r}" + "".join(f"; did you mean {name}?" for name in close))
     if chosen in LINUX_ONLY and not {"-h", "--help"} & set(words):
         require_linux(f"`headway {chosen}`")
+    if chosen == words[0] and _starts_engines(words):
+        from headway.runtime.launcher.engine_template import start_early
+
+        start_early()  # what takes longest, beside this command's own imports
     run: Callable[[argparse.Namespace], int] | None = None
     asked = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.
@@ -119,6 +123,13 @@ def _other_engine(words: list[str]) -> int | None:
     from headway.cli import vllm_engine
 
     return vllm_engine.take_over(words)
+
+
+def _starts_engines(words: list[str]) -> bool:
+    """Whether the words start engines with a standby process, as far as can be told before they are read."""
+    others = ("-h", "--help", "--print", "--dry", "--replay", "--standby", "--no-standby", "--device", "--nnodes")
+    plain = not any(word.startswith(others) or "-parallel-size" in word for word in words)
+    return words[0] in ("serve", "cluster") and plain and "HEADWAY_STANDBY" not in os.environ
 
 
 def _nested(words: list[str]) -> int:
@@ -158,6 +169,10 @@ def _guarded(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         # 128 + SIGINT, as shells report it.
         return 130
+    finally:
+        # Not imported: nothing was started.
+        if (templates := sys.modules.get("headway.runtime.launcher.engine_template")) is not None:
+            templates.discard_early()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from headway.core.scratch_folder import ScratchFolder
 from headway.core.structured_log import setup
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineClient
+from headway.runtime.launcher.engine_template import discard_early
 from headway.serving.binding import bind, check_binding, release
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import ServerSettings
@@ -139,6 +140,7 @@ def _serve(
     from headway.serving.app import create_app
     from headway.serving.run import serve
 
+    discard_early()
     # Before the journal is opened, which may have something to log.
     setup(settings.log_level, settings.log_format)
     app = create_app(client, load_tokenizer(model, settings), settings)

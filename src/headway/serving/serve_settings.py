@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 
 from headway.core.setting_types import ByteSize, Flag, Number, Text, TokenCount, WholeNumber, parsed_by
 from headway.core.settings import SettingsModel
-from headway.perf.hardware.device import check
+from headway.perf.hardware.device import check, has_driver
 from headway.policy.iteration.config import SchedulerConfig
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.model.config import check_dtype
@@ -132,10 +132,11 @@ class EngineSettings(SettingsModel):
         description="an iteration that takes so many times its predicted time, and worker-timeout, counts as hung",
         json_schema_extra=_shown_as("X"),
     )
-    standby: Flag = Field(
-        False,
+    standby: Flag | None = Field(
+        None,
         description="keep a process with the weights loaded, which engines are forked from and share memory with: a "
-        "lost engine is replaced without loading; one process on a CPU only",
+        "lost engine is replaced without loading; default: true where it is possible, which is an engine of one "
+        "process on a CPU",
     )
     max_restarts: WholeNumber = Field(
         3,
@@ -234,6 +235,13 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         possible = self.kv_parallel_size == 1 and self.event_log is None
         return possible if self.prefix_cache is None else self.prefix_cache
 
+    @property
+    def keeps_standby(self) -> bool:
+        """Return whether engines are forked from a standby process: as asked for, else where it is possible."""
+        workers = self.tensor_parallel_size * self.pipeline_parallel_size * self.kv_parallel_size
+        on_cpu = self.device == "cpu" or (self.device == "auto" and not has_driver())
+        return (workers == 1 and self.nnodes == 1 and on_cpu) if self.standby is None else self.standby
+
     def engine_config(self, model: str) -> EngineConfig:
         """Return the configuration of an engine for the checkpoint in folder `model`.
 
@@ -269,7 +277,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             worker_timeout_s=self.worker_timeout,
             engine_timeout_s=self.engine_timeout,
             hang_factor=self.hang_factor,
-            standby=self.standby,
+            standby=self.keeps_standby,
             max_restarts=self.max_restarts,
             restart_window_s=self.restart_window,
             log_level=self.log_level,

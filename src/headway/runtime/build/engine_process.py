@@ -40,23 +40,25 @@ class WallClock:
 
 
 MadeEngine: TypeAlias = "tuple[EngineCore, InstanceAgent | None]"
-Make = Callable[[EngineConfig, ClockProtocol, EngineService, int], MadeEngine]
-"""Makes an engine of (settings, clock, service, the parent's process id); in a cluster with its `InstanceAgent`."""
+IsWanted = Callable[[], bool]
+"""Whether the server that an engine belongs to is still there."""
+Make = Callable[[EngineConfig, ClockProtocol, EngineService, IsWanted], MadeEngine]
+"""Makes an engine; in a cluster with its `InstanceAgent`."""
 
 
 def real(
     config: EngineConfig,
     clock: ClockProtocol,
     service: EngineService,
-    server_pid: int,
+    is_wanted: IsWanted,
     loaded: LoadedDecoder | None = None,
 ) -> MadeEngine:
     """Assemble an engine that computes, with its agent when it is an instance of a cluster. loaded: its model, where
     that is loaded already."""
     from headway.runtime.build.engine import assemble
 
-    # The parent changes when the server dies: an engine that waits for hosts then gives up.
-    core = assemble(config, clock, lambda: os.getppid() == server_pid, loaded)
+    # An engine that waits for hosts gives up when it is no longer wanted.
+    core = assemble(config, clock, is_wanted, loaded)
     if config.instance is None:
         return core, None
     from headway.runtime.build.instance import join
@@ -64,7 +66,12 @@ def real(
     return core, join(config, core, clock, service.wake)
 
 
-def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real) -> int:
+def child_of(server_pid: int) -> IsWanted:
+    """Return whether this process is still a child of the server, however that ended: an orphan gets another parent."""
+    return lambda: os.getppid() == server_pid
+
+
+def main(endpoint: str, is_wanted: IsWanted, config: EngineConfig, make: Make = real) -> int:
     """Serve until drained (returns 0), or until the engine cannot start or continue (returns 1)."""
     if hasattr(signal, "SIGINT"):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; the server drains
@@ -73,12 +80,12 @@ def main(endpoint: str, server_pid: int, config: EngineConfig, make: Make = real
     clock = WallClock()
     # TCP: the server is on another host, and the connection is authenticated by the token.
     elsewhere = endpoint.startswith("tcp:")
-    service = EngineService(endpoint, clock, server_pid, config.channel_token if elsewhere else None)
+    service = EngineService(endpoint, clock, is_wanted, config.channel_token if elsewhere else None)
     # Before loading, which may take longer than the timeout.
     service.start_heartbeats(config.engine_timeout_s / PER_TIMEOUT)
     core: EngineCore | None = None
     try:
-        core, member = make(config, clock, service, server_pid)
+        core, member = make(config, clock, service, is_wanted)
         service.run(core, member)
     except Exception as error:
         service.fail(*_end(error, core is not None))
@@ -109,7 +116,8 @@ def _end(error: Exception, ready: bool) -> tuple[str, bool]:
 
 def live(make: Make = real) -> None:
     """Run the process: read command line and standard input, serve, and exit."""
-    code = main(sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), make)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    code = main(sys.argv[1], child_of(int(sys.argv[2])), config, make)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # skips the teardown of torch's thread pools

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from headway.core.cpu_affinity import CORES
-from headway.core.errors import ConfigError
 from headway.perf.hardware.device import DeviceAssignment, choose
 from headway.perf.hardware.memory import available_bytes
 from headway.perf.hardware.processor import processor_name
@@ -55,8 +54,6 @@ def load(config: EngineConfig) -> LoadedDecoder:
     backend = make_backend(name)
     device = "cpu" if devices is None else f"cuda:{devices.first}"
     if devices is not None:
-        if config.standby:
-            raise ConfigError("standby forks processes, which CUDA does not allow: leave it out, or set device to cpu")
         torch.cuda.set_device(device)
     with StepBar("loading weights, layers", shown=alone) as loading:
         decoder = load_decoder(config.model, config.dtype, config.max_model_len, device, backend, loaded=loading)

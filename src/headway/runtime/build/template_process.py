@@ -3,7 +3,7 @@
 usage: python -m headway.runtime.build.template_process SOCKET
 
 A forked process has the memory of its parent and only the thread that forked: so nothing is computed on several threads
-here, and each engine starts its own. It ends with the server, whose end of the socket closes.
+here, and each engine starts its own. It ends with the server, whose end of the socket closes; engines outlive it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
 from headway.core.clock import ClockProtocol
+from headway.core.errors import ConfigError
 from headway.core.structured_log import setup
 from headway.runtime.build import engine_process
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
-from headway.runtime.launcher.engine_template import MESSAGE_BYTES, READY
+from headway.runtime.launcher.engine_template import EXIT_CODE, MESSAGE_BYTES, PROCESS_ID, READY
 
 log = logging.getLogger("headway.engine")
 
@@ -33,21 +35,31 @@ Preload = Callable[[EngineConfig], engine_process.Make]
 """Loads what engines share; returns what makes an engine around it."""
 
 
+def import_libraries() -> None:
+    """Import what a model needs, which needs no settings."""
+    import headway.runtime.build.single_process  # noqa: F401
+
+
 def load_model(config: EngineConfig) -> engine_process.Make:
     """Load the model on one thread. Raises ConfigError."""
     import torch
+
+    if config.instance is not None:
+        import headway.runtime.build.instance  # noqa: F401 — so that each engine need not
 
     from headway.runtime.build.single_process import load
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loaded = load(config)
+    if loaded.devices is not None:
+        raise ConfigError("standby forks processes, which CUDA does not allow: leave it out, or set device to cpu")
 
     def make(
-        config: EngineConfig, clock: ClockProtocol, service: EngineService, server_pid: int
+        config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: engine_process.IsWanted
     ) -> engine_process.MadeEngine:
         torch.set_num_threads(threads)
-        return engine_process.real(config, clock, service, server_pid, loaded)
+        return engine_process.real(config, clock, service, is_wanted, loaded)
 
     return make
 
@@ -87,46 +99,61 @@ class _EngineForks:
     def _fork(self, message: bytes, pipe: int) -> int:
         """Fork an engine; return its pidfd."""
         endpoint, config = msgspec.json.decode(message, type=tuple[str, EngineConfig])
-        template = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become(endpoint, config, template, pipe)
-        os.write(pipe, b"%d\n" % pid)
+            self._become(endpoint, config, pipe)
         watched = os.pidfd_open(pid)
         self._running[watched] = (pid, pipe)
         return watched
 
-    def _become(self, endpoint: str, config: EngineConfig, template: int, pipe: int) -> None:
+    def _become(self, endpoint: str, config: EngineConfig, pipe: int) -> None:
         """Be an engine until its end, in the forked process. Never returns."""
         code = 1
         try:
             os.setsid()
+            _write(pipe, PROCESS_ID, os.getpid())
             self._channel.close()
             for watched, (_, other) in self._running.items():
                 os.close(watched)
                 os.close(other)
-            os.close(pipe)
-            # Its parent is the template, which ends with the server.
-            code = engine_process.main(endpoint, template, config, self._make)
+            code = engine_process.main(endpoint, partial(_has_reader, pipe), config, self._make)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
+            _write(pipe, EXIT_CODE, code)  # the template may have ended meanwhile
             os._exit(code)
 
     def _report(self, watched: int) -> None:
         pid, pipe = self._running.pop(watched)
         _, status = os.waitpid(pid, 0)
         os.close(watched)
-        with suppress(BrokenPipeError):  # the server has forgotten it
-            os.write(pipe, b"%d\n" % os.waitstatus_to_exitcode(status))
+        _write(pipe, EXIT_CODE, os.waitstatus_to_exitcode(status))
         os.close(pipe)
 
 
-def live(preload: Preload = load_model) -> None:
-    """Run the process: load, then fork until the server is gone, and exit."""
+def _write(pipe: int, what: bytes, number: int) -> None:
+    """Write a line of `ForkedEngine`."""
+    with suppress(BrokenPipeError):  # the server has forgotten the engine, or is gone
+        os.write(pipe, b"%s %d\n" % (what, number))
+
+
+def _has_reader(pipe: int) -> bool:
+    """Whether the server has its end of an engine's pipe, which it closes when it ends, however it does."""
+    poller = select.poll()
+    poller.register(pipe, 0)
+    return not poller.poll(0)
+
+
+def live(preload: Preload = load_model, prepare: Callable[[], None] = import_libraries) -> None:
+    """Run the process: load, then fork until the server is gone, and exit. prepare: what needs no settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; the server drains
     channel = socket.socket(fileno=int(sys.argv[1]))
-    config = msgspec.json.decode(channel.recv(MESSAGE_BYTES), type=EngineConfig)
+    with suppress(ImportError):  # reported once there is an engine to report it
+        prepare()
+    settings = channel.recv(MESSAGE_BYTES)
+    if not settings:  # the server has ended meanwhile, or needs none
+        os._exit(0)
+    config = msgspec.json.decode(settings, type=EngineConfig)
     setup(config.log_level, config.log_format)
     try:
         make = preload(config)

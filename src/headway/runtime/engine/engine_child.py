@@ -64,7 +64,7 @@ class EngineChild:
         """The engine's own report of why it ended, if it sent one."""
         self.served = False
         """Whether the engine has ever been ready."""
-        self._end_s = end_s
+        self._end_s, self._template = end_s, template
         self._reaper: threading.Thread | None = None
         try:
             self.process: subprocess.Popen[bytes] | ForkedEngine
@@ -92,6 +92,8 @@ class EngineChild:
             while self.process.poll() is None:
                 if (why := self._channel.hang(time.monotonic())) is not None:
                     return why
+                if self._template is not None:
+                    self._template.keep()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(event.wait(), _LOOK_S)
                 event.clear()

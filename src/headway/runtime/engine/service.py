@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -45,13 +45,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineService:
-    """The engine process's sockets and loop. Ends after `DrainEngine`, or when its parent process has ended.
+    """The engine process's sockets and loop. Ends after `DrainEngine`, or when `is_wanted` is no longer true.
 
-    parent is an argument because it may have died before this process could ask the system. token: authenticates this
-    process to a server on another host; such a connection is not reopened once it has ended.
+    token: authenticates this process to a server on another host; such a connection is not reopened once it has ended.
     """
 
-    def __init__(self, endpoint: str, clock: ClockProtocol, parent: int, token: str | None = None) -> None:
+    def __init__(
+        self, endpoint: str, clock: ClockProtocol, is_wanted: Callable[[], bool], token: str | None = None
+    ) -> None:
         self._clock = clock
         self._context = zmq.Context()
         self._token = token
@@ -63,7 +64,7 @@ class EngineService:
         self._socket.connect(where)
         self._heartbeats: HeartbeatSender | None = None
         self._core: EngineCore | None = None
-        self._parent = parent
+        self._is_wanted = is_wanted
         self._disconnected = False
         self._stats_sent_s = 0.0
         self._was_idle = self._was_recovering = self._stats_due_soon = False
@@ -146,8 +147,7 @@ class EngineService:
     @property
     def _server_is_there(self) -> bool:
         """Whether the server is still there."""
-        # An orphan gets another parent: the check works however the server ended.
-        return os.getppid() == self._parent and not self._disconnected
+        return not self._disconnected and self._is_wanted()
 
     def send(self, message: FromInstance, measured: bool = False) -> None:
         """See `runtime.cluster.instance_agent.EngineLoop`."""

@@ -1,11 +1,13 @@
 """A process that has loaded a model and forks engines, seen from the server: the standby for an engine that is lost.
 
 A fork shares the memory of weights, libraries and interpreter until it writes to it, so that the template costs little
-beside the engine, and an engine starts without loading. `runtime.build.template_process` is the process.
+beside the engine, and an engine starts without loading. It outlives the template, which is started again when it has
+ended. `runtime.build.template_process` is the process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from threading import Lock
 
 import msgspec
@@ -21,9 +24,13 @@ import msgspec
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import NUMERICS
 
+log = logging.getLogger("headway.server")
+
 TEMPLATE = "headway.runtime.build.template_process"
 READY = b"ready"
 """Sent by the template when it has loaded."""
+PROCESS_ID, EXIT_CODE = b"process", b"exit"
+"""First words of the lines that an engine, or its template, writes to the engine's pipe."""
 MESSAGE_BYTES = 1 << 17
 """Longest message to a template: an engine's settings."""
 _ANSWER_S = 5.0
@@ -34,7 +41,8 @@ _LOST = -signal.SIGKILL
 class ForkedEngine:
     """An engine's process that a template has forked, with the part of `subprocess.Popen` that is needed.
 
-    The template reports process id and exit status on a pipe, since the process is no child of this one.
+    It reports process id and exit status on a pipe, since it is no child of this process. So does the template, which
+    knows of an end by a signal.
     """
 
     def __init__(self, template: EngineTemplate, reports: int) -> None:
@@ -95,40 +103,93 @@ class ForkedEngine:
             while data := os.read(self.reports, 256):
                 self._text += data
             ended = True
-        lines = self._text.split(b"\n")[:-1]
-        if lines and self.pid is None:
-            self.pid = int(lines[0])
-            if self._pending is not None:
-                with suppress(OSError):
-                    os.kill(self.pid, self._pending)
-        if len(lines) > 1:
-            self.returncode = int(lines[1])
-        elif ended:  # the template is gone, and the engine ends with it
-            self.returncode = _LOST
+        *lines, self._text = self._text.split(b"\n")
+        for what, number in (line.split() for line in lines):
+            if what == EXIT_CODE:
+                self.returncode = int(number)
+            elif self.pid is None:
+                self.pid = int(number)
+                if self._pending is not None:
+                    with suppress(OSError):
+                        os.kill(self.pid, self._pending)
+        if ended and self.returncode is None:  # the template is gone, or both are
+            self.returncode = self._adopted_status()
+
+    def _adopted_status(self) -> int:
+        """Return the exit status of a process whose template is gone: known where this process has become its parent,
+        as a container's first one does."""
+        if self.pid is not None:
+            with suppress(ChildProcessError):
+                return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return _LOST
 
     def __del__(self) -> None:
         os.close(self.reports)
 
 
+class _TemplateProcess:
+    """A process that imports libraries, and waits for its settings at the other end of `socket`."""
+
+    def __init__(self, module: str) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.socket.close()
+
+
+_early: list[_TemplateProcess] = []
+"""At most one process that was started before settings were known."""
+
+
+def start_early() -> None:
+    """Start a process for the first `EngineTemplate` to come, whose libraries load meanwhile."""
+    # Without them the command itself says what to install.
+    if all(map(find_spec, ("torch", "zmq", "numpy"))):
+        _early.append(_TemplateProcess(TEMPLATE))
+
+
+def discard_early() -> None:
+    """End the process of `start_early` unless it has been put to use."""
+    while _early:
+        _early.pop().kill()
+
+
 class EngineTemplate:
-    """Starts the template at construction, again when one is needed and it has died, and ends it with `close`.
+    """Starts the template at construction, again when it has ended, and ends it with `kill`.
 
     config: of the engines that it will fork, which may differ in all but what is loaded: model, type, device, kernels.
     """
 
     def __init__(self, config: EngineConfig, module: str = TEMPLATE) -> None:
         self._config, self._module = config, module
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._process: _TemplateProcess | None = None
         self._loaded = False
         self._start()
 
     @property
     def loaded(self) -> bool:
         """Whether the template has loaded the model: forks are immediate."""
-        if not self._loaded and self._socket is not None:
+        if not self._loaded and self._process is not None:
             with suppress(OSError):
-                self._loaded = self._socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
+                self._loaded = self._process.socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
         return self._loaded
 
     def fork(self, endpoint: str, config: EngineConfig) -> ForkedEngine:
@@ -147,34 +208,29 @@ class EngineTemplate:
             os.close(writing)
         return engine
 
+    def keep(self) -> None:
+        """Start the template again where it has ended after it had loaded. Called every tenth of a second."""
+        if self._process is not None and self.loaded and self._process.ended:
+            log.warning("the standby process has ended; starting it again")
+            self.kill()
+            with suppress(OSError):  # tried again when an engine is needed
+                self._start()
+
     def kill(self) -> None:
-        """Kill the template; engines that it has forked end with it. May be called repeatedly."""
+        """Kill the template; engines that it has forked go on. May be called repeatedly."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
     def _send(self, message: bytes, pipe: int) -> None:
-        if self._socket is None:
+        if self._process is None:
             raise BrokenPipeError("the template has been killed")
-        socket.send_fds(self._socket, [message], [pipe], socket.MSG_DONTWAIT)
+        socket.send_fds(self._process.socket, [message], [pipe], socket.MSG_DONTWAIT)
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._loaded = False
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
-        self._socket = ours
-        ours.send(msgspec.json.encode(self._config))
+        self._process = _early.pop() if _early and self._module == TEMPLATE else _TemplateProcess(self._module)
+        self._process.socket.send(msgspec.json.encode(self._config))
 
 
 class TemplatePool:
