@@ -153,6 +153,28 @@ def test_spans_that_are_cut_for_threads_join_exactly(rows: int, keys: int) -> No
     check(out, exact(q, k, v, True)[0], q, k)
 
 
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 17, pytest.param(512, marks=pytest.mark.long)])
+def test_pasts_of_64k_are_as_exact(rows: int, dtype: torch.dtype) -> None:
+    past = 65_600
+    q, k, v = (x.to(dtype) for x in inputs(rows, rows, past + rows, (2, 1), 64))
+    wide, slots = in_pool(k.float(), v.float(), 2048, past + rows, 0)
+    pool = KvPool(2, 1, wide.slots, 64, dtype)
+    pool.data.copy_(wide.data)
+    kernels, out = general_kernels(dtype), torch.empty(rows, 2, 64)
+    assert kernels is not None
+    NativeChunks(kernels.prefill, [(0, rows)], [cut_ranges(slots, 0, past + rows)], pool).run(1, q, out)
+    parts = [x.float().transpose(0, 1) for x in (q, k, v)]
+    shard, lse = attend(*parts, False)
+    for head in range(2):
+        wanted, _ = exact(q[:, head : head + 1], k, v, True)
+        check(out[:, head : head + 1], wanted, q, k)
+        wanted, weight = exact(q[:, head : head + 1], k, v, False)
+        check(shard[head].unsqueeze(1), wanted, q, k)
+        assert torch.allclose(lse[head].double(), weight[:, 0], rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 21])
 @pytest.mark.parametrize("strength", [1.0, 30.0, 3000.0])
 @pytest.mark.parametrize("order", ["rising", "falling", "spikes"])

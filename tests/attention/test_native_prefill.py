@@ -139,6 +139,23 @@ def test_spans_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("rows", [1, 17, pytest.param(512, marks=pytest.mark.long)])
+def test_pasts_of_64k_are_as_exact(rows: int) -> None:
+    past = 65_600
+    q, k, v = inputs(rows, rows, past + rows, (2, 1), 64)
+    pool, runs = in_pool(k, v, 2048, past, 0)
+    backend = CpuBackend()
+    batch = [x.transpose(0, 1) for x in (q, k[:, past:], v[:, past:])]
+    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, past, runs)], pool)).transpose(0, 1)
+    shard, lse = attend(q, k, v, False, dtype=torch.float32)
+    for head in range(2):
+        one = slice(head, head + 1)
+        wanted, _ = exact(q[one], k, v, True)
+        assert (out[one].double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+        check((shard[one], lse[one]), exact(q[one], k, v, False))
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_a_cut_span_whose_late_pieces_some_rows_do_not_see() -> None:
     rows = 2 * SPAN + 300
     q, k, v = inputs(7, rows, rows, (1, 1), 32)
