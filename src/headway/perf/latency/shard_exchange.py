@@ -78,38 +78,38 @@ class WithExchange(LatencyModel):
         return self.model.least_attention_s(past, tokens) + self.row_s * tokens
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.model.decode_s(decodes, kv_sum)
+        return self.base.decode_s(decodes, kv_sum)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.model.observe(load, measured_s)
+        self.base.observe(load, measured_s)
 
 
 class ShardedModel(LatencyModel):
     """Model of a request whose KV is sharded over groups: no group reads more than `limit` cached tokens of it."""
 
-    def __init__(self, model: LatencyModel, limit: int) -> None:
-        self.model, self.limit = model, limit
+    def __init__(self, base: LatencyModel, limit: int) -> None:
+        self.base, self.limit = base, limit
 
     def token_s(self, first: int, last: int) -> Seconds:
-        return self.model.token_s(first, last)
+        return self.base.token_s(first, last)
 
     def rows_s(self, rows: int) -> float:
-        return self.model.rows_s(rows)
+        return self.base.rows_s(rows)
 
     def least_rows_s(self, rows: int) -> float:
-        return self.model.least_rows_s(rows)
+        return self.base.least_rows_s(rows)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return self.model.chunk_s(min(past, self.limit), first, last)
+        return self.base.chunk_s(min(past, self.limit), first, last)
 
     def attention_s(self, past: int, tokens: int) -> float:
-        return self.model.attention_s(min(past, self.limit), tokens)
+        return self.base.attention_s(min(past, self.limit), tokens)
 
     def least_attention_s(self, past: int, tokens: int) -> float:
-        return self.model.least_attention_s(min(past, self.limit), tokens)
+        return self.base.least_attention_s(min(past, self.limit), tokens)
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.model.decode_s(decodes, kv_sum)
+        return self.base.decode_s(decodes, kv_sum)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.model.observe(load, measured_s)
+        self.base.observe(load, measured_s)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 
 from headway.core.request import Request
+from headway.perf.latency.error_band import prefill_band
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.base import CommitSpans, EnqueueRequest, RejectRequest, RequestArrived
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
@@ -109,10 +110,21 @@ def capacity(plan: ClusterPlan) -> list[str]:
         f"predicted capacity   {found}, simulated ({REQUESTS[0]} to {REQUESTS[1]} requests a try)",
         f"  asked              prompts of {lengths[0]:,} tokens, every tenth {lengths[1]:,}, output {OUTPUT}, Poisson",
         f"  in time            {MET:.0%} of first tokens, within 5 times what prompts take alone, and 1 s: {targets}",
+        *_error_bars(plan, lengths),
         "  assumed            that instances compute side by side as fast as the one that was measured alone; groups",
         f"                     {plan.rules.latency.source};",
         f"                     KV moves at {inside:g} GB/s{hosts}",
     ]
+
+
+def _error_bars(plan: ClusterPlan, lengths: tuple[int, int]) -> list[str]:
+    """Return a line of the error bars of prompts alone, as the first instance that prefills predicts them; none where
+    no table of times lies under its model."""
+    each = zip(plan.cluster.instances, plan.cluster.engines, strict=True)
+    latency = next(engine.latency for instance, engine in each if instance.role != "decode")
+    bands = [(tokens, prefill_band(latency, tokens)) for tokens in lengths]
+    words = [f"{tokens:,} tokens {band.words()}" for tokens, band in bands if band is not None]
+    return [f"  error bars (P90)   of times alone, and so about of the rate: {'; '.join(words)}"] if words else []
 
 
 def _three_digits(rate: float) -> str:

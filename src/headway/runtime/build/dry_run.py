@@ -6,6 +6,7 @@ import msgspec
 
 from headway.core.clock import ManualClock
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
+from headway.perf.latency.error_band import prefill_band
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.shard_exchange import ShardedModel
 from headway.policy.iteration.efficient_chunks import reference_aim_s
@@ -42,7 +43,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     lines = summary(info, groups)
     if not prefills:
         return lines
-    lines += ["", "context so far   next chunk   prompt of this length takes, alone"]
+    lines += ["", "context so far   next chunk   prompt of this length takes, alone (error bar: P90)"]
     times = PrefillCache(latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:
@@ -50,7 +51,8 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
         # The scheduler takes at least `min_chunk`, even over budget.
         chunk = max(chunk, scheduler.config.min_chunk)
         alone = times.total_s(past)
-        lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s")
+        band = prefill_band(latency, past) if past else None
+        lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s{f' {band.words()}' if band else ''}")
         # Context lengths 0, 1K, 4K, 16K, ...
         past = max(1024, past * 4)
     return lines

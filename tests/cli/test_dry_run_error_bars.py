@@ -1,0 +1,54 @@
+"""`serve --dry-run` and `cluster --dry-run`: predicted times have error bars, wider beyond what was measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headway.perf.latency.error_band import prefill_band
+from headway.perf.latency.shard_exchange import ShardedModel
+from headway.runtime.build.cluster_dry_run import capacity, prompt_lengths
+from headway.runtime.build.dry_run import described, loaded
+from headway.runtime.build.measured_cluster import cluster_plan, measurement
+from headway.runtime.cluster.cluster_file import cluster_file
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.core import EngineCore
+
+CONFIG = EngineConfig(model=str(model_path()), latency_profile="quick", threads=1, max_model_len=4096)
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    return loaded(CONFIG)
+
+
+def test_each_predicted_time_of_a_server_has_its_error_bar(core: EngineCore) -> None:
+    lines = described(core)
+    rows = lines[next(i for i, line in enumerate(lines) if "prompt of this length" in line) + 1 :]
+    assert [row.split()[0] for row in rows] == ["0", "1,024"]
+    assert "±" not in rows[0]
+    band = prefill_band(core.scheduler.latency, 1024)
+    assert band is not None
+    assert rows[1].endswith(f" s {band.words()}")
+
+
+def test_the_capacity_of_a_cluster_has_the_error_bars_of_its_prompts(core: EngineCore, tmp_path: Path) -> None:
+    file = cluster_file({"pools": [{"count": 2}], "placement": "fifo"}, "cluster.yaml")
+    plan = cluster_plan(file, CONFIG.model, [CONFIG] * 2, [measurement(core, CONFIG)] * 2)
+    short, long = prompt_lengths(plan.cluster.longest)
+    line = next(line for line in capacity(plan) if "error bars" in line)
+    assert re.fullmatch(
+        rf"  error bars \(P90\) +of times alone.*: {short:,} tokens ± \d+%.*; {long:,} tokens ± .*", line
+    )
+
+
+def test_a_prompt_sharded_over_groups_has_the_bar_of_its_table(core: EngineCore) -> None:
+    latency = core.scheduler.latency
+    sharded = prefill_band(ShardedModel(latency, 512), 4096)
+    whole = prefill_band(latency, 4096)
+    assert sharded is not None
+    assert whole is not None
+    assert sharded.extrapolated == whole.extrapolated
