@@ -2,7 +2,6 @@
 
     python scripts/golden.py write DIR [ID …]      # before a change
     python scripts/golden.py compare DIR [ID …]    # after it; exit code 1 when any file differs
-    python scripts/golden.py reserve DIR [ID …]    # as compare, with cluster.kv_reservations in every simulated cluster
 
 Covers every example scenario (results, requests, trace) and every experiment of `headway reproduce` in its quick form.
 Nothing is timed, so two runs of the same code give the same bytes.
@@ -13,17 +12,13 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from headway.cli.main import main as headway
 from headway.research.base import RunOptions
 from headway.research.registry import experiment, names
-from headway.sim.cluster.simulation import ClusterSimulation
-from headway.sim.cluster.spec import ClusterSpec
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -47,24 +42,11 @@ def _is_scenario(text: str) -> bool:
     return "\nworkload:" in text and "\ndemands:" not in text
 
 
-def reserve() -> None:
-    """Let KV outside of schedulers take blocks in every simulated cluster from now on, where its size is stated."""
-    begin = ClusterSimulation.__init__
-
-    def counting(self: ClusterSimulation, spec: ClusterSpec, *others: Any) -> None:
-        stated = all(instance.capacity for instance in spec.instances)
-        begin(self, replace(spec, kv_reservations=stated), *others)
-
-    ClusterSimulation.__init__ = counting  # type: ignore[assignment,method-assign]
-
-
 def main(verb: str, root: str, *chosen: str) -> int:
     """Write or compare the chosen names (all, when none is given); return the exit code."""
     folder = Path(root) / ("golden" if verb == "write" else "now")
     folder.mkdir(parents=True, exist_ok=True)
     differing = 0
-    if verb == "reserve":
-        reserve()
     scenarios = sorted(path.name for path in EXAMPLES.glob("*.yaml") if _is_scenario(path.read_text()))
     for name in chosen or (*scenarios, *names()):
         for path in figures(name, folder):

@@ -67,6 +67,17 @@ def test_decode_pools_keep_to_the_scenario_s_number_of_requests() -> None:
     assert bounded.sim.duration_s > 1.2 * free.sim.duration_s, "the others wait for their turn to decode"
 
 
+def test_transfers_wait_for_kv_room_unless_the_scenario_says_otherwise() -> None:
+    data = scenario(workload={"preset": "tetris-medium", "qps": 3.0, "requests": 60})
+    data["cluster"]["pools"][1] |= {"count": 1, "kv_tokens": 200_000}
+    took_s = []
+    for stated in ({}, {"kv_reservations": True}, {"kv_reservations": False}):
+        result = run_cluster(parse_scenario(data | {"cluster": data["cluster"] | stated}), 0)
+        assert all(record.ok for record in result.sim.records)
+        took_s.append(result.sim.duration_s)
+    assert took_s[0] == took_s[1] > took_s[2]
+
+
 @pytest.mark.parametrize("placement", ["tetris", "weave", "fixed-sp", "context-parallel", "fifo"])
 def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) -> None:
     data = parse_scenario(scenario(placement))

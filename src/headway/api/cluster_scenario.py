@@ -101,7 +101,6 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
             pools=tuple(pools),
             backends=file.backends,
             sends_layers=False,
-            kv_reservations=True,
             span_rows=file.span_rows,
         ),
         model=ModelSection(**{name: getattr(cluster.shape, name) for name in ModelSection.model_fields}),

@@ -24,9 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance
@@ -97,31 +95,12 @@ def run_point(point: CombinedPoint) -> CombinedResult:
 # -- Tetris's cluster --------------------------------------------------------------------------------------------------
 
 
-def instance_latency(spans: Eq1Latency) -> TableLatency:
-    """Return Eq. (1) for one instance as the latency model of its iterations; no instance decodes here.
-
-    The constant and the linear term are the cost of an iteration and of a row, the quadratic ones a chunk's attention.
-    """
-    at = spans.sizes[1]
-    # T = a + b·L + c·C·L + d·L² (Tetris Eq. 1), tabulated every 32 tokens
-    knots = range(0, 16_385, 32)
-    source = TableSource(
-        fingerprint="eq1 sp1",
-        provenance=spans.source,
-        status="derived",
-        tokens=((0, at.a), (16_384, at.a + 16_384 * at.b)),
-        chunks=tuple((n, at.d * n * n, at.c * n) for n in knots),
-        decode=(0.0, 0.0, 0.0),
-    )
-    return TableLatency(source)
-
-
 def _tetris(point: CombinedPoint) -> CombinedResult:
     base = tetris_setting.prefill_cluster("8b")
     mixed = point.system in ("FIFO", "JSQ-Medha")
     policy = "fcfs" if point.system in ("FIFO", "PecSched") else "lars"
     config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, newcomer_wait_s=0.0, useful_share=1.0)
-    model = instance_latency(base.spans)  # type: ignore[arg-type]
+    model = tetris_setting.instance_latency(base.spans)  # type: ignore[arg-type]
     instances = [
         ClusterInstance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)
     ]

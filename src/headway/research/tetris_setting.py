@@ -12,7 +12,7 @@ Decode instances have no effect on TTFT, so runs that measure TTFT alone ask for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from statistics import median
@@ -27,12 +27,15 @@ from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.ring import RingLatency
+from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterLinks
 from headway.research.base import RunOptions
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.memory import plan_memory
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.noise import NoiseSpec
 from headway.sim.runner import SimulationCache
@@ -123,21 +126,43 @@ def spans_of(cluster: str) -> tuple[Any, Any, ClusterLinks]:
     return eq1.fit_to(ring, (1, 2, 4, 8), node=2), shape, links
 
 
+def instance_latency(spans: Eq1Latency) -> TableLatency:
+    """Return Eq. (1) for one instance as the latency model of its iterations; prefills only.
+
+    The constant and the linear term are the cost of an iteration and of a row, the quadratic ones a chunk's attention.
+    """
+    at = spans.sizes[1]
+    # T = a + b·L + c·C·L + d·L² (Tetris Eq. 1), tabulated every 32 tokens
+    knots = range(0, 16_385, 32)
+    source = TableSource(
+        fingerprint="eq1 sp1",
+        provenance=spans.source,
+        status="derived",
+        tokens=((0, at.a), (16_384, at.a + 16_384 * at.b)),
+        chunks=tuple((n, at.d * n * n, at.c * n) for n in knots),
+        decode=(0.0, 0.0, 0.0),
+    )
+    return TableLatency(source)
+
+
 def prefill_cluster(cluster: str) -> ClusterSpec:
-    """Return a cluster's prefill instances alone."""
+    """Return a cluster's prefill instances alone, with the KV that 0.9 of their memory holds beside the weights."""
     spans, shape, links = spans_of(cluster)
     count, per_node, tp = (16, 8, 1) if cluster == "8b" else (8, 2, 4)
-
-    def engine(group: Any) -> InstanceSpec:
-        raise NotImplementedError("nothing decodes here")
-
-    return ClusterSpec(
-        instances=tuple(ClusterInstance(id=i, node=i // per_node, role="prefill", tp=tp) for i in range(count)),
-        engine=engine,
-        spans=spans,
-        shape=shape,
-        links=links,
+    config = SchedulerConfig()
+    kv_tokens = plan_memory(
+        accelerator("a100-80gb"), shape, ParallelLayout(tp=tp), config, (1, 1), utilisation=0.9
+    ).kv_tokens
+    instances = tuple(
+        ClusterInstance(id=i, node=i // per_node, role="prefill", tp=tp, capacity=kv_tokens) for i in range(count)
     )
+
+    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
+        return InstanceSpec(
+            config=config, latency=instance_latency(spans), kv_tokens=sum(instance.capacity for instance in group)
+        )
+
+    return ClusterSpec(instances=instances, engine=engine, spans=spans, shape=shape, links=links)
 
 
 def requests_of(workload: str, rps: float, count: int, seed: int) -> list[TraceRequest]:

@@ -91,7 +91,7 @@ class ClusterSection(FileSection):
         description="most rows of a span that an instance computes at once, to be paused in between; 0: all",
     )
     kv_reservations: bool = Field(
-        default=False, description="prompts and transfers wait for KV room on instances, as in `headway cluster`"
+        default=True, description="prompts and transfers wait for KV room on instances, as in `headway cluster`"
     )
     masters: Literal["one", "all"] = Field(
         default="one",

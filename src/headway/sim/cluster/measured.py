@@ -83,7 +83,6 @@ class MeasuredCluster:
             # A live scheduler's prompt leaves when it is complete.
             sends_layers=False,
             rows=self.rows,
-            kv_reservations=True,
             pads_heads=False,
             copies_prefixes=False,
             utilisation_base=self.utilisation_base,

@@ -45,7 +45,7 @@ class ClusterSpec:
     balance: bool = True
     """Whether spreading earlier KV over a larger group costs what does not overlap with compute (Tetris §4.1)."""
 
-    kv_reservations: bool = False
+    kv_reservations: bool = True
     """Whether KV outside of schedulers takes blocks too, and spans and transfers wait for them as in live clusters."""
     pads_heads: bool = True
     """See `PolicyContext.pads_heads`."""
