@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import Scripted, cluster
 
+from headway.control.kv_reservations import KvClaim, gives_way
 from headway.core.span import Span
 from headway.policy.placement.base import (
     Action,
@@ -28,6 +29,7 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
+from headway.sim.cluster.kv_room import SimulatedKvRoom
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.cluster.spec import ClusterSpec
 from headway.sim.result import SimResult
@@ -111,6 +113,43 @@ def test_transfers_wait_for_decodes_to_end_where_the_decode_pool_is_small() -> N
         assert (waited > 10) == counted
         times.append(result.duration_s)
     assert times[1] > times[0]
+
+
+def test_transfers_that_hold_nothing_where_others_wait_need_no_search_for_deadlocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands may wait, and the search is over all of them."""
+    monkeypatch.delattr("headway.sim.cluster.kv_room.gives_way")
+    spec = spec_of(4, 1, POOL)
+    result, waited = run(spec, make_placement("tetris", spec.policy_context, {}), requests_of(3, 40))
+    assert waited > 10
+    assert all(record.ok for record in result.records)
+
+
+@pytest.mark.parametrize(("name", "options", "count", "decode"), POLICIES[:-1])  # under jsq schedulers have all KV
+@settings(max_examples=5, derandomize=True, deadline=None)
+@given(seed=st.integers(0, 1 << 20))
+def test_where_no_deadlock_is_searched_there_is_none(
+    name: str, options: dict[str, Any], count: int, decode: int, seed: int
+) -> None:
+    may_deadlock = SimulatedKvRoom._may_deadlock
+    searched: list[bool] = []
+
+    def always(room: SimulatedKvRoom) -> bool:
+        searched.append(may_deadlock(room))
+        return True
+
+    def checked(claims: Sequence[KvClaim], total: Callable[[int], int]) -> tuple[str, bool] | None:
+        found = gives_way(claims, total)
+        assert found is None or searched[-1], found
+        return found
+
+    spec = spec_of(count, decode, POOL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimulatedKvRoom, "_may_deadlock", always)
+        patch.setattr("headway.sim.cluster.kv_room.gives_way", checked)
+        run(spec, make_placement(name, spec.policy_context, options), requests_of(seed, 40))
+    assert searched
 
 
 def _to_decode(event: Event, view: ClusterSnapshot) -> list[Action]:

@@ -9,6 +9,7 @@ scheduler frees what it had outside, and is given blocks there anew.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headway.control.kv_admission import KvAdmission, kv_needs, span_members
@@ -25,8 +26,12 @@ class SimulatedKvRoom:
         """pool_of: the blocks of an instance. freed: called with each instance whose blocks were freed."""
         self._pool_of, self._freed = pool_of, freed
         self._leases: dict[str, dict[int, KvLease]] = {}
+        # requests with a lease, by instance
+        self._holders: dict[int, set[str]] = {}
         # transfers that wait for blocks: tokens by target and request, in order of announcement
         self._waiting: dict[int, dict[str, int]] = {}
+        # targets on which each waiting request waits
+        self._waits = Counter[str]()
         self._kv = KvReservations(self._load)
         self._admission = KvAdmission(self._kv, lambda: 0.0, math.inf)
         # whether blocks were taken, or waited for, since `gives_way` was last asked
@@ -67,6 +72,7 @@ class SimulatedKvRoom:
         lease = pool.reserve(_name(request), tokens) if tokens else None
         if lease is not None:
             held[number] = lease
+            self._holders.setdefault(number, set()).add(request)
             self._taken = True
         return lease is not None
 
@@ -79,6 +85,7 @@ class SimulatedKvRoom:
         tokens = min(tokens, self._pool_of(target).total_tokens)
         if request not in waiting and (waiting or not self._take(request, target, tokens)):
             waiting[request] = tokens
+            self._waits[request] += 1
             self.waited += 1
             self._taken = True
 
@@ -91,14 +98,32 @@ class SimulatedKvRoom:
             if not self._take(request, kv_slice.target, tokens):
                 break
             del waiting[request]
+            self._waits_less(request)
         return kv_slice.request not in waiting
+
+    def _waits_less(self, request: str) -> None:
+        self._waits[request] -= 1
+        if not self._waits[request]:
+            del self._waits[request]
+
+    def _may_deadlock(self) -> bool:
+        """Return whether requests may wait for each other's blocks: one that waits has some where others wait, or has
+        turns on two targets. Else those on each target get theirs one after the other. Few hold blocks on a target, but
+        thousands may wait, for each of which `gives_way` takes time."""
+        turns = sum(map(len, self._waiting.values()))
+        return turns > len(self._waits) or any(
+            request in self._waits
+            for number, waiting in self._waiting.items()
+            if waiting
+            for request in self._holders.get(number, ())
+        )
 
     def gives_way(self, residents: Callable[[], Iterable[KvClaim]]) -> str | None:
         """Return the request that has to give up its blocks so that the others can go on (`control.kv_reservations`);
         None: all can. residents: claims of the requests in schedulers, in blocks."""
         # requests that give up or get what they wait for let no others wait for each other
         taken, self._taken = self._taken, False
-        if not taken:
+        if not taken or not self._may_deadlock():
             return None
         needs: dict[str, dict[int, int]] = {}
         turns: dict[str, dict[int, int]] = {}
@@ -106,8 +131,6 @@ class SimulatedKvRoom:
             for turn, (request, tokens) in enumerate(waiting.items()):
                 turns.setdefault(request, {})[number] = turn
                 needs.setdefault(request, {})[number] = self._pool_of(number).blocks_for(tokens)
-        if not needs:
-            return None
         held = {
             request: {number: self._pool_of(number).held_blocks(lease.request) for number, lease in leases.items()}
             for request, leases in self._leases.items()
@@ -125,10 +148,12 @@ class SimulatedKvRoom:
         """Free all blocks of a request and withdraw what it waits for."""
         for number, lease in self._leases.pop(request, {}).items():
             self._pool_of(number).free(lease)
+            self._holders[number].discard(request)
             self._freed(number)
         self._admission.forget(request)
-        for waiting in self._waiting.values():
-            waiting.pop(request, None)
+        if self._waits.pop(request, 0):
+            for waiting in self._waiting.values():
+                waiting.pop(request, None)
 
     def spread(self, request: str, group: Iterable[int], tokens: int) -> None:
         """Keep the KV of a request that has left the scheduler of a group."""
