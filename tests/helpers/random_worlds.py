@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import msgspec
 from tests.helpers.scheduler_simulation import World
 
-from headway.core.request import Request, Slo
+from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
 from headway.policy.iteration.config import SchedulerConfig
+
+
+def interrupted_world(seed: int) -> World:
+    """The same with requests that no client waits for, whose batches are interrupted."""
+    world, rng = random_world(seed), random.Random(f"interrupts {seed}")
+    config = replace(world.config, stages=1, interruptible_layers=rng.choice((2, 32)))
+    plan = [
+        (msgspec.structs.replace(request, priority=BACKGROUND_PRIORITY) if rng.random() < 0.5 else request, output)
+        for request, output in world.plan
+    ]
+    return World(
+        rng, config, world.pool_tokens, plan, chaos=world.chaos, losses=world.losses,
+        interrupts=rng.choice((0.2, 0.9)), learns=world.learns, ahead=world.ahead,
+    )  # fmt: skip
 
 
 def random_world(seed: int) -> World:

@@ -17,7 +17,7 @@ from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, RequestProgress
 from headway.core.events import RequestEvent
-from headway.core.request import Request
+from headway.core.request import BACKGROUND_PRIORITY, Request
 from headway.core.span import Span
 from headway.kv.block_allocator import BlockTables
 from headway.kv.block_manager import BlockManager
@@ -31,7 +31,8 @@ BLOCK = 16
 
 @dataclass
 class World:
-    """Runs `plan` (requests by arrival) to the end. `chaos` is the chance of an abort per step; `losses` of a loss."""
+    """Runs `plan` (requests by arrival) to the end. `chaos` is the chance of an abort per step; `losses` of a loss;
+    `interrupts`, that a batch which an arrival may interrupt is."""
 
     rng: random.Random
     config: SchedulerConfig
@@ -40,6 +41,7 @@ class World:
     noise: tuple[float, float] = (0.5, 2.0)
     chaos: float = 0.0
     losses: float = 0.0
+    interrupts: float = 0.0
     learns: bool = False
     ahead: int = 1
     latency: LatencyModel | None = None
@@ -59,7 +61,7 @@ class World:
         self.flights: deque[tuple[Batch, float]] = deque()
         self.arrivals = deque(sorted(self.plan, key=lambda item: item[0].arrival_s))
         self.epochs: dict[int, tuple[str, ...]] = {0: ()}
-        self.preempted = self.told_preempted = self.idle_batches = self.lost = 0
+        self.preempted = self.told_preempted = self.idle_batches = self.lost = self.interrupted = 0
         self.limit = 50 * sum(request.prompt_tokens + output for request, output in self.plan) + 1000
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -125,6 +127,9 @@ class World:
         batch, done_s = self.flights.popleft()
         elapsed_s = max(0.0, done_s - self.now)
         self.now = max(self.now, done_s)
+        if batch.interruptible and self.rng.random() < self.interrupts:
+            self._interrupt(batch)
+            return
         results = []
         part = batch.parts[0]
         ended = []
@@ -147,6 +152,17 @@ class World:
         waiting = {chunk.request for chunk in part.prefills} | set(part.decodes.members)
         for name in waiting & self.books.keys():
             assert not self.books[name].aborted or name in self._flying()
+
+    def _interrupt(self, batch: Batch) -> None:
+        """The batch has computed nothing; its chunk comes again."""
+        self.interrupted += 1
+        (chunk,) = batch.parts[0].prefills
+        book = self.books[chunk.request]
+        book.cursor -= chunk.tokens
+        assert not batch.parts[0].decodes.members
+        events = self.scheduler.interrupted(batch.id, self.now)
+        assert [event.request for event in events if event.kind == "aborted"] == [chunk.request] * book.aborted
+        self._hear(events)
 
     def _repeats(self, batch: Batch) -> int:
         """How often a batch of decodes is carried out: at most until one of them ends, or somebody arrives."""
@@ -300,6 +316,8 @@ class World:
             book
             for name, book in self.books.items()
             if book.cursor and not book.decoding and not book.aborted
+            # what has iterations of its own waits while others compute
+            if not rules.interruptible_layers or book.request.priority < BACKGROUND_PRIORITY
             if book.cursor < book.request.prompt_tokens + book.generated
             if rules.pipeline_schedule == "stream" or name not in flying
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.marks import quick_first
-from tests.helpers.random_worlds import random_world
+from tests.helpers.random_worlds import interrupted_world, random_world
 from tests.helpers.scheduler_simulation import World
 
 
@@ -26,6 +26,19 @@ def test_every_request_ends_and_computes_each_token_once_per_admission(first: in
     worlds = [run(seed) for seed in range(first, first + 50)]
     assert sum(len(world.finished) for world in worlds) > 200
     assert sum(world.preempted for world in worlds) > 0
+
+
+@pytest.mark.parametrize("first", quick_first(range(0, 400, 50), 2))
+def test_batches_that_arrivals_interrupt_lose_nothing_and_every_request_ends(first: int) -> None:
+    interrupted = 0
+    for seed in range(first, first + 50):
+        world = interrupted_world(seed)
+        try:
+            interrupted += world.run().interrupted
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert interrupted > 100
 
 
 @pytest.mark.long

@@ -108,6 +108,10 @@ class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     repeat: int = 1
     """Above 1, the batch may stand for up to so many iterations, which would be scheduled one after another as long as
     no request arrives, ends or aborts. For simulators only; live it is 1."""
+    interruptible: bool = False
+    """Whether an executor may stop between layers when a request has arrived: it holds one chunk, for which no client
+    waits. Stopped, it has computed nothing (`InstanceScheduler.interrupted`); a later batch of the same chunk alone
+    goes on with the next layer."""
 
     @property
     def tokens(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-from headway.core.batch import Batch
+from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
 from headway.core.file_lock import ATTEMPTS, lock
 from headway.core.request import Request
@@ -19,7 +19,7 @@ from headway.core.request import Request
 EventSink = Callable[[str, dict[str, object]], None]
 """Receives one event: its kind and its fields."""
 
-_FREQUENT = frozenset(("batch", "schedule", "scheduled"))
+_FREQUENT = frozenset(("batch", "interrupt", "schedule", "scheduled"))
 
 
 def event_sink(path: str) -> EventSink:
@@ -47,6 +47,29 @@ def arrival_fields(request: Request, now: float) -> dict[str, object]:
         "ttft_s": request.slo.ttft_s,
         "tbt_s": request.slo.tbt_s,
         "priority": request.priority,
+    }
+
+
+def batch_fields(
+    batch: Batch, elapsed_s: float, stages: Iterable[object], progress: Iterable[RequestProgress], now: float
+) -> dict[str, object]:
+    """Return the fields of the event by which a batch ends at `now`, but for those of several KV groups.
+
+    stages: begin and end on each pipeline stage, for each part of the batch."""
+    parts = [
+        (part.group, part.decodes.count, [(chunk.request, chunk.start, chunk.tokens) for chunk in part.prefills])
+        for part in batch.parts
+    ]
+    return {
+        "id": batch.id,
+        "at_s": now,
+        "elapsed_s": elapsed_s,
+        "predicted_s": batch.predicted_s,
+        "decodes": sum(decodes for _, decodes, _ in parts),
+        "kv_sum": sum(part.decodes.kv_sum for part in batch.parts),
+        "ended": [one.request for one in progress if one.finished],
+        "chunks": [chunk for _, _, chunks in parts for chunk in chunks],
+        "parts": [(*part, spans) for part, spans in zip(parts, stages, strict=False)],
     }
 
 

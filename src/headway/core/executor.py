@@ -7,6 +7,7 @@ only, not by policies or servers. Test double: `tests/engine/fake_executor.py`. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from headway.core.batch import Batch
@@ -33,11 +34,17 @@ class StepResult(NamedTuple):
     """Measured seconds, of several stages or groups the slowest."""
     stages: tuple[tuple[tuple[float, float], ...], ...] = ()
     """For each part of the batch: begin and end on each pipeline stage, seconds of CLOCK_MONOTONIC of the stage's
-    host. Empty: not measured."""
+    host. Empty: not measured. Of a batch that goes on with an interrupted chunk: only its own."""
+    interrupted: bool = False
+    """Whether an `interruptible` batch was stopped between layers: it emits nothing, and `elapsed_s` is so far."""
 
 
 class Executor(Protocol):
     """Carries out batches in the order in which they are submitted."""
+
+    interrupts: Callable[[], bool] | None
+    """Asked between the layers of an `interruptible` batch whether to stop it, set by the engine's loop. None: such
+    batches are carried out like others, as by executors whose batches are computed in other processes."""
 
     @property
     def waits_on(self) -> tuple[Any, ...]:

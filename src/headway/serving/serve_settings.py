@@ -166,8 +166,10 @@ _MILLISECONDS = {
 _MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}, "background_wait_s": {"gt": 0}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
-_SCHEDULER_INTERNAL = frozenset(("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens"))
-"""Fields of `SchedulerConfig` that follow from `EngineSettings`."""
+_SCHEDULER_INTERNAL = frozenset(
+    ("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens", "interruptible_layers")
+)
+"""Fields of `SchedulerConfig` that follow from `EngineSettings` and the model."""
 
 
 def _scheduler_fields() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
-from headway.core.event_log import EventSink, arrival_fields
+from headway.core.event_log import EventSink, arrival_fields, batch_fields
 from headway.core.request import Request
 from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
@@ -64,21 +64,9 @@ class SimulatedEngineLog:
     def completed(self, batch: Batch, elapsed_s: float, ended: Sequence[RequestProgress], now: float) -> None:
         """Write that a batch has ended."""
         stages = [(self._began.pop(batch.id), now)]
-        parts = [
-            (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
-            for part in batch.parts
-        ]
-        self._write(
-            "batch",
-            {
-                "id": batch.id,
-                "at_s": now,
-                "elapsed_s": elapsed_s,
-                "predicted_s": batch.predicted_s,
-                "decodes": sum(part.decodes.count for part in batch.parts),
-                "kv_sum": sum(part.decodes.kv_sum for part in batch.parts),
-                "ended": [one.request for one in ended],
-                "chunks": [chunk for part in parts for chunk in part[2]],
-                "parts": parts,
-            },
-        )
+        self._write("batch", batch_fields(batch, elapsed_s, [stages] * len(batch.parts), ended, now))
+
+    def interrupted(self, batch: Batch, now: float) -> None:
+        """Write that an arrival has interrupted a batch."""
+        del self._began[batch.id]
+        self._write("interrupt", {"id": batch.id, "at_s": now})

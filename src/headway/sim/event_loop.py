@@ -159,6 +159,7 @@ class EventLoop(ABC):
             # the last prompt token is always computed: it yields the first output token
             cached_tokens=max(0, min(source.cached_tokens, source.prompt_tokens - 1)),
             slo=Slo(targets.ttft_s, targets.tbt_s, run.refuse_late) if run.send_slo else Slo(),
+            priority=source.priority,
         )
 
     def schedule_departure(self, departing: Any) -> None:

@@ -28,7 +28,14 @@ def requests_in(run: ReplayedRun, records: Sequence[RequestRecord]) -> list[Trac
     zero_s = records[0].arrival_s if records else 0.0
     asked = run.requests
     return [
-        TraceRequest(r.arrival_s - zero_s, r.prompt_tokens, r.output_tokens, r.klass, asked[r.id].cached_tokens)
+        TraceRequest(
+            r.arrival_s - zero_s,
+            r.prompt_tokens,
+            r.output_tokens,
+            r.klass,
+            asked[r.id].cached_tokens,
+            priority=asked[r.id].priority,
+        )
         for r in records
     ]
 

@@ -22,10 +22,12 @@ from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.policy.iteration.predicted_ttft import refuse_late
 from headway.sim.decode_cohorts import DecodeCohort, DecodeCohorts, DecodeTrack, repeat_decodes
 from headway.sim.engine_log import SimulatedEngineLog
+from headway.sim.interrupted_chunks import InterruptedChunks
 from headway.sim.noise import NoiseSource
 from headway.sim.pipeline import StagePipeline
 from headway.sim.prefix_cache import make_block_manager, prefixes_of
-from headway.sim.result import GroupJoin, IterationRecord, ReplicaUse
+from headway.sim.replica_counters import ReplicaCounters
+from headway.sim.result import IterationRecord, ReplicaUse
 from headway.sim.running_batch import RunningBatch
 from headway.sim.spec import InstanceSpec
 
@@ -60,6 +62,8 @@ class SimulatedEngine:
         self.pipelines = [StagePipeline(spec.config.stages, spec.link) for _ in groups]
         self.pipeline = self.pipelines[0]
         self._cohorts = DecodeCohorts(self.tracks)
+        layers = spec.config.interruptible_layers
+        self._interrupted = InterruptedChunks(layers) if layers else None
         self._in_flight: dict[int, RunningBatch] = {}
         self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
         self._actual_latency = spec.actual_latency
@@ -70,10 +74,7 @@ class SimulatedEngine:
         self._iteration_rows = iterations
         self._stopwatch = stopwatch
         self._log = None if log is None else SimulatedEngineLog(log, spec, self.scheduler)
-        self._batches = self._iterations = self._prefill = self._decoded = self._kv_read = 0
-        self._preemptions = self._recomputed = self._kv_peak = self._more_passes = 0
-        self._joins: list[GroupJoin] = []
-        self._pairs = self._busy_s = self._scheduling_s = 0.0
+        self._counts = ReplicaCounters()
         # seconds that another engine's decodes add to the next batch; end of its batch that takes this one's along
         self.fused_s = self.fused_until_s = 0.0
 
@@ -121,6 +122,8 @@ class SimulatedEngine:
             if done:
                 self._apply_events(self.scheduler.complete(run.batch.id, [], now, None, done))
         self._in_flight.clear()
+        if self._interrupted is not None:
+            self._interrupted.clear()
         if self._log is not None:
             self._log.lost(now)
         for pipeline in self.pipelines:
@@ -140,7 +143,7 @@ class SimulatedEngine:
             else:
                 started = self._stopwatch()
                 batch = self.scheduler.schedule(now, self._max_repeats, free)
-                self._scheduling_s += self._stopwatch() - started
+                self._counts.scheduling_s += self._stopwatch() - started
             if batch is None:
                 break
             if self._log is not None:
@@ -169,6 +172,11 @@ class SimulatedEngine:
         if run is None:
             return []
         batch = run.batch
+        if run.interrupted:
+            if self._log is not None:
+                self._log.interrupted(batch, now)
+            self._apply_events(self.scheduler.interrupted(batch.id, now))
+            return []
         results: list[RequestProgress] = []
         ended: list[DecodeTrack] = []
         for part, cohort in zip(batch.parts, run.cohorts, strict=True):
@@ -204,6 +212,26 @@ class SimulatedEngine:
         """Return whether a batch is in flight."""
         return batch_id in self._in_flight
 
+    def interrupt(self, now: float) -> tuple[float, int] | None:
+        """Stop an interruptible batch, because a request arrives or leaves, at the end of the layer that it computes.
+
+        Return the (time, batch) at which to call `complete` instead; None: nothing stops."""
+        found = None if self._interrupted is None else self._interrupted.interrupt(now)
+        if found is None:
+            return None
+        batch_id, end_s = found
+        run = self._in_flight[batch_id]
+        self._counts.busy_s -= run.end_s - end_s
+        self._counts.batches -= 1
+        self._counts.iterations -= 1
+        if self._iteration_rows is not None:
+            rows = self._iteration_rows
+            place = next(i for i in reversed(range(len(rows))) if rows[i][:2] == (self.index, batch_id))
+            rows[place] = rows[place]._replace(stages=((rows[place].stages[0][0], end_s),), done_s=end_s)
+        run.end_s, run.interrupted = end_s, True
+        self.pipeline.cut(end_s)
+        return end_s, batch_id
+
     def end_repeats(self, now: float) -> tuple[float, int] | None:
         """End repeated decodes with the iteration in progress, because a request is about to arrive or leave.
 
@@ -224,11 +252,11 @@ class SimulatedEngine:
             before, after = run.repeats, run.repeats - gone
             # iteration j reads kv_sum + j · count KV tokens: take back those of j in [after, before)
             read = gone * run.batch.parts[0].decodes.kv_sum + count * (before * (before - 1) - after * (after - 1)) // 2
-            self._busy_s -= run.end_s - end_s
-            self._iterations -= gone
-            self._decoded -= gone * count
-            self._kv_read -= read
-            self._pairs -= read
+            self._counts.busy_s -= run.end_s - end_s
+            self._counts.iterations -= gone
+            self._counts.decoded -= gone * count
+            self._counts.kv_read -= read
+            self._counts.pairs -= read
             run.end_s, run.repeats = end_s, after
             self.pipeline.cut(end_s)
             return end_s, run.batch.id
@@ -241,36 +269,28 @@ class SimulatedEngine:
         cohorts = []
         for part in parts:
             cohorts.append(self._cohorts.of(part.decodes, part.group))
-            if part.kv_ops or part.prefills:
+            # a chunk is counted when it begins, not when it goes on
+            if (part.kv_ops or part.prefills) and not (self._interrupted and self._interrupted.goes_on(batch)):
                 self._count_chunks(part, now)
         woken_s = self.spec.serving.idle_s if self.pipeline.free_s < now else 0.0
         stage_s = max(self._stage_s(batch) + woken_s + self.fused_s, self.fused_until_s - now)
+        whole_s = stage_s
+        if self._interrupted is not None:
+            stage_s, whole_s = self._interrupted.begin(batch, now, stage_s)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
         # a batch on n of the instance's g KV groups keeps n / g of it busy
-        self._busy_s += stage_s * len(parts) / len(self.pipelines)
+        self._counts.busy_s += stage_s * len(parts) / len(self.pipelines)
         if batch.repeat > 1:
             end_s, repeats = self._repeat(batch, cohorts, end_s, quiet_s)
         if self._iteration_rows is not None:
-            chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
-            row = IterationRecord(
-                self.index, batch.id, tuple(spans), end_s, sum(part.decodes.count for part in parts),
-                sum(part.decodes.kv_sum for part in parts), chunks, batch.predicted_s, repeats,
-                tuple(part.group for part in parts),
-            )  # fmt: skip
-            self._iteration_rows.append(row)
-        self._batches += 1
-        self._iterations += repeats
-        for part in parts:
-            count = len(part.decodes.members)
-            self._decoded += repeats * count
-            # each repetition reads one more KV token for every decode
-            read = repeats * part.decodes.kv_sum + count * (repeats * (repeats - 1) // 2)
-            self._kv_read += read
-            self._pairs += read
+            self._iteration_rows.append(IterationRecord.of(self.index, batch, spans, end_s, repeats))
+        self._counts.batches += 1
+        self._counts.iterations += repeats
+        self._counts.decodes(batch, repeats)
         if len(parts) > 1:
-            self._count_remote_attention(batch, repeats)
-        return RunningBatch(batch, cohorts, end_s, stage_s, repeats)
+            self._counts.remote_attention(batch, repeats)
+        return RunningBatch(batch, cohorts, end_s, whole_s, repeats)
 
     def _count_chunks(self, part: GroupBatch, now: float) -> None:
         for chunk in part.prefills:
@@ -279,25 +299,13 @@ class SimulatedEngine:
                 track.scheduled_s = now
                 if self.prefixes is not None:
                     track.cached_tokens = self.prefixes.taken(track.request)
-            self._prefill += chunk.tokens
-            self._kv_read += chunk.start + chunk.tokens
-            # token i of the chunk attends to start + i + 1 tokens; the sum over the chunk
-            self._pairs += chunk.tokens * (chunk.start + 0.5 * (chunk.tokens + 1))
+            self._counts.chunk(chunk)
         for op in part.kv_ops:
             if op.start and op.request in self.tracks:
-                # `start` is a shard's first token; the first shard, from token 0, is no join: hence + 2
-                earlier = {join.start for join in self._joins if join.request == op.request and join.start < op.start}
-                self._joins.append(GroupJoin(now, self.index, op.request, part.group, op.start, len(earlier) + 2))
+                self._counts.join(now, self.index, part.group, op)
         if part.kv_ops:
-            self._kv_peak = max(self._kv_peak, sum(manager.used_tokens for manager in self.block_managers))
-
-    def _count_remote_attention(self, batch: Batch, repeats: int) -> None:
-        """Count KV read for decodes of other groups, and their forward passes; chunks are counted with all of it."""
-        self._more_passes += repeats * (sum(part.tokens > 0 for part in batch.parts) - 1)
-        chunked = {chunk.request for part in batch.parts for chunk in part.prefills}
-        read = sum(a.tokens for part in batch.parts for a in part.assists if a.request not in chunked)
-        self._kv_read += repeats * read
-        self._pairs += repeats * read
+            used = sum(manager.used_tokens for manager in self.block_managers)
+            self._counts.kv_peak = max(self._counts.kv_peak, used)
 
     def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
         parts = batch.parts
@@ -318,8 +326,8 @@ class SimulatedEngine:
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
         if single and self._exact and len(self.pipelines) == 1 and not hasattr(self.latency, "whole_s"):
-            end_s, self._busy_s, repeats = repeat_decodes(
-                self.latency, batch.parts[0].decodes, cohorts[0].times, (end_s, quiet_s), most, self._busy_s
+            end_s, self._counts.busy_s, repeats = repeat_decodes(
+                self.latency, batch.parts[0].decodes, cohorts[0].times, (end_s, quiet_s), most, self._counts.busy_s
             )
             self.pipeline.cut(end_s)
             return end_s, repeats
@@ -345,7 +353,7 @@ class SimulatedEngine:
             for times in decoding:
                 times.append(end_s)
             end_s = self._enter(batch, end_s, stage_s)[-1][1]
-            self._busy_s += stage_s * len(counts) / len(self.pipelines)
+            self._counts.busy_s += stage_s * len(counts) / len(self.pipelines)
             repeats += 1
         return end_s, repeats
 
@@ -375,8 +383,8 @@ class SimulatedEngine:
     def _apply_events(self, events: list[RequestEvent]) -> None:
         for event in events:
             if event.kind == "preempted":
-                self._preemptions += 1
-                self._recomputed += event.tokens
+                self._counts.preemptions += 1
+                self._counts.recomputed += event.tokens
             # finished or aborted
             elif event.kind != "started":
                 del self.tracks[event.request]
@@ -385,19 +393,4 @@ class SimulatedEngine:
         """Return the replica's counters up to `until_s`."""
         # batches count as busy when they start; take off what lies beyond `until_s`
         over_s = sum(max(0.0, pipeline.free_s - until_s) for pipeline in self.pipelines) / len(self.pipelines)
-        return ReplicaUse(
-            iterations=self._iterations,
-            batches=self._batches,
-            busy_s=max(0.0, self._busy_s - over_s),
-            prefill_tokens=self._prefill,
-            decode_tokens=self._decoded,
-            kv_read_tokens=self._kv_read,
-            attention_pairs=self._pairs,
-            preemptions=self._preemptions,
-            recomputed_tokens=self._recomputed,
-            kv_peak_tokens=self._kv_peak,
-            scheduling_s=self._scheduling_s,
-            more_passes=self._more_passes,
-            joins=tuple(self._joins),
-            prefix_cache=self.prefixes.use() if self.prefixes is not None else None,
-        )
+        return self._counts.use(over_s, self.prefixes.use() if self.prefixes is not None else None)

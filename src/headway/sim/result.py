@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from headway.core.batch import Batch
 from headway.perf.hardware.utilisation import UtilisationBase
 from headway.sim.metrics import RequestRecord, RunSummary, summarise
 from headway.sim.metrics.quantiles import PERCENTILES
@@ -33,6 +35,17 @@ class IterationRecord(NamedTuple):
     """Iterations that the batch stands for."""
     groups: tuple[int, ...] = (0,)
     """The KV groups that had a part in it."""
+
+    @classmethod
+    def of(
+        cls, replica: int, batch: Batch, stages: Sequence[tuple[float, float]], done_s: float, repeats: int
+    ) -> IterationRecord:
+        """Return the record of a batch."""
+        parts = batch.parts
+        chunks = tuple((chunk.request, chunk.start, chunk.tokens) for part in parts for chunk in part.prefills)
+        decodes, kv = sum(part.decodes.count for part in parts), sum(part.decodes.kv_sum for part in parts)
+        groups = tuple(part.group for part in parts)
+        return cls(replica, batch.id, tuple(stages), done_s, decodes, kv, chunks, batch.predicted_s, repeats, groups)
 
 
 class GroupJoin(NamedTuple):

@@ -273,7 +273,7 @@ def _policy_section() -> type[FileSection]:
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
         for f in fields(SchedulerConfig)
         # these follow from the scenario's layout
-        if f.name not in ("stages", "kv_parallel", "kv_shard_tokens")
+        if f.name not in ("stages", "kv_parallel", "kv_shard_tokens", "interruptible_layers")
     }
     return create_model(
         "PolicySection", __base__=FileSection, __doc__="Settings of the scheduler that differ from its mode's.",

@@ -7,6 +7,7 @@ came round to it, so that a busy host's delays do not add up.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +27,7 @@ class TimedExecutor:
     """`Executor` of one stage: one batch at a time."""
 
     free = None
+    interrupts: Callable[[], bool] | None = None
 
     def __init__(self, clock: ClockProtocol, alarm: TimedCalls) -> None:
         self._clock, self._alarm = clock, alarm

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention
+from headway.core.request import BACKGROUND_PRIORITY
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.policy.iteration.decodes import DecodeSet
 from headway.policy.iteration.group_state import BatchInFlight, GroupState
@@ -36,7 +37,19 @@ class BatchBuilder:
         # Fast-forward only to the step at which a lease fills: growth may evict, which changes the batch.
         repeat = max(1, min(ahead, decodes.room())) if ahead > 1 and not chunks and state.only_decodes else 1
         part = self.commit(number, chunks, load, repeat)
-        return Batch(id=number, parts=(part,), predicted_s=load_s(latency, load), repeat=repeat)
+        return Batch(
+            id=number,
+            parts=(part,),
+            predicted_s=load_s(latency, load),
+            repeat=repeat,
+            interruptible=self._interruptible(part),
+        )
+
+    def _interruptible(self, part: GroupBatch) -> bool:
+        """Whether an arrival may interrupt a batch: one chunk of a background request is all of it."""
+        if not self._state.config.interruptible_layers or part.decodes.members or len(part.prefills) != 1:
+            return False
+        return self._state.sequences[part.prefills[0].request].request.priority >= BACKGROUND_PRIORITY
 
     def pick_chunks(
         self, load: BatchLoad, now: float, shorts_elsewhere: bool = False, budget_s: float | None = None

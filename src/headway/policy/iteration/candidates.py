@@ -12,6 +12,9 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 
+BACKGROUND_EVERY = 128
+"""Iterations of other work after which a background request has tokens in one of them, where it otherwise has
+iterations of its own: fewer than 1 in 100 gaps between tokens of other requests are longer for it."""
 MAX_BLOCKED = 32
 """Most requests without enough KV that one decision looks at: a bound on its time."""
 _NO_LIMIT = float("inf")
@@ -90,9 +93,9 @@ class PrefillCandidates:
         queue: WaitingQueue,
         admission: KvBlockAdmission,
         remote_cost: Callable[[str], RemoteCost] | None,
-        background_s: Callable[[float], float],
+        background_s: Callable[[float, bool], float],
     ) -> None:
-        """`background_s`: returns the longest iteration with tokens of a background request, seconds."""
+        """`background_s`: see `IterationBudget.background_s`."""
         # A long request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
         self.reserved_for: PrefillState | None = None
         # Whether no further long request is to be yielded in this decision, set by the caller: one gets tokens.
@@ -179,7 +182,8 @@ class PrefillCandidates:
             if not (state.is_long and self.long_taken):
                 # A request that has not begun counts from the last progress of any prefill: it is not stalled while
                 # others advance.
-                stalled = walk.iterations - (state.last_progress if holds_kv else walk.advanced)
+                counts = holds_kv or state.request.priority >= BACKGROUND_PRIORITY
+                stalled = walk.iterations - (state.last_progress if counts else walk.advanced)
                 candidate = self._candidate(state, walk.now, stalled)
                 # 0: its shard is full and no group has taken over yet.
                 if candidate.remaining > 0:
@@ -249,7 +253,10 @@ class PrefillCandidates:
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
         yields = state.is_long and self._queue.yields_to_shorts(state)
-        longest_s = _NO_LIMIT if request.priority < BACKGROUND_PRIORITY else self._background_s(now)
+        alone, longest_s = False, _NO_LIMIT
+        if request.priority >= BACKGROUND_PRIORITY:
+            alone = self._config.interruptible_layers > 0 and stalled < BACKGROUND_EVERY
+            longest_s = self._background_s(now, alone)
         completes, reserved_s, exchange_s = True, 0.0, 0.0
         if state.limit != WHOLE:
             completes = remaining <= state.room
@@ -261,5 +268,5 @@ class PrefillCandidates:
                 past, reserved_s, exchange_s = max(past, remote.past), remote.reserved_s, remote.exchange_s_per_row
         return PackCandidate(
             request.id, past, remaining, state.is_long, slack, stalled, completes, reserved_s, exchange_s, yields,
-            longest_s,
+            longest_s, alone, state.interrupted if alone else 0,
         )  # fmt: skip

@@ -53,6 +53,10 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Whether a long request leaves time to shorts that wait: not where all of them have a lower priority."""
     longest_s: float = float("inf")
     """Longest iteration, seconds, with tokens of this request: those of a background request are short."""
+    alone: bool = False
+    """Whether it gets tokens only where nothing else does: arrivals interrupt such an iteration."""
+    interrupted: int = 0
+    """Tokens of its chunk that was interrupted, if there is one: of the same size it goes on where it was."""
 
 
 class PackRules(msgspec.Struct, gc=False):
@@ -213,6 +217,10 @@ class _Filling:
         if candidate.exchange_s_per_row or candidate.reserved_s:
             model = WithExchange(model, candidate.exchange_s_per_row)
         room, rules = max(self.room, 0), self.rules
+        if candidate.alone and not is_empty(self.load):
+            return 0, 0.0
+        if candidate.interrupted:
+            return candidate.interrupted, one_chunk_s(model, past, candidate.interrupted)
         if not self.chunking.timed:
             return self.chunking.quota(PrefillDemand(past, remaining, room), self.load, rules.t_target_s, model)
         budget_s = self._budget_s(candidate)

@@ -62,6 +62,21 @@ class BatchCompletion:
         events += [state.end(sequence, now) for sequence in ended.values()]
         return events
 
+    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        state = self._state
+        batch = state.in_flight.pop(batch_id, None)
+        if batch is None or batch.decodes.members:
+            raise InvariantError(f"batch {batch_id} is not in flight, or decodes")
+        events = state.drain_events()
+        for chunk, sequence in zip(batch.chunks, batch.sequences, strict=True):
+            sequence.in_flight -= 1
+            if sequence.aborted:
+                events.append(state.end(sequence, now))
+            else:
+                state.policy.interrupted(chunk.request, chunk.start, chunk.tokens)
+        return events
+
     def _advance_prefills(
         self, batch: BatchInFlight, now: float, events: list[RequestEvent]
     ) -> dict[str, SequenceState]:

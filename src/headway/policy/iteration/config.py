@@ -40,8 +40,9 @@ class SchedulerConfig:
     )
     background_wait_s: float | None = _f(
         None,
-        "longest iteration with tokens of a document that is prepared, seconds: requests that arrive or run wait for "
-        "its end; longer ones prepare faster; default: 10 ms, more where arrivals are rare or the context is long",
+        "longest iteration with tokens of a document that is prepared, seconds: requests that arrive wait for its end, "
+        "or in an engine of one process for the end of a layer; longer ones prepare faster; default: 10 ms, or 1 ms a "
+        "layer, more where arrivals are rare or the context is long",
     )
     max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")
     max_num_batched_tokens: int = _f(8192, "tokens of one iteration (a whole prompt may exceed it, alone)")
@@ -83,6 +84,9 @@ class SchedulerConfig:
     admission_age_s: float = _f(10.0, "a request skipped for want of KV for so long stops later ones from entering")
     stages: int = _f(1, "pipeline stages: batches in flight")
     kv_parallel: int = _f(1, "KV groups: replicas that each hold a shard of a long request's cache")
+    interruptible_layers: int = _f(
+        0, "layers between which an arrival interrupts iterations of prepared documents; 0: nothing does"
+    )
     kv_shard_tokens: int | None = _f(None, "tokens a KV group holds of one request; default: what t_target_s allows")
     pipeline_schedule: PipelineSchedule = _f("stream", "stream: a prompt's next chunk enters when stage 0 frees (SPP)")
 
@@ -109,6 +113,9 @@ class SchedulerConfig:
         need(0 <= self.kv_headroom < 1, "kv_headroom", "in [0, 1)")
         need(self.stages >= 1, "stages", "at least 1")
         need(self.kv_parallel >= 1, "kv_parallel", "at least 1")
+        need(self.interruptible_layers >= 0, "interruptible_layers", "0 or more")
+        alone = self.stages == self.kv_parallel == 1
+        need(alone or not self.interruptible_layers, "interruptible_layers", "0 with stages or KV groups")
         need(self.kv_shard_tokens is None or self.kv_shard_tokens >= 1, "kv_shard_tokens", "at least 1")
         need(self.mode in ("default", "paper"), "mode", "'default' or 'paper'")
 

@@ -115,6 +115,7 @@ class IterationPolicy:
         state.scheduled = scheduled
         # +1: `began` has not yet counted the iteration that is being built.
         state.last_progress = self._advanced = self._iterations + 1
+        state.interrupted = 0
         before_s = state.work_s
         if state.is_long:
             self.urgency.mark_active(state, self.queue)
@@ -125,6 +126,19 @@ class IterationPolicy:
         if self.relegation is not None:
             self.relegation.worked(state, before_s - (state.work_s if state.remaining else 0.0))
 
+    def interrupted(self, request_id: str, start: int, tokens: int) -> None:
+        """Set the cursor of a prefill back to `start`: a chunk of so many tokens was interrupted, and goes on later."""
+        state = self._states[request_id]
+        before_s = state.work_s if state.remaining else 0.0
+        state.scheduled, state.interrupted = start, tokens
+        line = self.urgency.line(state)
+        if state.slot < 0:
+            self.queue.add(state, line)
+        else:
+            self.queue.update(state, line)
+        if self.relegation is not None:
+            self.relegation.worked(state, before_s - state.work_s)
+
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
         self.budget.begin(self._states[request_id], self._iterations, self._long_context)
@@ -133,7 +147,7 @@ class IterationPolicy:
         """Queue a request whose KV is gone: all its `known_tokens`, generated ones included, are computed again."""
         state = self._states[request_id]
         state.generated = known_tokens - state.prompt
-        state.scheduled = state.base = 0
+        state.scheduled = state.base = state.interrupted = 0
         if state.request.cached_tokens:
             self._count_cached_part(state)
         # Its age in the admission queue starts anew: it had its turn.
@@ -284,9 +298,9 @@ class IterationPolicy:
         name = state.request.id
         self._states[name] = state
         state.asked_again = 0
+        state.last_progress = self._iterations
         if state.holds_kv:
             self.admission.hold(state)
-            state.last_progress = self._iterations
         # Decodes take part in every iteration and never queue.
         if state.decoding or line is None:
             self.budget.begin(state, self._iterations, self._long_context)

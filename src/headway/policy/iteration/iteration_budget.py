@@ -31,6 +31,8 @@ BACKGROUND_WAIT_S = 0.01
 """Longest iteration by default with tokens of a background request, while other requests come often, seconds."""
 _BACKGROUND_SHARE = 0.02
 """The same as a share of the expected time between arrivals."""
+_LAYER_SHARE = 0.1
+"""A layer of an iteration that arrivals interrupt may take so much of what iterations may that none interrupts."""
 
 
 class ArrivalGaps:
@@ -100,13 +102,16 @@ class IterationBudget:
             floor_s = self._floor_s = config.least_gain * self._latency.rows_s(1)
         return max(bound_s, floor_s)
 
-    def background_s(self, now: float) -> float:
+    def background_s(self, now: float, alone: bool) -> float:
         """Return the longest iteration with tokens of a background request, seconds: no client waits for these, but
-        arrivals and decodes wait for the iteration's end."""
-        configured_s = self._config.background_wait_s
-        if configured_s is not None:
-            return configured_s
-        return max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self._arrivals.expected_s(now))
+        arrivals and decodes wait for the iteration's end.
+
+        `alone`: there is nothing else in it, and an arrival waits for the end of a layer only."""
+        config = self._config
+        if config.background_wait_s is not None:
+            return config.background_wait_s
+        longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self._arrivals.expected_s(now))
+        return longest_s * _LAYER_SHARE * config.interruptible_layers if alone else longest_s
 
     def observed(self, changed: bool) -> None:
         """Follow a latency model that has learned. `changed`: noticeably."""

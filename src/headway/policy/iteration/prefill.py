@@ -23,6 +23,7 @@ class PrefillState:
         "decoding",
         "generated",
         "holds_kv",
+        "interrupted",
         "is_long",
         "last_progress",
         "limit",
@@ -57,6 +58,8 @@ class PrefillState:
         self.slot = -1
         # The last iteration in which it got tokens.
         self.last_progress = 0
+        # Tokens of its next chunk, which an arrival interrupted: some of its layers are computed. 0: there is none.
+        self.interrupted = 0
         # When admission first failed for lack of KV, seconds; None: it has not.
         self.skipped_since: float | None = None
         # Blocks that it would take to enter, as the pool said last, and the decision in which the pool is asked again.

@@ -158,6 +158,10 @@ class Scheduler:
         """See `InstanceScheduler`."""
         return self.completion.complete(batch_id, results, now, elapsed_s, repeats)
 
+    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
+        """See `InstanceScheduler`."""
+        return self.completion.interrupted(batch_id, now)
+
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         return self.completion.abort(request_id, now)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,6 +117,8 @@ def assemble(
     # Opened before the model is loaded, so that an error comes at once.
     log = None if config.event_log is None else event_sink(config.event_log)
     built = build(config, wanted, loaded)
+    if layout.accelerators == 1 and config.instance is None:
+        schedule = replace(schedule, interruptible_layers=built.shape.layers)
     try:
         return _engine(config, clock, schedule, built, log)
     except BaseException:

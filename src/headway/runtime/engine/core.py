@@ -14,7 +14,7 @@ from dataclasses import asdict
 from headway.core.batch import Batch, RequestProgress
 from headway.core.clock import ClockProtocol
 from headway.core.errors import LostError, OverloadedError, PredictedLateError, RequestError, UnavailableError
-from headway.core.event_log import EventSink, arrival_fields, group_fields
+from headway.core.event_log import EventSink, arrival_fields, batch_fields, group_fields
 from headway.core.events import RequestEvent
 from headway.core.executor import EmittedToken, Executor, StepResult
 from headway.core.request import Request
@@ -265,6 +265,12 @@ class EngineCore:
         deltas: list[OutputDelta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
+        if result.interrupted:
+            self._count_busy(batch, result)
+            self._log_event("interrupt", id=batch.id, at_s=now)
+            for event in self.scheduler.interrupted(batch.id, now):
+                self.executor.forget(event.request)
+            return []
         progress: list[RequestProgress] = []
         for emitted in result.emitted:
             deltas.extend(self._emit(emitted, now, submitted_s, progress))
@@ -358,12 +364,9 @@ class EngineCore:
         self._count("decode_tokens_total", decodes)
 
     def _account(self, batch: Batch, result: StepResult, now: float, progress: list[RequestProgress]) -> None:
-        elapsed_s, chunks = result.elapsed_s, [chunk for part in batch.parts for chunk in part.prefills]
-        prefill, decodes = sum(chunk.tokens for chunk in chunks), sum(part.decodes.count for part in batch.parts)
-        for part, stages in zip(batch.parts, result.stages, strict=False):
-            for stage, (start_s, end_s) in enumerate(stages):
-                key = (part.group, stage)
-                self._stage_busy_s[key] = self._stage_busy_s.get(key, 0.0) + end_s - start_s
+        elapsed_s, decodes = result.elapsed_s, sum(part.decodes.count for part in batch.parts)
+        prefill = sum(chunk.tokens for part in batch.parts for chunk in part.prefills)
+        self._count_busy(batch, result)
         self._count("prefill_tokens_total", prefill)
         self._count("decode_tokens_total", decodes)
         self._count("iterations_total", 1)
@@ -376,18 +379,15 @@ class EngineCore:
         self._stats["last_chunk_tokens"] = prefill
         self._stats["last_iteration_s"] = elapsed_s
         if self._log is not None:
-            self._log_event(
-                "batch", id=batch.id, at_s=now, elapsed_s=elapsed_s, predicted_s=batch.predicted_s, decodes=decodes,
-                kv_sum=sum(part.decodes.kv_sum for part in batch.parts),
-                ended=[result.request for result in progress if result.finished],
-                chunks=[(chunk.request, chunk.start, chunk.tokens) for chunk in chunks],
-                parts=[
-                    (part.group, part.decodes.count, [(c.request, c.start, c.tokens) for c in part.prefills], stages)
-                    for part, stages in zip(batch.parts, result.stages, strict=False)
-                ],
-                **group_fields(batch), **({"filled": self._filled} if self._filled else {}),
-            )  # fmt: skip
+            fields = batch_fields(batch, elapsed_s, result.stages, progress, now) | group_fields(batch)
+            self._log_event("batch", **fields, **({"filled": self._filled} if self._filled else {}))
         self._filled = {}
+
+    def _count_busy(self, batch: Batch, result: StepResult) -> None:
+        for part, stages in zip(batch.parts, result.stages, strict=False):
+            for stage, (start_s, end_s) in enumerate(stages):
+                key = (part.group, stage)
+                self._stage_busy_s[key] = self._stage_busy_s.get(key, 0.0) + end_s - start_s
 
     def _count(self, name: str, amount: float) -> None:
         self._stats[name] = self._stats.get(name, 0) + amount

@@ -58,6 +58,8 @@ class IterationSampler:
             self._decided[fields["id"]] = (fields["at_s"], self._yields)
         elif kind == "batch":
             self._batch(fields)
+        elif kind == "interrupt":
+            del self._decided[fields["id"]]
         elif kind == "lost":
             self._decided.clear()
         # As of now: the next decision is made by it.

@@ -93,6 +93,7 @@ class EngineService:
         # The model lives as long as the process: exempt its objects from garbage collection.
         gc.freeze()
         self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
+        core.executor.interrupts = self._message_waits
         while self._server_is_there:
             # With an executor in this process, `turn` itself computes: never sleep while there is work.
             sleeps = (core.idle and not core.draining) or (self._executor_waits_on and not core.idle)
@@ -148,6 +149,9 @@ class EngineService:
     def _server_is_there(self) -> bool:
         """Whether the server is still there."""
         return not self._disconnected and self._is_wanted()
+
+    def _message_waits(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def send(self, message: FromInstance, measured: bool = False) -> None:
         """See `runtime.cluster.instance_agent.EngineLoop`."""

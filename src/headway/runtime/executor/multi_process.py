@@ -81,6 +81,8 @@ class MultiProcessExecutor:
         self.hosts: HostLauncher | None = None
         """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
+        self.interrupts: Callable[[], bool] | None = None  # never asked
+
     # -- the executor's contract --------------------------------------------------------------------------------
 
     @property

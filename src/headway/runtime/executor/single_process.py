@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from headway.core.batch import Batch, KvOp
@@ -22,6 +23,7 @@ class SingleProcessExecutor:
 
     def __init__(self, worker: ModelWorker, team: ComputeThreads | None = None) -> None:
         self.worker, self._team = worker, team
+        self.interrupts: Callable[[], bool] | None = None
         self._done: deque[StepResult] = deque()
 
     def admit(
@@ -36,17 +38,18 @@ class SingleProcessExecutor:
 
     def submit(self, batch: Batch) -> None:
         started = ended = time.monotonic()
-        part = batch.parts[0]
+        part, stop = batch.parts[0], self.interrupts if batch.interruptible else None
         if self._team is not None:
             self._team.begin(started, self.worker.work_rows(part))
         try:
             self.worker.replay(part.kv_ops)
-            emitted = self.worker.run(part)
+            emitted = self.worker.run(part) if stop is None else self.worker.run_until(part, stop)
         finally:
             ended = time.monotonic()
             if self._team is not None:
                 self._team.end(ended)
-        self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
+        elapsed_s = ended - started + self.worker.earlier_s
+        self._done.append(StepResult(batch.id, emitted or [], elapsed_s, (((started, ended),),), emitted is None))
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         """Carry out KV operations without a batch, ahead of the next batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,18 @@ from headway.runtime.executor.plan_stream import QueryTargets
 from headway.runtime.executor.rank_links import RankLinks
 from headway.runtime.executor.request_tokens import RequestTokens, sampler_of
 from headway.runtime.model.decoder import DecoderModel
+from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.sampling import sample
+
+
+class InterruptedChunk(NamedTuple):
+    """A chunk whose first layers are computed, with KV in place: all state is in the pool and in `hidden`."""
+
+    chunk: Chunk
+    hidden: Tensor
+    layers: int
+    spent_s: float
+    """Seconds that its layers have taken."""
 
 
 class ModelWorker:
@@ -55,6 +67,9 @@ class ModelWorker:
         layer = decoder.weights.parameters / max(1, len(decoder.weights.layers))
         self._row_per_key = 2 * config.q_heads * config.head_dim / layer
         self._eos = eos
+        self.earlier_s = 0.0
+        """Seconds that layers of the last batch took before, in a batch that was interrupted."""
+        self._interrupted: dict[str, InterruptedChunk] = {}
         self._residents: dict[str, RequestTokens] = {}
         self._slots: dict[str, tuple[Run, ...]] = {}
         self._bases: dict[str, int] = {}
@@ -113,6 +128,7 @@ class ModelWorker:
                 self.tables.apply(op)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
+                self._interrupted.pop(request, None)
                 continue
             # Only the first operation of a shard names its first token.
             if start:
@@ -147,6 +163,21 @@ class ModelWorker:
         Returns nothing on ranks that do not sample. The part's KV operations have been replayed. query_targets: the
         requests whose rows other KV groups attend too.
         """
+        emitted = self._run(part, query_targets, _never)
+        assert emitted is not None
+        return emitted
+
+    @torch.inference_mode()
+    def run_until(self, part: GroupBatch, stop: Callable[[], bool]) -> list[EmittedToken] | None:
+        """`run` a part that is one chunk, and return None where `stop`, asked between its layers, says so.
+
+        A later part of the same chunk alone then goes on with the next layer."""
+        return self._run(part, (), stop)
+
+    def _run(
+        self, part: GroupBatch, query_targets: QueryTargets, stop: Callable[[], bool]
+    ) -> list[EmittedToken] | None:
+        self.earlier_s = 0.0
         if not part.tokens:
             if part.assists:
                 self._visit(part)
@@ -155,9 +186,14 @@ class ModelWorker:
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         decoding, yielding = self._members(part.decodes), self._yielding(part)
         segments, positions, wanted = self._layout(part, decoding)
-        hidden = self._begin(part, decoding)
+        before = self._take_interrupted(part)
+        hidden = self._begin(part, decoding) if before is None else before.hidden
         plan = self._plan(part, segments, query_targets)
-        hidden = self.decoder.run_layers(hidden, self.decoder.rotary_table(positions), plan)
+        rotary = self.decoder.rotary_table(positions)
+        if stop is _never:
+            hidden = self.decoder.run_layers(hidden, rotary, plan, 0 if before is None else before.layers)
+        elif not self._run_layers(part.prefills[0], hidden, rotary, plan, before, stop):
+            return None
         if not self._ends:
             assert self._links is not None
             self._links.send_rows(hidden)
@@ -181,6 +217,39 @@ class ModelWorker:
             # The receive is posted now and completed by `_receive_tokens`, when a later batch embeds the token.
             self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
         return emitted
+
+    def _take_interrupted(self, part: GroupBatch) -> InterruptedChunk | None:
+        """Return what is computed of a part that is one interrupted chunk. Of other chunks of its request none is."""
+        if not self._interrupted:
+            return None
+        found = [self._interrupted.pop(chunk.request, None) for chunk in part.prefills]
+        if part.tokens != sum(chunk.tokens for chunk in part.prefills) or len(found) != 1:
+            return None
+        before = found[0]
+        if before is None or before.chunk != part.prefills[0]:
+            return None
+        self.earlier_s = before.spent_s
+        return before
+
+    def _run_layers(
+        self,
+        chunk: Chunk,
+        hidden: Tensor,
+        rotary: RotaryTable,
+        plan: AttentionPlan,
+        before: InterruptedChunk | None,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Run the layers of a chunk that `before` leaves. Returns False where it is interrupted."""
+        began_s, last = time.monotonic(), self.pool.layers - 1
+        for layer in range(0 if before is None else before.layers, last):
+            self.decoder.run_layers(hidden, rotary, plan, layer, layer + 1)
+            if stop():
+                spent_s = self.earlier_s + time.monotonic() - began_s
+                self._interrupted[chunk.request] = InterruptedChunk(chunk, hidden, layer + 1, spent_s)
+                return False
+        self.decoder.run_layers(hidden, rotary, plan, last)
+        return True
 
     def _score_prompts(self, part: GroupBatch, hidden: Tensor) -> None:
         """Score the chunks of requests that ask for their prompt's log-probabilities."""
@@ -291,6 +360,11 @@ class ModelWorker:
 
     def _slots_of(self, runs: tuple[Run, ...]) -> tuple[Run, ...]:
         return tuple((first * self._block, count * self._block) for first, count in runs)
+
+
+def _never() -> bool:
+    """The default of what interrupts a chunk."""
+    return False
 
 
 def _ignore(request: str) -> None:

@@ -37,6 +37,8 @@ class TraceRequest:
     """Which prompts begin alike; None: the trace does not say."""
     waits: bool = False
     """Whether the request comes `think_s` after the thread's answer before it ends, instead of at `arrival_s`."""
+    priority: int = 0
+    """As in `core.request`: lower goes first."""
 
 
 @dataclass(frozen=True)
