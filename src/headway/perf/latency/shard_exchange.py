@@ -55,27 +55,27 @@ def exchange_of(source: TableSource) -> ShardExchangeCost:
 class WithExchange(LatencyModel):
     """Model whose chunks also pay `row_s` per row, to size chunks of a request with shards in other groups."""
 
-    def __init__(self, model: LatencyModel, row_s: float) -> None:
-        self.model, self.row_s = model, row_s
+    def __init__(self, base: LatencyModel, row_s: float) -> None:
+        self.base, self.row_s = base, row_s
 
     def token_s(self, first: int, last: int) -> Seconds:
-        return self.model.token_s(first, last)
+        return self.base.token_s(first, last)
 
     def rows_s(self, rows: int) -> float:
-        return self.model.rows_s(rows)
+        return self.base.rows_s(rows)
 
     def least_rows_s(self, rows: int) -> float:
-        return self.model.least_rows_s(rows)
+        return self.base.least_rows_s(rows)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         rows = np.arange(first, last + 1, dtype=np.float64)
-        return np.asarray(self.model.chunk_s(past, first, last) + self.row_s * rows, dtype=np.float64)
+        return np.asarray(self.base.chunk_s(past, first, last) + self.row_s * rows, dtype=np.float64)
 
     def attention_s(self, past: int, tokens: int) -> float:
-        return self.model.attention_s(past, tokens) + self.row_s * tokens
+        return self.base.attention_s(past, tokens) + self.row_s * tokens
 
     def least_attention_s(self, past: int, tokens: int) -> float:
-        return self.model.least_attention_s(past, tokens) + self.row_s * tokens
+        return self.base.least_attention_s(past, tokens) + self.row_s * tokens
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.base.decode_s(decodes, kv_sum)
