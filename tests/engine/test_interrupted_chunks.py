@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
+from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.embedded_engine import answers, engine, submit
+from tests.helpers.embedded_engine import answers, engine, submit, token_bytes
 from tests.helpers.marks import quick_first
 
 from headway.core.request import BACKGROUND_PRIORITY
+from headway.core.sampling import SamplingParams
+from headway.runtime.embedded import model_path
+from headway.runtime.engine.client import ProcessEngineClient
+from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
+from headway.sim.replay import read_log, replay
 
 LAYERS = 2
 
@@ -133,3 +143,43 @@ def test_a_document_that_is_dropped_while_it_is_interrupted_leaves_nothing() -> 
     assert got == plain
     assert not core.executor.worker._interrupted
     core.executor.close()
+
+
+def test_a_served_document_is_interrupted_by_chats_and_its_log_replays(tmp_path: Path) -> None:
+    rng, log = random.Random(5), tmp_path / "log.jsonl"
+    document, chats = text(rng, 8000), [text(rng, 30) for _ in range(8)]
+    core = engine(16_384, prefix_cache=False)
+    truth = [answers(core, [prompt], 4)[0] for prompt in (document, *chats)]
+    core.executor.close()
+    config = EngineConfig(
+        model=str(model_path()), dtype="float32", device="cpu", kv_cache_bytes=16_384 * token_bytes(),
+        event_log=str(log), latency_profile="quick",
+    )  # fmt: skip
+    client = ProcessEngineClient(config)
+
+    async def ask(name: str, prompt: list[int], priority: int) -> list[int]:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        submit = SubmitRequest(
+            id=name, prompt_tokens=len(prompt), params=params, received_s=time.monotonic(), priority=priority
+        )
+        deltas = client.generate(submit, array("i", prompt).tobytes())
+        return [token async for delta in deltas for token in delta.tokens]
+
+    async def test() -> None:
+        try:
+            await client.start()
+            prepared = asyncio.create_task(ask("document", document, BACKGROUND_PRIORITY))
+            asked = 0
+            while not prepared.done():
+                place = asked % len(chats)
+                assert await ask(f"chat{asked}", chats[place], 0) == truth[1 + place]
+                asked += 1
+                await asyncio.sleep(0.01)
+            assert await prepared == truth[0]
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+    events = list(read_log(log))
+    assert replay(events).differences == []
+    assert sum(event["event"] == "interrupt" for event in events) > 0

@@ -46,7 +46,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def start(pool: int = POOL, **fields: object) -> EngineCore:
         core = engine(pool, prefix_cache=True, **{"kv_spill": str(tmp_path / "spill"), **fields})
         # However fast this machine computes and however busy its disk is: what is there is read.
-        core._prefixes._prefill_times.total_s = float  # type: ignore[method-assign, assignment]
+        core.prefixes._prefill_times.total_s = float  # type: ignore[method-assign, assignment]
         made.append(core)
         return core
 
@@ -300,7 +300,7 @@ def test_a_full_disk_is_said_once_and_serving_goes_on(
 def test_what_is_faster_to_compute_is_not_read(make: Make, tmp_path: Path) -> None:
     document, _ = _spilled(make, tmp_path / "spill")
     core = make()
-    core._prefixes._prefill_times.total_s = lambda tokens: 0.0  # type: ignore[method-assign]
+    core.prefixes._prefill_times.total_s = lambda tokens: 0.0  # type: ignore[method-assign]
     assert cached(core, [*document, 1]) == 0
     assert core.stats().kv_restored_tokens_total == 0
 

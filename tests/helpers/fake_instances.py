@@ -434,7 +434,15 @@ class FakeProcess:
                 one.beat()
             cached = message.run.start if message.cached else 0
             one._say(
-                SpanTaskDone(id=name, index=message.index, began_s=1.0, ended_s=2.0, cached_tokens=cached, delta=delta)
+                SpanTaskDone(
+                    id=name,
+                    index=message.index,
+                    began_s=1.0,
+                    ended_s=2.0,
+                    cached_tokens=cached,
+                    saved_s=cached / 1000,
+                    delta=delta,
+                )
             )
 
     def _hold(self, name: str, run: SpanTask) -> None:

@@ -52,6 +52,7 @@ def prefill(world: World, name: str, prompt: Sequence[int], parts: Sequence[Part
     begin(world, name, prompt, parts)
     done = world.done(name, parts[1])
     cached = done.cached_tokens
+    assert (done.saved_s > 0) == (cached > 0)
     for index in range(2, len(parts)):
         world.compute(name, parts, index)
         done = world.done(name, parts[index])

@@ -115,6 +115,7 @@ def turns(placement: str, options: dict[str, object], roles: tuple[Role, ...], e
             deltas = [delta async for delta in client.generate(submit, array("i", second).tobytes())]
             assert [token for delta in deltas for token in delta.tokens] == answer(second, 4)
             assert [delta.cached_tokens for delta in deltas] == [0 if evicts else 4000, *[0] * (len(deltas) - 1)]
+            assert [delta.saved_s for delta in deltas] == [delta.cached_tokens / 1000 for delta in deltas]
             assert await ask(client, "c", second, 4, prefix_cache=False) == answer(second, 4)
 
     virtual_time.run(run())

@@ -24,6 +24,7 @@ class ClusterRequest:
         "prefix_failed",
         "prompt",
         "runs_lost",
+        "saved_s",
         "submit",
         "told",
     )
@@ -46,8 +47,9 @@ class ClusterRequest:
         """Whether its last output, or its error, was sent."""
         self.first_s: float | None = None
         """Time at which its first task began; None again once a delta has carried it."""
-        self.cached_tokens = 0
-        """Tokens with which spans of the attempt under way began; 0 again once a delta has carried them."""
+        self.cached_tokens, self.saved_s = 0, 0.0
+        """Tokens with which spans of the attempt under way began, and the seconds that these would have taken; 0 again
+        once a delta has carried them."""
         self.prefix_failed = False
         """Whether an attempt was lost whose spans began behind a cached prefix."""
         self.answer = AnswerQueue()
@@ -60,7 +62,7 @@ class ClusterRequest:
     def try_again(self) -> Request:
         """Return another attempt as a request of its own, whose prompt is the prompt and all output so far."""
         self.attempt += 1
-        self.cached_tokens = 0
+        self.cached_tokens, self.saved_s = 0, 0.0
         submit = self.submit
         self.name = f"{submit.id}#{self.attempt}"
         return Request(
@@ -77,12 +79,12 @@ class ClusterRequest:
         if self.over:
             return
         first_s = delta.first_scheduled_s if self.first_s is None else self.first_s
-        cached = delta.cached_tokens or self.cached_tokens
-        self.first_s, self.cached_tokens = None, 0
+        cached, saved_s = delta.cached_tokens or self.cached_tokens, delta.saved_s or self.saved_s
+        self.first_s, self.cached_tokens, self.saved_s = None, 0, 0.0
         self.told.extend(delta.tokens)
         self.answered = True
         self.over = delta.finish is not None
-        sent = {"id": self.submit.id, "first_scheduled_s": first_s, "cached_tokens": cached}
+        sent = {"id": self.submit.id, "first_scheduled_s": first_s, "cached_tokens": cached, "saved_s": saved_s}
         self.answer.put(msgspec.structs.replace(delta, **sent))
 
     def fail(self, error: Exception) -> None:

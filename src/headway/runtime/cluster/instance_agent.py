@@ -348,8 +348,9 @@ class InstanceAgent:
             delta = live.take(emitted, now)
         cached = compute.before[0].end if compute.cached else 0
         return SpanTaskDone(
-            id=name, index=compute.index, began_s=job.began_s, ended_s=now, cached_tokens=cached, delta=delta
-        )
+            id=name, index=compute.index, began_s=job.began_s, ended_s=now, cached_tokens=cached,
+            saved_s=self._core.prefixes.saved_s(cached), delta=delta,
+        )  # fmt: skip
 
     def _paused(self, job: _SpanJob) -> SpanTaskPaused:
         job.pause = False

@@ -98,7 +98,9 @@ class LiveSpanRuns:
         asked = attempt.asked
         if asked.first_s is None and not attempt.said:
             asked.first_s = message.began_s
-        asked.cached_tokens = message.cached_tokens or asked.cached_tokens
+        if message.cached_tokens:
+            # of a group, the instance that computes the longest for it
+            asked.cached_tokens, asked.saved_s = message.cached_tokens, max(asked.saved_s, message.saved_s)
         if message.delta is not None:
             asked.tell(message.delta)
             if message.delta.finish is not None:

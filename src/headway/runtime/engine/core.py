@@ -64,7 +64,7 @@ class EngineCore:
         sends them after the step's deltas and empties the list."""
         self._clock = clock
         self._log = log
-        self._prefixes = PrefixLookups(
+        self.prefixes = PrefixLookups(
             scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom, spill
         )
         self._live: dict[str, ScheduledOutput] = {}
@@ -87,7 +87,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._batches and not self._prefixes.busy
+        return self.scheduler.idle and not self._batches and not self.prefixes.busy
 
     @property
     def recovering(self) -> bool:
@@ -121,7 +121,7 @@ class EngineCore:
         # A decode computes its last known token itself: KV of all tokens before it must be here.
         if submit.phase == "decode" and self.kv_incomplete(submit.id, known_tokens - 1):
             raise RequestError(f"KV of {submit.id!r} has not all come", "id")
-        keys, cached = self._prefixes.look_up(submit, prompt)
+        keys, cached = self.prefixes.look_up(submit, prompt)
         request = Request(
             id=submit.id,
             arrival_s=submit.received_s,
@@ -140,7 +140,7 @@ class EngineCore:
             self.scheduler.add(Span.whole(request), now, submit.phase)
         except (RequestError, OverloadedError) as error:
             self.executor.forget(submit.id)
-            self._prefixes.forget(submit.id)
+            self.prefixes.forget(submit.id)
             if isinstance(error, PredictedLateError):
                 self._count("refused_late_total", 1)
                 fields = arrival_fields(request, now)
@@ -158,7 +158,7 @@ class EngineCore:
     def abort(self, request_id: str, reason: FinishReason = "abort") -> OutputDelta | None:
         """Drop a request at the next chunk edge. None when it has ended already."""
         if self._live.pop(request_id, None) is None:
-            self._prefixes.unpin(request_id)
+            self.prefixes.unpin(request_id)
             return None
         now = self._clock.now()
         # False while a batch in flight computes the request: its completion event then drops it from the executor.
@@ -189,11 +189,11 @@ class EngineCore:
         `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). Batches are
         made while the executor would begin them at once, both before and after results are taken.
         """
-        deltas = [*self._expire_timeouts(), *self._prefixes.turn(self._clock.now())]
+        deltas = [*self._expire_timeouts(), *self.prefixes.turn(self._clock.now())]
         self._submit_batches()
         elsewhere = bool(self.executor.waits_on)
         if not (self._batches or elsewhere):
-            self._prefixes.wait()
+            self.prefixes.wait()
             return deltas
         try:
             # Wait for the first result only, then take without waiting whatever else has finished.
@@ -220,7 +220,7 @@ class EngineCore:
         now = self._clock.now()
         # Workers may be lost again while they restart: the recovery time counts from the first loss.
         self._lost_s = now if self._lost_s is None else self._lost_s
-        self._prefixes.lost(now)
+        self.prefixes.lost(now)
         # KV tokens lost by each request, and the end of requests that were aborted in flight.
         events = self.scheduler.lost(0, now)
         lost = sum(event.tokens for event in events)
@@ -256,7 +256,7 @@ class EngineCore:
             some = free is not None and len(free) < len(self.scheduler.block_managers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
-            self._prefixes.save_evicted()
+            self.prefixes.save_evicted()
             self.executor.submit(batch)
             self.iteration = None
 
@@ -286,7 +286,7 @@ class EngineCore:
                 self._count("recomputed_tokens_total", event.tokens)
         self._account(batch, result, now, progress)
         # When the scheduler has let go of them: until then their blocks are in use anyway.
-        deltas += self._prefixes.pin_computed(now, self._live.values(), batch)
+        deltas += self.prefixes.pin_computed(now, self._live.values(), batch)
         return deltas
 
     def _emit(
@@ -301,7 +301,7 @@ class EngineCore:
         self._started(live, submitted_s)
         if live.keys is not None and live.keys.append(emitted.token):
             self._filled[live.submit.id] = live.keys.keys[-1]
-        delta = live.take(emitted, now) if not live.submit.pin else self._prefixes.computed(live, now)
+        delta = live.take(emitted, now) if not live.submit.pin else self.prefixes.computed(live, now)
         ended = delta.finish is not None or live.submit.pin
         progress.append(RequestProgress(emitted.request, 1, ended))
         if ended:
@@ -314,7 +314,7 @@ class EngineCore:
             return
         live.first_scheduled_s = submitted_s
         if live.keys is not None and live.submit.phase != "decode":
-            live.cached_tokens, live.saved_s = self._prefixes.taken(live.submit.id)
+            live.cached_tokens, live.saved_s = self.prefixes.taken(live.submit.id)
 
     def _expire_timeouts(self) -> list[OutputDelta]:
         deltas = []
@@ -348,13 +348,13 @@ class EngineCore:
             recovering=self.recovering,
             relegated=sum(len(each.late) for each in relegated),
             relegated_total=sum(each.chosen_total for each in relegated),
-            **self._prefixes.counts,
+            **self.prefixes.counts,
             **self._stats,  # type: ignore[arg-type]
         )
 
     def close(self) -> None:
         """Finish what is being written to disk, and close the executor."""
-        self._prefixes.close()
+        self.prefixes.close()
         self.executor.close()
 
     def computed(self, prefill: int, decodes: int) -> None:

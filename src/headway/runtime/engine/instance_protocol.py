@@ -123,6 +123,8 @@ class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
     ended_s: float
     cached_tokens: int = 0
     """Tokens before the task that came from a prefix cache (`ComputeSpan.cached`)."""
+    saved_s: float = 0.0
+    """Seconds that these would have taken alone, on this instance."""
     delta: OutputDelta | None = None
     """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
 

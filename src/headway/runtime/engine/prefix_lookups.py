@@ -76,7 +76,11 @@ class PrefixLookups:
         if request not in self._block_manager:
             return 0, 0.0
         tokens = self._block_manager.lease(request).cached_tokens
-        return tokens, self._prefill_times.total_s(tokens)
+        return tokens, self.saved_s(tokens)
+
+    def saved_s(self, tokens: int) -> float:
+        """Return the seconds that a prompt's first tokens take alone."""
+        return self._prefill_times.total_s(tokens)
 
     # -- pins ---------------------------------------------------------------------------------------------------
 
