@@ -2,18 +2,25 @@
 
 Simulates the scenario's prefill instances and lengths under Poisson arrivals at each load and with each candidate rate,
 and keeps the rate with the least mean TTFT (§5.1). The file goes into a scenario as `cluster.options.rates_file`, and
-into a running cluster by `PUT /v1/cluster/rates`. With --lengths the prompts are those that a cluster has been sent.
+into a running cluster by --url (`PUT /v1/cluster/rates`). With --lengths the prompts are those that a cluster has been
+sent; with --every too, the newest of them are taken again and again.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import sleep
 from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.core.output_file import write_output
+
+
+class _TryLaterError(ConfigError):
+    """A log without requests so far, or a cluster that does not take the rates: --every tries again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +37,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw prompt lengths from a cluster's log (headway cluster --event-log) or a trace, not from the scenario",
     )
     parser.add_argument("--seeds", default="1000,1001", metavar="N,N,…", help="seeds (default: 1000,1001)")
+    parser.add_argument("--url", help="a running cluster, which then works with the table")
+    parser.add_argument("--api-key", metavar="KEY", help="with --url: the server's API key")
+    parser.add_argument(
+        "--every",
+        type=float,
+        metavar="SECONDS",
+        help="with --lengths and --url: again so long after each table, of the newest --requests prompts, until Ctrl-C",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with TemporaryDirectory() as folder:
-        return _profile(arguments, Path(folder))
+    if arguments.every is not None and (arguments.every <= 0 or None in (arguments.lengths, arguments.url)):
+        raise ConfigError("--every is above 0 seconds, and needs --lengths and --url")
+    while True:
+        try:
+            with TemporaryDirectory() as folder:
+                _profile(arguments, Path(folder))
+        except _TryLaterError as error:
+            if arguments.every is None:
+                raise
+            print(f"headway: warning: {error}", file=sys.stderr)
+        if arguments.every is None:
+            return 0
+        sleep(arguments.every)
 
 
-def _profile(arguments: argparse.Namespace, folder: Path) -> int:
+def _profile(arguments: argparse.Namespace, folder: Path) -> None:
     import msgspec
 
     from headway.core.strict_yaml import read_yaml
@@ -48,7 +74,8 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> int:
 
     data = read_yaml(str(arguments.scenario))
     if arguments.lengths is not None:
-        lengths = f"empirical:{_trace_of(arguments.lengths, folder)}"
+        newest = None if arguments.every is None else arguments.requests
+        lengths = f"empirical:{_trace_of(arguments.lengths, folder, newest)}"
         data = {**data, "workload": {"mix": [{"prompt": lengths, "output": "fixed:1"}], "qps": 1.0, "requests": 10}}
     scenario = parse_scenario(data, str(arguments.scenario))
     if scenario.cluster.placement != "tetris":
@@ -75,11 +102,26 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> int:
     table = RateTable(points=tuple(points), source=source)
     write_output(arguments.out, msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
     print(f"written to {arguments.out}")
-    return 0
+    if arguments.url is not None:
+        _send(arguments.url, arguments.api_key, msgspec.to_builtins(table))
 
 
-def _trace_of(file: Path, folder: Path) -> Path:
-    """Return a trace with the lengths of a cluster's log, written to `folder`; `file` itself if it is no such log."""
+def _send(url: str, api_key: str | None, table: dict[str, Any]) -> None:
+    """Give a running cluster its rates."""
+    from headway.serving.load.endpoint import ask, server_root
+
+    root = server_root(url)
+    try:
+        ask("PUT", f"{root}/v1/cluster/rates", api_key, table)
+    except ConfigError as error:
+        raise _TryLaterError(str(error)) from None
+    print(f"in use at {root}", flush=True)
+
+
+def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
+    """Return a trace with the lengths of a cluster's log, written to `folder`; `file` itself if it is no such log.
+
+    newest: only of so many last prompts."""
     from headway.control.decision_log import read_log
     from headway.sim.cluster_log import is_cluster_log
 
@@ -90,8 +132,8 @@ def _trace_of(file: Path, folder: Path) -> Path:
     # another attempt at a request is no new one: they are named id#1, id#2, …
     prompts = {request["id"].rpartition("#")[0] or request["id"]: request for request in arrived}
     if not prompts:
-        raise ConfigError(f"{file} has no requests yet: there are no lengths to draw from")
-    rows = [f"0,{request['prompt_tokens']},1" for request in prompts.values()]
+        raise _TryLaterError(f"{file} has no requests yet: there are no lengths to draw from")
+    rows = [f"0,{request['prompt_tokens']},1" for request in list(prompts.values())[-(newest or len(prompts)) :]]
     trace = folder / "lengths.csv"
     trace.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]) + "\n")
     return trace
