@@ -108,7 +108,9 @@ class HostedReplay:
         self._answers(event)
         policy = self._driver.policy
         view = DecisionView.of(policy, event["at_s"]) if self.detail else None
-        plan = self._driver.plan(event["decodes"], event["rows"], event["kv_sum"], event["at_s"], event["admits_new"])
+        load = event["decodes"], event["rows"], event["kv_sum"]
+        barred = frozenset(event.get("barred", ()))
+        plan = self._driver.plan(*load, event["at_s"], event["admits_new"], barred)
         step, ours = event["id"], [list(quota) for quota in plan.quotas.items()]
         if ours != [list(quota) for quota in event["quotas"]]:
             self.replayed.differences.append(f"step {step} gave {event['quotas']}, and here {ours}")

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 from headway.perf.hardware.processor import processor_name
@@ -58,6 +58,41 @@ def most_active(scheduler: Any) -> int:
 def holds_kv_blocks(scheduler: Any, request: Any) -> bool:
     """Return whether a waiting request has blocks. From vLLM 0.31 on such requests wait in a queue of their own."""
     return hasattr(scheduler, "kv_holding_waiting") and bool(scheduler._holds_kv_blocks(request))
+
+
+def barred(scheduler: Any, waiting: Iterable[Any]) -> set[str]:
+    """Return the ids of those of `waiting`, most urgent first, that vLLM would not start in this step.
+
+    It is paused, or their LoRA adapters have no slot. The adapter of a running request keeps its slot in a step without
+    tokens for it: vLLM counts those of one step only, and ends with an assertion when the next one has too many."""
+    if paused(scheduler):
+        return {request.request_id for request in waiting}
+    held = {adapter for adapter in map(lora_of, [*scheduler.running, *past_gate(scheduler)]) if adapter}
+    left_out = set()
+    for request in waiting:
+        adapter = lora_of(request)
+        if not adapter or adapter in held:
+            continue
+        if len(held) < scheduler.lora_config.max_loras:
+            held.add(adapter)
+        else:
+            left_out.add(request.request_id)
+    return left_out
+
+
+def paused(scheduler: Any) -> bool:
+    """Return whether waiting requests do not start (`/pause`, `/sleep`)."""
+    return bool(scheduler.pause_state.name != "UNPAUSED")
+
+
+def lora_of(request: Any) -> int:
+    """Return the number of a request's LoRA adapter; 0: it has none."""
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
+
+
+def past_gate(scheduler: Any) -> list[Any]:
+    """Return waiting requests that `schedule()` takes from other queues than the gated one."""
+    return [*getattr(scheduler, "kv_holding_waiting", ()), *getattr(scheduler, "skipped_waiting", ())]
 
 
 def put_back(scheduler: Any, decided: Container[str]) -> None:

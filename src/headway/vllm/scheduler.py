@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -201,15 +201,18 @@ class HeadwaySchedulerMethods:
             self._enter_unblocked()
         running: list[Any] = self.running
         room = len(running) + self.num_waiting_for_streaming_input < adapter.most_active(self)
+        off = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
+        barred = self._barred(off, now)
         # A transfer that fails takes tokens back.
-        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens, recount=self.connector is not None)
+        recount = self.connector is not None
+        planned = driver.plan_step(running, now, room, 1 + self.num_spec_tokens, recount, barred)
         if planned is None:
             # Rebuilt in the next step.
             self._headway = None
             return False
         plan, self.running = planned
         adapter.put_back(self, driver.prefills)
-        visible = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
+        visible = [r for r in off if r.request_id not in barred]
         begun = driver.prefills
         visible += [begun[name] for name in plan.quotas if begun[name].status != RequestStatus.RUNNING]
         self.waiting.show([r for r in visible if not adapter.holds_kv_blocks(self, r)])
@@ -221,7 +224,19 @@ class HeadwaySchedulerMethods:
         plan = self._headway_plan
         if plan is None:
             return None
-        return self._headway.quota(plan, request.request_id, request.status == RequestStatus.RUNNING)
+        quota: int | None = self._headway.quota(plan, request.request_id, request.status == RequestStatus.RUNNING)
+        # vLLM gives the slot of an adapter without tokens to requests that it takes past the gate.
+        if quota == 0 and request.lora_request is not None and adapter.past_gate(self):
+            return int(self._headway.policy.config.min_chunk)
+        return quota
+
+    def _barred(self: Any, off: list[Any], now: float) -> Collection[str]:
+        """See `adapter.barred`. `off`: waiting requests that the policy does not decide about."""
+        if self.lora_config is None and not adapter.paused(self):
+            return ()
+        prefills = self._headway.prefills
+        in_order = (prefills[state.request.id] for state in self._headway.policy.order(now))
+        return adapter.barred(self, [*off, *(r for r in in_order if r.status != RequestStatus.RUNNING)])
 
     def _note(self: Any, output: Any, began_s: float) -> None:
         """Move the policy's cursors to what vLLM has scheduled."""

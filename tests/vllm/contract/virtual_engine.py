@@ -14,14 +14,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import headway.vllm
@@ -46,6 +55,21 @@ def model_config(folder: Path) -> ModelConfig:
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32768)
 
 
+def _speculation(model: ModelConfig, parallel: ParallelConfig, asynchronous: bool, drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram_gpu" if asynchronous else "ngram",
+        num_speculative_tokens=drafts,
+        target_model_config=model,
+        target_parallel_config=parallel,
+    )
+
+
+def _groups(windows: tuple[int, ...]) -> list[KVCacheGroupSpec]:
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    specs = [SlidingWindowSpec(**shape, sliding_window=w) if w else FullAttentionSpec(**shape) for w in windows]
+    return [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+
+
 class VirtualEngine:
     """One engine core: a scheduler, and a runner whose steps take `cost_s(output)` seconds of virtual time."""
 
@@ -64,7 +88,11 @@ class VirtualEngine:
         adaptive: bool = False,
         caching: bool = True,
         rates: MachineRates = RATES,
+        windows: tuple[int, ...] = (0,),
+        drafts: int = 0,
+        max_loras: int = 0,
     ) -> None:
+        """`windows`: of each group of layers, tokens; 0: full attention. `drafts`: speculative tokens a step."""
         self.now = 1000.0
         self.depth = 2 if asynchronous else 1
         scheduling = SchedulerConfig.default_factory(
@@ -79,20 +107,23 @@ class VirtualEngine:
             **({"long_prefill_token_threshold_adaptive": True} if adaptive else {}),
         )
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
+        parallel = ParallelConfig()
         config = VllmConfig(
             model_config=model,
             scheduler_config=scheduling,
             cache_config=cache,
-            parallel_config=ParallelConfig(),
+            parallel_config=parallel,
             additional_config={"headway": settings or {}},
+            lora_config=LoRAConfig(max_loras=max_loras, max_cpu_loras=16) if max_loras else None,
+            speculative_config=_speculation(model, parallel, asynchronous, drafts) if drafts else None,
         )
         config.scheduler_config.async_scheduling = asynchronous  # platforms have their own default
         cache.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
-        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=_groups(windows))
         grammars = mock.Mock()
         # Asked up to vLLM 0.29.
         grammars.should_advance.return_value = False
+        grammars.validate_tokens.side_effect = lambda request, tokens: tokens
         chosen: Any = (AsyncScheduler if asynchronous else StockScheduler) if stock else headway.vllm.Scheduler
         # Not this machine's, which differ from one to the next.
         with mock.patch.object(latency, "machine_rates", return_value=rates):
@@ -117,6 +148,8 @@ class VirtualEngine:
         self.preemptions = 0
         self.log: list[dict[str, int]] = []
         self._generated: dict[str, int] = {}
+        self._drafts = 0 if asynchronous else drafts
+        """Drafts that the runner hands back; an asynchronous scheduler schedules placeholders by itself."""
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -130,8 +163,10 @@ class VirtualEngine:
         extra: dict[str, Any] | None = None,
         choices: list[str] | None = None,
         seed: int | None = None,
+        adapter: int = 0,
     ) -> Request:
         """A request of `prompt` tokens (ids of its own, unless given). With `choices` its output has a grammar."""
+        lora = LoRARequest(f"adapter{adapter}", adapter, "nowhere") if adapter else None
         if isinstance(prompt, int):
             number = len(self.arrived) + 1
             prompt = [(number * 7919 + i * 31) % 500 for i in range(prompt)]
@@ -148,6 +183,7 @@ class VirtualEngine:
             arrival_time=self.now,
             priority=priority,
             block_hasher=self._hasher,
+            lora_request=lora,
         )
         self.arrived[name] = self.now
         self.scheduler.add_request(request)
@@ -208,7 +244,12 @@ class VirtualEngine:
         self.steps += 1
         self.tokens_computed += output.total_num_scheduled_tokens
         with_token = set(sampled)
-        tokens = [[100] if name in with_token else [] for name in names]
+        drafted = output.scheduled_spec_decode_tokens
+        # Of the drafts that are verified none, some or all are right.
+        tokens = [
+            [100] * (1 + (self.steps + i) % (1 + len(drafted.get(name, ())))) if name in with_token else []
+            for i, name in enumerate(names)
+        ]
         result = ModelRunnerOutput(
             req_ids=names, req_id_to_index={n: i for i, n in enumerate(names)}, sampled_token_ids=tokens
         )
@@ -220,6 +261,9 @@ class VirtualEngine:
                     self.on_token(one.request_id, len(one.new_token_ids))
                 if one.finish_reason is not None:
                     self.finished[one.request_id] = self.now
+        if self._drafts:
+            ahead = [[7] * (self.steps % (1 + self._drafts)) for _ in sampled]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(sampled, ahead))
 
     def on_token(self, name: str, count: int) -> None:
         """Called for each output; for tests that record more."""

@@ -6,7 +6,7 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -86,16 +86,23 @@ class PolicyDriver:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def plan_step(
-        self, running: list[VllmRequest], now: float, admits_new: bool, rows_each: int = 1, recount: bool = False
+        self,
+        running: list[VllmRequest],
+        now: float,
+        admits_new: bool,
+        rows_each: int = 1,
+        recount: bool = False,
+        barred: Collection[str] = (),
     ) -> tuple[StepPlan, list[VllmRequest]] | None:
         """Return the quotas of the next step beside the decodes among `running`, each of `rows_each` rows; and
         `running` with decodes first, then prefills by urgency, since vLLM preempts from its end.
 
-        `recount`: cached tokens of running requests may have changed otherwise than by `scheduled`.
+        `recount`: cached tokens of running requests may have changed otherwise than by `scheduled`. `barred`: waiting
+        requests that vLLM would not start in this step.
         None: the policy would wait although nothing runs that could free KV; the caller lets vLLM decide."""
         decodes, kv_sum = self.tally.decodes_of(running, recount or rows_each > 1)
-        plan = self.plan(decodes, rows_each * decodes, kv_sum, now, admits_new)
-        if not (plan.quotas or running or not self.prefills):
+        plan = self.plan(decodes, rows_each * decodes, kv_sum, now, admits_new, barred)
+        if not (plan.quotas or running or self.prefills.keys() <= set(barred)):
             return None
         # Prefills end the list, but for those whose last chunk was in the step before: look at the end only.
         first, wanted = len(running), len(running) - decodes
@@ -122,14 +129,18 @@ class PolicyDriver:
         # Not running: its KV was loaded by a connector, and vLLM ends its scan where such a request gets nothing.
         return 0 if running else int(self.policy.config.min_chunk)
 
-    def plan(self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool) -> StepPlan:
-        """Return the quotas of a step in which `decodes` requests decode, in `rows` rows over `kv_sum` tokens."""
+    def plan(
+        self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool, barred: Collection[str] = ()
+    ) -> StepPlan:
+        """Return the quotas of a step in which `decodes` requests decode, in `rows` rows over `kv_sum` tokens.
+
+        `barred`: see `plan_step`."""
         load = decode_load(self.policy.latency, decodes, kv_sum)
         # Speculative tokens are verified in rows of their own.
         if rows != decodes:
             load = msgspec.structs.replace(load, tokens=rows)
         if self.prefills:
-            decision = self.policy.pick(load, now, admits_new=admits_new)
+            decision = self.policy.pick(load, now, skip=barred, admits_new=admits_new)
             quotas, load = {quota.request: quota.tokens for quota in decision.quotas}, decision.load
         else:
             quotas = {}

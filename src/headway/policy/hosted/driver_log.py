@@ -8,7 +8,7 @@ host has scheduled of it (`scheduled`), and `preempt`, `end` and `rebuild`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -152,11 +152,15 @@ class RecordingDriver(PolicyDriver):
         if known:
             self._log.ended(request_id)
 
-    def plan(self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool) -> StepPlan:
+    def plan(
+        self, decodes: int, rows: int, kv_sum: int, now: float, admits_new: bool, barred: Collection[str] = ()
+    ) -> StepPlan:
         scales = getattr(self.policy.latency, "scales", None)
         before = None if scales is None else [float(scale) for scale in scales]
-        plan = super().plan(decodes, rows, kv_sum, now, admits_new)
-        step = {"decodes": decodes, "rows": rows, "kv_sum": kv_sum, "admits_new": admits_new}
+        plan = super().plan(decodes, rows, kv_sum, now, admits_new, barred)
+        step: dict[str, Any] = {"decodes": decodes, "rows": rows, "kv_sum": kv_sum, "admits_new": admits_new}
+        if barred:
+            step["barred"] = sorted(barred)
         self._log.decided(now, plan, step, before)
         return plan
 

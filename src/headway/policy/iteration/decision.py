@@ -218,7 +218,7 @@ class IterationPolicy:
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         if candidates == ():
             return IterationDecision([], load)
-        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere)
+        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere, skip)
         quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)
 
@@ -273,12 +273,15 @@ class IterationPolicy:
         active = self.urgency.active_long
         return active.scheduled if active is not None and active.slot >= 0 else 0
 
-    def leaves_time(self, shorts_elsewhere: bool = False) -> bool:
+    def leaves_time(self, shorts_elsewhere: bool = False, skip: Collection[str] = ()) -> bool:
         """Whether a long prompt in the next iteration leaves part of its time to shorts, if time is shared at all.
 
-        `shorts_elsewhere`: see `pick`."""
-        always = shorts_elsewhere or not self.config.yield_only_to_shorts
-        return self.queue.longs > 0 and (always or self.shorts_wait)
+        `shorts_elsewhere`, `skip`: see `pick`."""
+        if shorts_elsewhere or not self.config.yield_only_to_shorts:
+            return self.queue.longs > 0
+        if not (self.queue.longs and self.shorts_wait):
+            return False
+        return not skip or any(not state.is_long and state.request.id not in skip for state in self.queue)
 
     @property
     def shorts_wait(self) -> bool:
