@@ -148,6 +148,16 @@ def engine_index(vllm_config: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
 
+def graph_sizes(vllm_config: Any) -> list[int]:
+    """Return the numbers of tokens, ascending, that a step with prefills is padded to for a CUDA graph; []: to none.
+
+    With speculative tokens the size of a step is not known before vLLM makes it."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    eager = vllm_config.model_config.enforce_eager or mode is None or mode.mixed_mode().name == "NONE"
+    return [] if eager or vllm_config.num_speculative_tokens else sorted(compilation.cudagraph_capture_sizes or ())
+
+
 def engine_facts(vllm_config: Any) -> EngineFacts:
     from vllm.platforms import current_platform
 

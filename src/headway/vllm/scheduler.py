@@ -21,6 +21,7 @@ from headway.core.request import Request
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.gate import GatedQueueMethods
+from headway.policy.hosted.graph_padding import fill_graph
 from headway.policy.hosted.host_stats import HostStats
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
@@ -80,6 +81,7 @@ class HeadwaySchedulerMethods:
         self._headway_off: set[str] = set()
         # Requests that wait for a grammar to be compiled, by id.
         self._headway_blocked: dict[str, Any] = {}
+        self._headway_graphs = adapter.graph_sizes(vllm_config)
         self._headway_reported_s = 0.0
         self._headway_snapshots = SnapshotFile(snapshot_path(vllm_config, adapter.engine_index(vllm_config)))
         self._headway_log = self._open_log(vllm_config)
@@ -211,6 +213,8 @@ class HeadwaySchedulerMethods:
             self._headway = None
             return False
         plan, self.running = planned
+        if self._headway_graphs and plan.quotas:
+            plan = fill_graph(plan, self._headway_graphs, driver.policy.holders)
         adapter.put_back(self, driver.prefills)
         visible = [r for r in off if r.request_id not in barred]
         begun = driver.prefills

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
 from headway.sim.replay import read_log, replay
+from headway.vllm import adapter
 
 Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
@@ -126,6 +128,44 @@ def test_speculative_rows_count_in_the_time_of_a_step(make: Make) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_requests_with_speculative_decoding_leave_no_block(make: Make, asynchronous: bool) -> None:
     storm(make(drafts=4, blocks=700, asynchronous=asynchronous, settings={"t_target_ms": 25}), seed=6)
+
+
+# -- CUDA graphs --------------------------------------------------------------------------------------------------
+
+
+def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path: Path) -> None:
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    steps: dict[bool, int] = {}
+    for plugged_graphs in (False, True):
+        engine = make(graphs=sizes, settings={"t_target_ms": 30, "log": str(tmp_path / f"log{plugged_graphs}")})
+        if not plugged_graphs:
+            engine.scheduler._headway_graphs = []
+        engine.add("chat", 100, 2_000)
+        engine.until(engine.now + 0.1)
+        engine.add("long", 9_000, 1)
+        while "long" not in engine.finished:
+            engine.step()
+        chunks = [sum(step.values()) for step in engine.log if "long" in step][:-1]
+        steps[plugged_graphs] = len(chunks)
+        padded = [tokens for tokens in chunks if tokens <= 512 and tokens not in sizes]
+        assert bool(padded) != plugged_graphs
+        assert replay(read_log(tmp_path / f"log{plugged_graphs}")).differences == []
+        assert engine.scheduler.headway_errors == 0
+    assert steps[True] <= steps[False]
+
+
+def test_graphs_are_those_of_steps_with_prefills() -> None:
+    from vllm.config import CUDAGraphMode
+
+    def sizes(mode: CUDAGraphMode, eager: bool = False, drafts: int = 0) -> list[int]:
+        compilation = SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[1, 8, 16])
+        model = SimpleNamespace(enforce_eager=eager)
+        config = SimpleNamespace(compilation_config=compilation, model_config=model, num_speculative_tokens=drafts)
+        return adapter.graph_sizes(config)
+
+    assert sizes(CUDAGraphMode.FULL_AND_PIECEWISE) == sizes(CUDAGraphMode.PIECEWISE) == [1, 8, 16]
+    assert sizes(CUDAGraphMode.FULL_DECODE_ONLY) == sizes(CUDAGraphMode.NONE) == []
+    assert sizes(CUDAGraphMode.PIECEWISE, eager=True) == sizes(CUDAGraphMode.PIECEWISE, drafts=3) == []
 
 
 # -- LoRA ---------------------------------------------------------------------------------------------------------

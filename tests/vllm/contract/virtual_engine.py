@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import headway.vllm
 from headway.perf.latency.roofline import MachineRates
-from headway.vllm import latency
+from headway.vllm import adapter, latency
 
 BLOCK = 16
 RATES = MachineRates(
@@ -91,8 +91,10 @@ class VirtualEngine:
         windows: tuple[int, ...] = (0,),
         drafts: int = 0,
         max_loras: int = 0,
+        graphs: Sequence[int] = (),
     ) -> None:
-        """`windows`: of each group of layers, tokens; 0: full attention. `drafts`: speculative tokens a step."""
+        """`windows`: of each group of layers, tokens; 0: full attention. `drafts`: speculative tokens a step. `graphs`:
+        tokens of captured CUDA graphs, to which steps are padded."""
         self.now = 1000.0
         self.depth = 2 if asynchronous else 1
         scheduling = SchedulerConfig.default_factory(
@@ -125,8 +127,12 @@ class VirtualEngine:
         grammars.should_advance.return_value = False
         grammars.validate_tokens.side_effect = lambda request, tokens: tokens
         chosen: Any = (AsyncScheduler if asynchronous else StockScheduler) if stock else headway.vllm.Scheduler
-        # Not this machine's, which differ from one to the next.
-        with mock.patch.object(latency, "machine_rates", return_value=rates):
+        self.graphs = list(graphs)
+        # Not this machine's rates, which differ from one to the next.
+        with (
+            mock.patch.object(latency, "machine_rates", return_value=rates),
+            mock.patch.object(adapter, "graph_sizes", return_value=self.graphs),
+        ):
             self.scheduler: Any = chosen(
                 vllm_config=config,
                 kv_cache_config=kv,
@@ -272,10 +278,11 @@ class VirtualEngine:
         return self._generated.get(name, 0)
 
     def _cost_s(self, output: Any) -> float:
-        """2 ms, 0.1 ms a row, and attention by history."""
+        """2 ms, 0.1 ms a row (padding too), and attention by history."""
         if not output.total_num_scheduled_tokens:
             return 1e-3
-        seconds = 2e-3 + 1e-4 * output.total_num_scheduled_tokens
+        tokens = output.total_num_scheduled_tokens
+        seconds = 2e-3 + 1e-4 * next((size for size in self.graphs if size >= tokens), tokens)
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests.get(name)
             past = 0 if request is None else request.num_computed_tokens
