@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -96,6 +97,7 @@ def _run(words: list[str]) -> int:
         from headway.runtime.launcher.engine_template import start_early
 
         start_early()  # what takes longest, beside this command's own imports
+        gc.disable()  # until there is a server: collections beside imports take a tenth of them
     run: Callable[[argparse.Namespace], int] | None = None
     asked = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import math
 import signal
@@ -157,6 +158,8 @@ def serve(
     setup(settings.log_level, settings.log_format)
     raise_file_limit()
     server = DrainingServer(app, settings)
+    gc.freeze()  # what was imported stays: collections need not look at it
+    gc.enable()
     try:
         server.run(sockets)
     except SystemExit:  # raised by uvicorn when the lifespan failed

@@ -148,8 +148,10 @@ def live(preload: Preload = load_model, prepare: Callable[[], None] = import_lib
     """Run the process: load, then fork until the server is gone, and exit. prepare: what needs no settings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent to the whole group; the server drains
     channel = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # until an engine runs: collections beside imports take a tenth of a start
     with suppress(ImportError):  # reported once there is an engine to report it
         prepare()
+    gc.freeze()  # libraries stay: collections need not look at them
     settings = channel.recv(MESSAGE_BYTES)
     if not settings:  # the server has ended meanwhile, or needs none
         os._exit(0)

@@ -92,6 +92,7 @@ class EngineService:
         gc.collect()
         # The model lives as long as the process: exempt its objects from garbage collection.
         gc.freeze()
+        gc.enable()  # off while the process starts
         self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
         core.executor.interrupts = self._message_waits
         while self._server_is_there:
