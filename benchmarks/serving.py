@@ -49,10 +49,10 @@ def metric(url: str, name: str) -> float:
 
 
 def resident_mib(pid: int) -> float:
-    """RSS of a process and its children."""
+    """Memory of a process and all below it; pages that they share count once (PSS)."""
+    sizes = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, *map(int, children)))
-    return pages * 4096 / 2**20
+    return int(sizes["Pss:"]) / 1024 + sum(resident_mib(int(child)) for child in children)
 
 
 def start_to_first_token(model: list[str], prompt: list[int]) -> float:

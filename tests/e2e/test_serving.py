@@ -22,6 +22,7 @@ from tests.helpers.http_probe import (
     streamed_ids,
     token_ids,
 )
+from tests.helpers.process_tree import engine_pid
 
 from headway.serving.load.server_process import ServerError, ServerProcess
 
@@ -164,8 +165,7 @@ def test_a_dead_engine_without_restarts_fails_all_waiting_clients(llama: Path) -
         events = stream(running.url, prompt_of(4, 64), 3500, ignore_eos=True)
         next(events)
         assert running._process is not None
-        children = Path(f"/proc/{running._process.pid}/task/{running._process.pid}/children").read_text().split()
-        os.kill(int(children[0]), signal.SIGKILL)
+        os.kill(engine_pid(running._process.pid), signal.SIGKILL)
         last = [event for event in events if "error" in event]
         assert last
         assert httpx.get(f"{running.url}/health").status_code == 503

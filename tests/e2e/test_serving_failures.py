@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.greedy_reference import GreedyReference
 from tests.helpers.http_probe import metric, stream
 from tests.helpers.polling import until
-from tests.helpers.process_tree import child_pids, ends_soon
+from tests.helpers.process_tree import child_pids, ends_soon, engine_pid
 
 from headway.serving.load.server_process import ServerProcess
 
@@ -33,7 +33,7 @@ def ids(event: dict) -> list[int]:  # type: ignore[type-arg]
 
 def engine_of(running: ServerProcess) -> int:
     assert running._process is not None
-    return child_pids(running._process.pid)[0]
+    return engine_pid(running._process.pid)
 
 
 def workers_of(running: ServerProcess) -> list[int]:

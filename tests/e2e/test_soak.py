@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import model_of
+from tests.helpers.process_tree import descendant_pids
 
 from headway.serving.load.server_process import ServerProcess
 
@@ -21,10 +22,9 @@ SETTLED = 0.4
 
 
 def resident_bytes(pid: int) -> int:
-    """RSS of a process and its children."""
+    """RSS of a process and all below it."""
     total = 0
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for each in (pid, *(int(child) for child in children)):
+    for each in (pid, *descendant_pids(pid)):
         fields = Path(f"/proc/{each}/statm").read_text().split()
         total += int(fields[1]) * 4096
     return total

@@ -11,6 +11,17 @@ def child_pids(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def descendant_pids(pid: int) -> list[int]:
+    return [found for child in child_pids(pid) for found in (child, *descendant_pids(child))]
+
+
+def engine_pid(server: int) -> int:
+    """The engine of a server, which its standby has forked where it has one."""
+    (child,) = child_pids(server)
+    is_standby = b"template_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    return child_pids(child)[0] if is_standby else child
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists; a zombie does not count."""
     try:
