@@ -1,50 +1,58 @@
-"""A cluster file, simulated as it stands and served: the same requests, and simulated times over measured ones.
+"""A convoy on a live cluster beside the simulation of its cluster file: `python -m benchmarks.cluster_file [--runs 3]`.
 
-    python -m benchmarks.cluster_file [--runs 3] [--rate 3]
-
-Two instances of the embedded model, one thread each, join-shortest-queue; every tenth prompt is a document. A run
-loads an instance and simulates, then starts the cluster and sends it the requests with `headway bench`. A machine on
-which other programs run is slower for one of the two: the spread over the runs says by how much.
+Two instances of the embedded model, one thread each, join-shortest-queue; a chat each second, and a document every
+fifteen. Profiles the machine (`headway profile`) for the file's `latency_profile`, simulates the file as it stands,
+then starts the cluster and sends it the same requests with `headway bench`, and prints served and simulated times. How
+much of a difference is the machine's: several runs say that, and how many times its predictions each instance's
+iterations took.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import yaml
 
+from benchmarks.plan_truth import drift
+from headway.cli.main import main as headway
 from headway.serving.load.machine import machine
 from headway.serving.load.server_process import ServerProcess
+from headway.sim.replay import read_log, replay
 
 COMMAND = (sys.executable, "-m", "headway.cli.main")
-METRICS = ("ttft_s", "tbt_s", "e2e_s")
-FILE = """placement: jsq
-pools: [{count: 2}]
-serve: {max_model_len: 16k, kv_cache_memory: 128M, threads: 1}
-workload: {trace: requests.jsonl}
-"""
-SHORT, DOCUMENT, OUTPUT = 3000, 15000, 32
+ROWS = {"chat": (("ttft_s", ("p50", "p90", "p99")), ("tbt_s", ("p50", "p90"))),
+        "document": (("ttft_s", ("p50",)), ("e2e_s", ("p50",)))}  # fmt: skip
+CHAT, DOCUMENT, OUTPUT = 500, 30_000, 16
 """Tokens of prompts and outputs."""
+EVERY_S = 15
+"""Seconds from one document to the next; a chat comes each second."""
 
 
-def write_requests(path: Path, count: int, rate: float) -> None:
-    """Write Poisson arrivals at `rate` a second, seeded."""
-    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, count))
+def write_file(folder: Path, table: Path) -> Path:
+    """Write the cluster file, and return its path."""
+    file = folder / "cluster.yaml"
+    serve = {
+        "max_model_len": "32k", "kv_cache_memory": "512M", "threads": 1, "prefix_cache": False,
+        "latency_profile": str(table), "event_log": str(folder / "log"),
+    }  # fmt: skip
+    data = {"placement": "jsq", "pools": [{"count": 2}], "serve": serve, "workload": {"trace": "requests.jsonl"}}
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def write_requests(path: Path, seconds: int) -> None:
+    """Write the arrivals: a chat each second, a document in the midst of the first of every `EVERY_S` of them."""
+    chats = [(float(at_s), CHAT, "chat") for at_s in range(seconds)]
+    documents = [(at_s + 0.5, DOCUMENT, "document") for at_s in range(0, seconds, EVERY_S)]
     rows = (
-        {
-            "arrival_s": round(float(at), 3),
-            "prompt_tokens": DOCUMENT if i % 10 == 9 else SHORT,
-            "output_tokens": OUTPUT,
-            "class": "document" if i % 10 == 9 else "short",
-        }
-        for i, at in enumerate(arrivals)
+        {"arrival_s": at_s, "prompt_tokens": tokens, "output_tokens": OUTPUT, "class": klass}
+        for at_s, tokens, klass in sorted(chats + documents)
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -65,29 +73,35 @@ def served(file: Path, trace: Path, out: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Simulated and measured times of one cluster file, as ratios.")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=3.0, help="requests a second")
+    parser = argparse.ArgumentParser(description="Served and simulated times of a convoy on one cluster file.")
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--seconds", type=int, default=45, help="of arrivals")
+    parser.add_argument("--budget", default="15", help="seconds of the profile")
+    parser.add_argument("--serve-for", default="20", help="seconds of serving that the profile is corrected by")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep profile and logs there, and use what is there"
+    )
     a = parser.parse_args()
-    print(f"{machine()}; load {os.getloadavg()[0]:.1f} before")
-    ratios: dict[tuple[str, str, str], list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        file, trace = Path(folder) / "cluster.yaml", Path(folder) / "requests.jsonl"
-        file.write_text(FILE)
-        write_requests(trace, a.requests, a.rate)
+    print(machine())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = (a.keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        table, trace = folder / "table.json", folder / "requests.jsonl"
+        wanted = ["--budget", a.budget, "--serve-for", a.serve_for, "--threads", "1", "--out", str(table)]
+        if not table.exists() and headway(["profile", *wanted]):
+            return 1
+        file = write_file(folder, table)
+        write_requests(trace, a.seconds)
+        ours = simulated(file)
         for number in range(a.runs):
-            ours, live = simulated(file), served(file, trace, Path(folder) / "live.json")
-            for klass, metric, percentile in (
-                (klass, metric, percentile) for klass in ours for metric in METRICS for percentile in ("p50", "p90")
-            ):
-                both = ours[klass][metric][percentile], live[klass][metric][percentile]
-                ratios.setdefault((klass, metric, percentile), []).append(both[0] / both[1])
-                print(f"run {number}: {klass:<8} {metric:<6} {percentile} simulated {both[0] * 1e3:8.1f} ms, "
-                      f"measured {both[1] * 1e3:8.1f} ms")  # fmt: skip
-    print("simulated over measured, each run:")
-    for (klass, metric, percentile), each in ratios.items():
-        print(f"  {klass:<8} {metric:<6} {percentile}  {'  '.join(f'{ratio:.2f}' for ratio in each)}")
+            live = served(file, trace, folder / "live.json")
+            for klass, metrics in ROWS.items():
+                for metric, percentile in ((metric, each) for metric, percentiles in metrics for each in percentiles):
+                    told, was = ours[klass][metric][percentile], live[klass][metric][percentile]
+                    print(f"run {number}: {klass:<8} {metric:<6} {percentile} simulated {told * 1e3:8.1f} ms, "
+                          f"served {was * 1e3:8.1f} ms ({told / was - 1:+.1%})")  # fmt: skip
+            logs = [replay(read_log(folder / f"log.{instance}")) for instance in range(2)]
+            print(f"run {number}: iterations over predictions: {'; '.join(map(drift, logs))}", flush=True)
     return 0
 
 

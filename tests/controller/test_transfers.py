@@ -127,3 +127,26 @@ def test_cancel_and_loss_free_both_ends_once() -> None:
     assert left.request == "c"
     assert transfers.finish(left)
     assert transfers.left("b", 8) == transfers.left("c", 9) == 0
+
+
+def test_of_slices_that_wait_for_blocks_one_is_asked_about_until_blocks_are_granted() -> None:
+    queue, asked, granted = TransferQueue(4), [], set[str]()
+    queue.parks = True
+
+    def ready(kv_slice: KvSlice) -> bool:
+        asked.append(kv_slice.request)
+        return kv_slice.request in granted
+
+    for source, name in enumerate("abc"):
+        queue.add([KvSlice(name, source, 9, 0, 10, 1, None)], float(source))
+    assert queue.start(3.0, ready) == []
+    assert queue.start(4.0, ready) == []
+    assert asked == ["a", "b", "c", "a"]
+    granted.update("bc")
+    queue.unpark("b", 9)
+    assert [each.request for each in queue.start(5.0, ready)] == ["b"]
+    assert queue.ends("a") == {0, 9}
+    queue.drop("a")
+    assert (queue.left("a", 9), queue.left("c", 9)) == (0, 1)
+    queue.unpark("c", 9)
+    assert [each.request for each in queue.start(6.0, ready)] == ["c"]

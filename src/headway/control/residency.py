@@ -59,8 +59,8 @@ class SchedulerResidency:
         already, and free it when they end."""
         queues = self._state.queues
         # on all instances, not only the span's: a decode's KV may lie where the span needs blocks
-        behind = {other for queue in queues.waiting for other in queue if span < other}
-        decodes = sorted(other for other in behind if isinstance(other, SchedulerEntry) and other.phase == "decode")
+        waiting = (other for queue in queues.waiting for other in queue if isinstance(other, SchedulerEntry))
+        decodes = sorted({other for other in waiting if other.phase == "decode" and span.rank < other.rank})
         # `push` goes to the very front: in reverse, so that the decodes keep their order
         for entry in reversed(decodes):
             queues.unqueue(entry)

@@ -76,6 +76,11 @@ class TransferQueue:
         self._sending: dict[int, KvSlice] = {}
         # heap for each target of (time of the ranking announcement, number, slice)
         self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
+        # slices that were not ready, by target and request, where `parks`
+        self._parked: dict[int, dict[str, list[tuple[float, int, KvSlice]]]] = {}
+        self.parks = False
+        """Whether a request's slices that are not ready are asked about again after `unpark` only. Before, one of each
+        target's is, so that the backend can grant blocks that were freed."""
         # time of the first announcement, by (request, target), until the request's last slice has arrived or it ends
         self._first: dict[tuple[str, int], float] = {}
         # slices announced and not arrived, by (request, target); never 0
@@ -106,12 +111,18 @@ class TransferQueue:
         begun: list[KvSlice] = []
         for target, heap in self._waiting.items():
             skipped = []
+            parked = self._parked.setdefault(target, {}) if self.parks else {}
+            if parked and self._free.get(target, self._receive_backends) > 0:
+                ready(next(iter(parked.values()))[0][2])
             while heap and self._free.get(target, self._receive_backends) > 0:
                 item = heapq.heappop(heap)
                 kv_slice = item[2]
                 # a slice that cannot go yet must not block the target for slices of other senders
-                if kv_slice.source in self._sending or not ready(kv_slice):
+                if kv_slice.source in self._sending:
                     skipped.append(item)
+                    continue
+                if not ready(kv_slice):
+                    (parked.setdefault(kv_slice.request, []) if self.parks else skipped).append(item)
                     continue
                 self._free[target] = self._free.get(target, self._receive_backends) - 1
                 self._sending[kv_slice.source] = kv_slice
@@ -121,6 +132,11 @@ class TransferQueue:
             for item in skipped:
                 heapq.heappush(heap, item)
         return begun
+
+    def unpark(self, request: str, target: int) -> None:
+        """Ask about a request's slices again: the target has blocks for them (see `parks`)."""
+        for item in self._parked.get(target, {}).pop(request, ()):
+            heapq.heappush(self._waiting[target], item)
 
     def finish(self, kv_slice: KvSlice, more: bool = False) -> bool:
         """Free the sender and backend of a slice that has arrived. Return whether it was the last announced one of its
@@ -133,7 +149,11 @@ class TransferQueue:
 
     def drop(self, request: str) -> None:
         """Withdraw the slices of an ended request that have not been granted, and its ranks."""
+        for target in self._parked:
+            self.unpark(request, target)
         for target, heap in self._waiting.items():
+            if (request, target) not in self._left:
+                continue
             kept = [item for item in heap if item[2].request != request]
             if len(kept) != len(heap):
                 heapq.heapify(kept)
@@ -164,7 +184,8 @@ class TransferQueue:
     def all_ends(self) -> Iterator[tuple[str, int]]:
         """Yield (request, instance) for both ends of every slice, waiting or under way; pairs may repeat."""
         waiting = (item[2] for heap in self._waiting.values() for item in heap)
-        for kv_slice in (*waiting, *self._sending.values()):
+        parked = (item[2] for each in self._parked.values() for items in each.values() for item in items)
+        for kv_slice in (*waiting, *parked, *self._sending.values()):
             yield kv_slice.request, kv_slice.source
             yield kv_slice.request, kv_slice.target
 

@@ -57,7 +57,7 @@ class SimulatedBackend(InstanceBackend):
         # None: KV outside of schedulers takes no blocks, and nothing waits for it
         self.kv: SimulatedKvRoom | None = None
         if simulation.spec.kv_reservations:
-            self.kv = SimulatedKvRoom(lambda i: self._engine((i,)).replica.block_manager, self._freed)
+            self.kv = SimulatedKvRoom(lambda i: self._engine((i,)).replica.block_manager, self._freed, self._granted)
         # start of the current hold of an instance, and of the current pause of a request's span; for Gantt bars
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
@@ -259,6 +259,9 @@ class SimulatedBackend(InstanceBackend):
         request.ended_s, request.error, request.rejected = now, why, controlled.rejected
         self.simulation.schedule_next_turn(request.source)
         return False
+
+    def _granted(self, request: str, target: int) -> None:
+        self.simulation.controller.state.transfers.unpark(request, target)
 
     def _freed(self, instance: int) -> None:
         """Let spans and schedulers that wait for blocks of an instance try again."""

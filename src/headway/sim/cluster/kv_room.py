@@ -22,9 +22,15 @@ from headway.kv.block_manager import BlockManager, KvLease
 class SimulatedKvRoom:
     """Blocks outside of schedulers, and what waits for them."""
 
-    def __init__(self, pool_of: Callable[[int], BlockManager], freed: Callable[[int], None]) -> None:
-        """pool_of: the blocks of an instance. freed: called with each instance whose blocks were freed."""
-        self._pool_of, self._freed = pool_of, freed
+    def __init__(
+        self,
+        pool_of: Callable[[int], BlockManager],
+        freed: Callable[[int], None],
+        granted: Callable[[str, int], None] = lambda request, target: None,
+    ) -> None:
+        """pool_of: the blocks of an instance. freed: called with each instance whose blocks were freed. granted: with
+        each request that waited for blocks on a target and has them now."""
+        self._pool_of, self._freed, self._granted = pool_of, freed, granted
         self._leases: dict[str, dict[int, KvLease]] = {}
         # requests with a lease, by instance
         self._holders: dict[int, set[str]] = {}
@@ -99,6 +105,7 @@ class SimulatedKvRoom:
                 break
             del waiting[request]
             self._waits_less(request)
+            self._granted(request, kv_slice.target)
         return kv_slice.request not in waiting
 
     def _waits_less(self, request: str) -> None:

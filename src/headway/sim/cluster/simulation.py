@@ -87,6 +87,8 @@ class ClusterSimulation(EventLoop):
             order=spec.handshake,
             stopwatch=stopwatch,
         )
+        # thousands of slices may wait for blocks
+        self.controller.state.transfers.parks = spec.kv_reservations
 
     @property
     def ended(self) -> int:
