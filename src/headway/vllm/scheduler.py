@@ -203,6 +203,7 @@ class HeadwaySchedulerMethods:
             self._enter_unblocked()
         running: list[Any] = self.running
         room = len(running) + self.num_waiting_for_streaming_input < adapter.most_active(self)
+        adapter.put_back(self, driver.prefills)
         off = [r for r in self.waiting if r.request_id in self._headway_off] if self._headway_off else []
         barred = self._barred(off, now)
         # A transfer that fails takes tokens back.
@@ -215,7 +216,6 @@ class HeadwaySchedulerMethods:
         plan, self.running = planned
         if self._headway_graphs and plan.quotas:
             plan = fill_graph(plan, self._headway_graphs, driver.policy.holders)
-        adapter.put_back(self, driver.prefills)
         visible = [r for r in off if r.request_id not in barred]
         begun = driver.prefills
         visible += [begun[name] for name in plan.quotas if begun[name].status != RequestStatus.RUNNING]
