@@ -14,6 +14,7 @@ from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_streams import ANSWER_TOKENS
 from tests.helpers.cluster_worlds import Scripted, cluster
 from tests.helpers.conformance import ServedSubject, SimulatedSubject, Subject, headway_command, vllm_command
+from tests.helpers.conformance_policy import DECODE_PAUSED, HANDED_OVER, PAUSED
 from tests.helpers.greedy_reference import prompt_of
 
 from headway.control.backend import InstanceBackend, SchedulerStats
@@ -50,7 +51,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kind = request.param
     made: Subject
     if kind == "simulated":
-        made = SimulatedSubject()
+        made = SimulatedSubject(tmp_path_factory.mktemp(kind))
     else:
         if kind == "vllm" and not VLLM.exists():
             pytest.skip("there is no .venv-vllm here: make vllm")
@@ -86,6 +87,30 @@ def test_a_lost_instance_changes_no_answer_and_serves_again(subject: Subject) ->
     assert subject.answers_while_losing(0, PROMPTS, ANSWER_TOKENS) == expected
     subject.rejoin(0)
     assert subject.answers(PROMPTS, 20) == [answer[:20] for answer in expected]
+    assert subject.resident() == 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "tokens", "event"),
+    [
+        ("kv_transfer", HANDED_OVER, "KvReady"),
+        ("pause", PAUSED, "SpanPaused"),
+        ("decode_pause", DECODE_PAUSED, "SpanPaused"),
+    ],
+)
+def test_a_request_that_is_handed_over_or_paused_is_answered_as_by_one_instance(
+    subject: Subject, needs: Capability, tokens: int, event: str
+) -> None:
+    if needs not in subject.capabilities:
+        pytest.skip(f"it declares no {needs}")
+    for seed in range(5):
+        prompts, before = [prompt_of(20 + seed, tokens), *PROMPTS[1:3]], subject.events(event)
+        assert subject.answers(prompts, 200) == subject.expected(prompts, 200)
+        # A pause may come too late for work that goes faster than its timer.
+        if subject.events(event) > before:
+            break
+    else:
+        pytest.fail(f"no {event} in five requests:\n{subject.heard.read_text()}")
     assert subject.resident() == 0
 
 

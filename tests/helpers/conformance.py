@@ -29,14 +29,23 @@ from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
 Prompt = list[int]
+VERBS = "tests.helpers.conformance_policy.Verbs"
 
 
 class Subject(ABC):
-    """Two instances that take whole requests, under `jsq`."""
+    """Two instances under `conformance_policy.Verbs`: most requests go whole to one, as by `jsq`."""
 
+    heard: Path
+    """File of the events of requests that do not go whole to one instance."""
     capabilities: frozenset[Capability]
     context: int
     """Tokens that one instance can hold."""
+
+    def events(self, kind: str) -> int:
+        """How many events of a kind the policy has had, of requests that do not go whole to one instance."""
+        return (
+            sum(line.split()[0] == kind for line in self.heard.read_text().splitlines()) if self.heard.exists() else 0
+        )
 
     @abstractmethod
     def answers(self, prompts: Sequence[Prompt], count: int) -> list[list[int]]:
@@ -78,7 +87,10 @@ class ServedSubject(Subject):
 
     def __init__(self, folder: Path, model: Path, pools: object, *, native: bool) -> None:
         self.capabilities = ALL_CAPABILITIES if native else HTTP_CAPABILITIES
-        path = write(folder, model, "jsq", {}, pools, **({} if native else {"kv_cache_memory": None}))
+        self.heard = folder / "heard"
+        path = write(
+            folder, model, VERBS, {"heard": str(self.heard)}, pools, **({} if native else {"kv_cache_memory": None})
+        )
         if not native:
             _without_engine_settings(Path(path))
         self._reference = GreedyReference(model)
@@ -172,14 +184,15 @@ class SimulatedSubject(Subject):
     capabilities = ALL_CAPABILITIES
     context = 64_000
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.heard = folder / "heard"
         self._lost: set[int] = set()
         self._spec = spec_of(2)
         self._left = 0
 
     def _run(self, prompts: Sequence[Prompt], count: int, lose: int | None = None, leave: bool = False) -> _Simulation:
         workload = [TraceRequest(0.0, len(prompt), count) for prompt in prompts]
-        policy = make_placement("jsq", self._spec.policy_context)
+        policy = make_placement(VERBS, self._spec.policy_context, {"heard": str(self.heard)})
         world = _Simulation(self._spec, policy, workload, RunSpec())
         for number in self._lost:
             world.controller.lost(number, 0.0)

@@ -18,11 +18,14 @@ from headway.sim.workload import TraceRequest
 class DecodeTrack:
     """One request in a scheduler, with the times of its output tokens (virtual seconds)."""
 
-    __slots__ = ("cached_tokens", "cohort", "deadline_s", "due_s", "ended_s", "error", "left", "rejected", "replica",
-                 "request", "scheduled_s", "since", "source", "times")  # fmt: skip
+    __slots__ = ("cached_tokens", "cohort", "deadline_s", "due_s", "ended_s", "error", "left", "owner", "rejected",
+                 "replica", "request", "scheduled_s", "since", "source", "times")  # fmt: skip
 
     def __init__(self, request: Request, source: TraceRequest) -> None:
         self.request = request
+        """As the scheduler sees it."""
+        self.owner = request.id
+        """Id of the request that it serves, which may have another one in the scheduler."""
         self.source = source
         self.left = max(1, source.output_tokens)
         """Output tokens still to come, as of step `since` of the cohort."""

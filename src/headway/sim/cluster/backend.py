@@ -237,7 +237,7 @@ class SimulatedBackend(InstanceBackend):
             if len(engine.group) == 1:
                 pool, at = engine.replica.block_manager, engine.group[0]
                 for name, track in engine.resident.items():
-                    has = pool.held_blocks(name)
+                    has = pool.held_blocks(track.request.id)
                     tokens = track.request.prompt_tokens + track.left
                     yield KvClaim(name, {at: has}, {at: pool.blocks_for(tokens) - has}, {}, resident=True)
 

@@ -19,26 +19,29 @@ class SimulatedInstance:
     def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine) -> None:
         self.index, self.group, self.replica = index, group, replica
         self.resident: dict[str, DecodeTrack] = {}
-        """Unfinished requests by id, in order of their arrival at this engine."""
+        """Unfinished requests by id (`DecodeTrack.owner`), in order of their arrival at this engine."""
         self.free_at_s = 0.0
         """Expected end of the resident prefills, virtual seconds; predicted again whenever one advances."""
         self.queued_tokens = 0
         """Tokens of resident prefills that are not complete, counted whole until the prefill ends."""
-        # by request: tokens of its prefill, and predicted seconds that are left
-        self._prefills: dict[str, tuple[int, float]] = {}
+        # by id in the scheduler: tokens of its prefill, predicted seconds that are left, and tokens of its prompt
+        self._prefills: dict[str, tuple[int, float, int]] = {}
         self._prefill_backlog_s = 0.0
         self._times = PrefillCache(replica.spec.latency, reference_aim_s(replica.spec.config, replica.spec.latency))
 
     def add(self, track: DecodeTrack, now: float, coming: int = 0) -> None:
         """Admit a request, of whose prompt another instance sends `coming` tokens' KV. Raises RequestError when it can
         never be served here."""
+        while track.request.id in self.replica.scheduler:
+            # Back before its last iteration here, which goes on without it, has ended: under another id, as live.
+            track.request = msgspec.structs.replace(track.request, id=f"{track.request.id}'")
         self.replica.add(track, now)
-        name, request = track.request.id, track.request
-        self.resident[name] = track
+        request = track.request
+        self.resident[track.owner] = track
         if coming > request.cached_tokens:
             request = msgspec.structs.replace(request, cached_tokens=coming)
         tokens, seconds = self.work(request)
-        self._prefills[name] = (tokens, seconds)
+        self._prefills[request.id] = (tokens, seconds, request.prompt_tokens)
         self.queued_tokens += tokens
         self._prefill_backlog_s += seconds
         self.free_at_s = max(self.free_at_s, now) + seconds
@@ -55,7 +58,7 @@ class SimulatedInstance:
         """Remove a request, at once or when its batch is done. Return its track, with the times of its tokens."""
         track = self.resident.pop(name, None)
         if track is not None:
-            self._remove_prefill(name, now)
+            self._remove_prefill(track.request.id, now)
             self.replica.abort(track, now, error)
         return track
 
@@ -69,22 +72,22 @@ class SimulatedInstance:
             # the replica returns them by token count; events must come in a fixed order
             ended = [track for track in self.resident.values() if track.ended_s is not None]
         for track in ended:
-            del self.resident[track.request.id]
+            del self.resident[track.owner]
         return ended
 
     def _shorten_prefill(self, name: str, done: int, now: float) -> None:
         """Reduce the backlog after a prefill's first `done` tokens have been computed."""
         if name not in self._prefills:
             return
-        tokens, seconds = self._prefills[name]
+        tokens, seconds, prompt = self._prefills[name]
         # never longer than before, also after a preemption that starts the prompt again
-        left_s = min(seconds, self._times.remaining_s(self.resident[name].request.prompt_tokens, done))
-        self._prefills[name] = (tokens, left_s)
+        left_s = min(seconds, self._times.remaining_s(prompt, done))
+        self._prefills[name] = (tokens, left_s, prompt)
         self._prefill_backlog_s = max(0.0, self._prefill_backlog_s - seconds + left_s)
         self.free_at_s = now + self._prefill_backlog_s
 
     def _remove_prefill(self, name: str, now: float) -> None:
-        tokens, seconds = self._prefills.pop(name, (0, 0.0))
+        tokens, seconds, _ = self._prefills.pop(name, (0, 0.0, 0))
         if tokens:
             self.queued_tokens -= tokens
             # reset to exactly 0 without prefills, so that rounding errors do not add up

@@ -185,11 +185,11 @@ class ClusterSimulation(EventLoop):
             self._batch_bar(engine)
             self.backend.busy.end(engine.group, self.now)
             for track in engine.complete(batch, self.now):
-                controlled = self.controller.requests[track.request.id]
+                controlled = self.controller.requests[track.owner]
                 request: SimRequest = controlled.backend_state
                 request.take_tokens(track)
                 if self.backend.kv is not None and request.missing_tokens > 0:
-                    self.backend.kv.spread(track.request.id, engine.group, request.kv_tokens)
+                    self.backend.kv.spread(track.owner, engine.group, request.kv_tokens)
                 self.controller.left_scheduler(controlled, len(request.times), request.missing_tokens <= 0, self.now)
         self.backend.on_batch_end(engine)
         self.controller.changed(engine.group, self.now)
