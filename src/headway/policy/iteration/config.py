@@ -41,7 +41,7 @@ class SchedulerConfig:
     background_wait_s: float | None = _f(
         None,
         "longest iteration with tokens of a document that is prepared, seconds: requests that arrive wait for its end, "
-        "or in an engine of one process for the end of a layer; longer ones prepare faster; default: 10 ms, or 2 ms a "
+        "or in an engine of one process for the end of a layer; longer ones prepare faster; default: 10 ms, or 1 ms a "
         "layer, more where arrivals are rare or the context is long",
     )
     max_num_seqs: int = _f(256, "requests that hold KV at the same time, in each KV group")

@@ -31,7 +31,7 @@ BACKGROUND_WAIT_S = 0.01
 """Longest iteration by default with tokens of a background request, while other requests come often, seconds."""
 _BACKGROUND_SHARE = 0.02
 """The same as a share of the expected time between arrivals."""
-_LAYER_SHARE = 0.2
+_LAYER_SHARE = 0.1
 """A layer of an iteration that arrivals interrupt may take so much of what iterations may that none interrupts."""
 
 
