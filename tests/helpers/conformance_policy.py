@@ -71,8 +71,7 @@ class Verbs(PlacementPolicy):
 
     def _of_own(self, event: Event, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         name, tokens = request.id, request.prompt_tokens
-        # A commit is refused where an instance has changed meanwhile.
-        if isinstance(event, RequestArrived) or (isinstance(event, ActionRefused) and event.action == "commit"):
+        if isinstance(event, RequestArrived):
             if tokens == HANDED_OVER:
                 return [EnqueueRequest(name, (0,), "prefill")]
             if tokens == PAUSED:
