@@ -99,6 +99,8 @@ def draw(held: dict[str, Any], file: Path) -> None:
                     [p[0] for p in points], [p[column] for p in points],
                     color=COLOURS[place], marker=MARKERS[place], label=label,
                 )  # fmt: skip
+        for panel in panels:
+            panel.margins(0.1)
         for panel, title in zip(panels, ("chats: time to first token, P99, s", "long prompt, s"), strict=True):
             panel.set(title=title, xlabel="gap between chats' tokens, P99, s", ylim=(0, None), xlim=(0, None))
         panels[0].legend()

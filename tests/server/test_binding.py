@@ -78,10 +78,22 @@ def test_nothing_is_loaded_where_the_port_is_in_use(command: str, taken: int, tm
 STARTS_NOTHING = """
 import subprocess, sys
 from headway.cli.main import main
+from headway.runtime.launcher import engine_template
+
+started = []
+
+class LibrariesOnly(subprocess.Popen):
+    # The command lets a process import libraries while it reads its settings; it is to be given no model.
+    def __init__(self, words, **fields):
+        assert engine_template.TEMPLATE in words, "a process was started"
+        super().__init__(words, **fields)
+        started.append(self)
 
 def refused(*words, **fields):
-    raise AssertionError("a process was started")
+    raise AssertionError("a model is loaded")
 
-subprocess.Popen = refused
-sys.exit(main())
+subprocess.Popen, engine_template.EngineTemplate.__init__ = LibrariesOnly, refused
+status = main()
+assert started and all(each.poll() is not None for each in started)
+sys.exit(status)
 """
