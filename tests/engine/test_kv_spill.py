@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.helpers.embedded_engine import BLOCK, answers, engine, submit, token_bytes
+from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError
+from headway.core.request import BACKGROUND_PRIORITY
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
@@ -303,6 +305,19 @@ def test_what_is_faster_to_compute_is_not_read(make: Make, tmp_path: Path) -> No
     core.prefixes._prefill_times.total_s = lambda tokens: 0.0  # type: ignore[method-assign]
     assert cached(core, [*document, 1]) == 0
     assert core.stats().kv_restored_tokens_total == 0
+
+
+def test_a_prompt_s_blocks_that_have_arrived_interrupt_the_preparation_of_others(make: Make, tmp_path: Path) -> None:
+    document, _ = _spilled(make, tmp_path / "spill")
+    core = make()
+    assert not core.prefixes.arrived
+    submit(core, "question", [*document, 1], 1)
+    until(lambda: core.prefixes.arrived)
+    submit(core, "other", text(9, 600), 1, priority=BACKGROUND_PRIORITY)
+    core.executor.interrupts = lambda: core.prefixes.arrived
+    run(core)
+    assert not core.prefixes.arrived
+    assert core.stats().kv_restored_tokens_total == 1000 // BLOCK * BLOCK
 
 
 def test_requests_that_begin_alike_share_one_reading(make: Make, plain: EngineCore, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_exchange_of_a_layout() -> None:
     assert (ShardExchangeCost(1.0, 2.0).seconds(0), ShardExchangeCost(1.0, 2.0).seconds(3)) == (0.0, 7.0)
     machine = small_machine()
     assert one_chunk_s(WithExchange(machine, 1e-3), 100, 7) == one_chunk_s(machine, 100, 7) + 7e-3
+    assert WithExchange(machine, 1e-3).decode_s(3, 40) == machine.decode_s(3, 40)
     assert one_chunk_s(ShardedModel(machine, 50), 100, 7) == one_chunk_s(machine, 50, 7)
     assert one_chunk_s(ShardedModel(machine, 50), 10, 7) == one_chunk_s(machine, 10, 7)
 

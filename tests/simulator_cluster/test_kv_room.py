@@ -89,6 +89,17 @@ def test_prompts_that_do_not_fit_together_are_all_answered_and_leave_no_block_be
     assert all(record.ok for record in result.records)
 
 
+@pytest.mark.parametrize("options", [{}, {"long_sp": 2, "long_replicas": "fixed"}, {"disaggregate": False}])
+@pytest.mark.parametrize("tokens", [15_000, 17_000, 17_500, 19_000])
+def test_no_prompt_is_paused_for_others_whose_kv_does_not_fit_beside_it(options: dict[str, Any], tokens: int) -> None:
+    """They waited for its blocks, and it for them."""
+    spec = spec_of(2, 2, 10_000)
+    policy = make_placement("pecsched", spec.policy_context, {"long_tokens": 5000, **options})
+    shorts = [TraceRequest(0.01 * (1 + i), 1500, 20) for i in range(4)]
+    result, _ = run(spec, policy, [TraceRequest(0.0, tokens, 20), *shorts])
+    assert all(record.ok for record in result.records)
+
+
 # fifo and loongserve choose by KV in use, of which there is more to see
 @pytest.mark.parametrize(
     ("name", "options", "count", "decode"), [each for each in POLICIES if each[0] not in ("fifo", "loongserve")]

@@ -78,10 +78,10 @@ class WithExchange(LatencyModel):
         return self.base.least_attention_s(past, tokens) + self.row_s * tokens
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.model.decode_s(decodes, kv_sum)
+        return self.base.decode_s(decodes, kv_sum)
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.model.observe(load, measured_s)
+        self.base.observe(load, measured_s)
 
 
 class ShardedModel(LatencyModel):

@@ -71,6 +71,11 @@ class PrefixLookups:
         if self._cache is not None:
             self._cache.forget(request)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether blocks for which a prompt waits have been read from disk."""
+        return self._spill is not None and self._spill.arrived
+
     def taken(self, request: str) -> tuple[int, float]:
         """Return the cached tokens with which a request began, and the seconds that they would have taken alone."""
         if request not in self._block_manager:

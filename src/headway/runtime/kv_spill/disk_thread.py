@@ -44,6 +44,11 @@ class DiskThread:
             except queue.Empty:
                 return
 
+    @property
+    def done(self) -> bool:
+        """Whether `take` has something to do."""
+        return bool(self._ready) or not self._done.empty()
+
     def take(self) -> None:
         """Run the completions of all jobs that are done."""
         while not self._done.empty():

@@ -31,6 +31,11 @@ class KvSpill:
         return bool(self._disk.unfinished) or self._restores.busy or self.writer.busy
 
     @property
+    def arrived(self) -> bool:
+        """Whether `turn` may bring blocks for which a prompt waits."""
+        return self._restores.busy and self._disk.done
+
+    @property
     def counts(self) -> dict[str, int]:
         """Statistics, by the names of `EngineStats`."""
         return {

@@ -50,6 +50,13 @@ class SequenceParallelGroup:
         """Whether it computes now and has not been asked to pause."""
         return self.state == ("decode" if self.decoding else "prefill")
 
+    def leaves_room(self, tokens: int, capacity: int) -> bool:
+        """Return whether a short prompt's KV fits beside this prompt's on a replica that holds `capacity` tokens (0:
+        any number). Else, with this one paused, the short one would wait for its KV, and this one for the short one."""
+        share = -(-self.request.prompt_tokens // len(self.replicas))
+        # a twentieth for blocks that are not full
+        return not capacity or share + tokens <= 0.95 * capacity
+
     def spare_s(self, at_s: float) -> float:
         """Return how long its prefill may stand still from `at_s` on for the first token to meet the request's target;
         infinite without a target."""

@@ -137,7 +137,7 @@ class PecSched(PlacementPolicy):
         per_node = max(map(nodes.count, set(nodes)))
         self._strategies = StrategyChooser(self._context, first.tp, options.fast_sp)
         # group sizes assume equal replicas: the smallest capacity is safe for all
-        capacity = min(view.instances[i].capacity for i in self._ids)
+        capacity = self._capacity = min(view.instances[i].capacity for i in self._ids)
         self._sizes = GroupSizing(
             options.long_replicas, self._strategies, capacity, len(self._ids), per_node, options.long_target_s,
             options.long_sp,
@@ -299,7 +299,7 @@ class PecSched(PlacementPolicy):
         if at >= 0 and not replicas.fits(at, tokens, most):
             at = -1
         group = replicas.group[at] if at >= 0 else self._preemptible.peek(now)
-        if group is None:
+        if group is None or not group.leaves_room(short.request.prompt_tokens, self._capacity):
             return -1
         if self._compares_waits and free >= 0 and replicas.fits(free, tokens, most):
             # a pause takes effect half an interval after it is asked for, on average
