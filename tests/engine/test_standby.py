@@ -16,17 +16,22 @@ from pathlib import Path
 import pytest
 from tests.engine.test_engine_restarts import stream, tokens
 from tests.helpers.fake_executor import answer
-from tests.helpers.polling import eventually
+from tests.helpers.polling import eventually, until
 from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.core.errors import ConfigError, UnavailableError
 from headway.core.sampling import SamplingParams
+from headway.perf.hardware.device import CudaReport
+from headway.runtime.build import template_process
 from headway.runtime.build.start_measurements import remembered
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.launcher.engine_template import TemplatePool
+from headway.runtime.launcher import engine_template
+from headway.runtime.launcher.engine_template import EngineTemplate, TemplatePool
+
+FAKE = "tests.helpers.fake_template_process"
 
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
@@ -227,6 +232,26 @@ def test_the_embedded_model_answers_the_same_in_a_fork_as_in_a_process_of_its_ow
         return received
 
     assert asyncio.run(generate(True)) == asyncio.run(generate(False))
+
+
+def test_a_template_refuses_a_gpu_before_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(template_process, "look", lambda: CudaReport("2.9", True, ("H100",), (1 << 36,)))
+    with pytest.raises(ConfigError, match="which CUDA does not allow"):
+        template_process.load_model(EngineConfig(model=str(tmp_path), device="cuda"))
+
+
+def test_a_template_that_died_before_its_settings_were_known_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_template, "TEMPLATE", FAKE)
+    engine_template.start_early()
+    early = engine_template._early[0]
+    os.kill(early.pid, signal.SIGKILL)
+    until(lambda: early.ended)
+    template = EngineTemplate(EngineConfig(model="fake"), FAKE)
+    try:
+        until(lambda: template.loaded)
+    finally:
+        template.kill()
+    assert engine_template._early == []
 
 
 def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,11 @@ import msgspec
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
 from headway.core.structured_log import setup
+from headway.perf.hardware.device import choose
 from headway.runtime.build import engine_process
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
+from headway.runtime.executor.cuda_probe import look
 from headway.runtime.launcher.engine_template import EXIT_CODE, MESSAGE_BYTES, PROCESS_ID, READY
 
 log = logging.getLogger("headway.engine")
@@ -49,11 +51,11 @@ def load_model(config: EngineConfig) -> engine_process.Make:
 
     from headway.runtime.build.single_process import load
 
+    if choose(config.device, 1, look) is not None:
+        raise ConfigError("standby forks processes, which CUDA does not allow: leave it out, or set device to cpu")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loaded = load(config)
-    if loaded.devices is not None:
-        raise ConfigError("standby forks processes, which CUDA does not allow: leave it out, or set device to cpu")
 
     def make(
         config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: engine_process.IsWanted

@@ -229,8 +229,15 @@ class EngineTemplate:
 
     def _start(self) -> None:
         self._loaded = False
-        self._process = _early.pop() if _early and self._module == TEMPLATE else _TemplateProcess(self._module)
-        self._process.socket.send(msgspec.json.encode(self._config))
+        early = _early.pop() if _early and self._module == TEMPLATE else None
+        try:
+            self._process = early or _TemplateProcess(self._module)
+            self._process.socket.send(msgspec.json.encode(self._config))
+        except OSError:
+            self.kill()
+            if early is None:
+                raise
+            self._start()  # it has died meanwhile
 
 
 class TemplatePool:
