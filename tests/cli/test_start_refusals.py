@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 
+from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.core.settings import resolve
 from headway.runtime.build.dry_run import loaded
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
+from headway.runtime.launcher import engine_template
 from headway.serving.serve_settings import ServeSettings
 
 
@@ -37,3 +42,16 @@ def test_missing_kv_memory_is_refused_with_numbers() -> None:
         match=r"^there is no memory for a KV cache of 1048576\.0 GiB \(\d+ tokens\): [0-9.]+ [GM]iB is avail",
     ):
         loaded(config)
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_a_process_is_started_early_where_there_is_no_gpu(
+    driver: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[bool] = []
+    monkeypatch.delenv("HEADWAY_STANDBY", raising=False)
+    monkeypatch.setattr("headway.perf.hardware.device.has_driver", lambda: driver)
+    monkeypatch.setattr(engine_template, "start_early", lambda: started.append(True))
+    assert main(["cluster", str(tmp_path / "missing.yaml")]) == 2
+    assert started == [True] * (not driver)
+    assert gc.isenabled()

@@ -125,6 +125,15 @@ async def pid(engine: RemoteEngine) -> int:
     return engine.process.pid
 
 
+def test_a_process_asked_for_after_ray_was_left_has_ended() -> None:
+    with hosts() as cluster:
+        cluster.hosts.close()
+        process = cluster.hosts.launch(1, "tcp://127.0.0.1:1", b"{}", FAKE)
+        assert process is not None
+        process.join(20.0)
+        assert process.ended == "was told to end"
+
+
 def test_engines_of_two_hosts_answer_independently() -> None:
     """One is drained, one killed, and of one the host is lost; what waits for the host starts when it is back."""
 

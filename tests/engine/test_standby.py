@@ -12,6 +12,8 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from tests.engine.test_engine_restarts import stream, tokens
@@ -29,7 +31,7 @@ from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.launcher import engine_template
-from headway.runtime.launcher.engine_template import EngineTemplate, TemplatePool
+from headway.runtime.launcher.engine_template import EngineTemplate, ForkedEngine, TemplatePool
 
 FAKE = "tests.helpers.fake_template_process"
 
@@ -153,6 +155,18 @@ def test_the_first_process_of_a_container_reaps_an_engine_whose_template_was_kil
         go(test)
     finally:
         libc.prctl(adopt, 0)
+
+
+def test_an_adopted_engine_is_reaped_after_its_exit_status_was_read() -> None:
+    reading, writing = os.pipe()
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.write(writing, b"process %d\nexit 3\n" % pid)
+    engine = ForkedEngine(cast(EngineTemplate, SimpleNamespace(loaded=True)), reading)
+    assert engine.poll() == 3
+    os.close(writing)
+    assert (engine.poll(), engine.poll()) == (3, 3)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,11 @@ def _starts_engines(words: list[str]) -> bool:
     """Whether the words start engines with a standby process, as far as can be told before they are read."""
     others = ("-h", "--help", "--print", "--dry", "--replay", "--standby", "--no-standby", "--device", "--nnodes")
     plain = not any(word.startswith(others) or "-parallel-size" in word for word in words)
-    return words[0] in ("serve", "cluster") and plain and "HEADWAY_STANDBY" not in os.environ
+    if words[0] not in ("serve", "cluster") or not plain or "HEADWAY_STANDBY" in os.environ:
+        return False
+    from headway.perf.hardware.device import has_driver
+
+    return not has_driver()
 
 
 def _nested(words: list[str]) -> int:
@@ -172,6 +176,7 @@ def _guarded(run: Callable[[], int]) -> int:
         # 128 + SIGINT, as shells report it.
         return 130
     finally:
+        gc.enable()
         # Not imported: nothing was started.
         if (templates := sys.modules.get("headway.runtime.launcher.engine_template")) is not None:
             templates.discard_early()

@@ -68,7 +68,7 @@ def real(
 
 
 def child_of(server_pid: int) -> IsWanted:
-    """Return whether this process is still a child of the server, however that ended: an orphan gets another parent."""
+    """Return a check that this process is still a child of the server: an orphan gets another parent."""
     return lambda: os.getppid() == server_pid
 
 

@@ -41,8 +41,8 @@ _LOST = -signal.SIGKILL
 class ForkedEngine:
     """An engine's process that a template has forked, with the part of `subprocess.Popen` that is needed.
 
-    It reports process id and exit status on a pipe, since it is no child of this process. So does the template, which
-    knows of an end by a signal.
+    Process id and exit status come on a pipe, since it is no child of this process. The engine writes both lines; the
+    template writes the exit line too, for an engine killed by a signal.
     """
 
     def __init__(self, template: EngineTemplate, reports: int) -> None:
@@ -56,14 +56,15 @@ class ForkedEngine:
         self._pending: signal.Signals | None = None
         """To be sent once the process is there."""
         self._text = b""
+        self._at_end = False
+        """Whether the pipe has ended: neither the engine nor its template holds it."""
         self._lock = Lock()
         os.set_blocking(reports, False)
 
     def poll(self) -> int | None:
         """Return the exit status; None while the process runs, or is still to be forked."""
         with self._lock:
-            if self.returncode is None:
-                self._read()
+            self._read()
         if self.returncode is None and self.pid is None and self._template.loaded:
             now = time.monotonic()
             self._asked_s = now if self._asked_s is None else self._asked_s
@@ -98,11 +99,13 @@ class ForkedEngine:
                 os.killpg(self.pid, number)
 
     def _read(self) -> None:
-        ended = False
+        """Take in what there is on the pipe; at its end, which may come after the exit status, reap the process."""
+        if self._at_end:
+            return
         with suppress(BlockingIOError):
             while data := os.read(self.reports, 256):
                 self._text += data
-            ended = True
+            self._at_end = True
         *lines, self._text = self._text.split(b"\n")
         for what, number in (line.split() for line in lines):
             if what == EXIT_CODE:
@@ -112,12 +115,14 @@ class ForkedEngine:
                 if self._pending is not None:
                     with suppress(OSError):
                         os.kill(self.pid, self._pending)
-        if ended and self.returncode is None:  # the template is gone, or both are
-            self.returncode = self._adopted_status()
+        if self._at_end:
+            status = self._adopted_status()
+            if self.returncode is None:  # the template is gone, or both are
+                self.returncode = status
 
     def _adopted_status(self) -> int:
         """Return the exit status of a process whose template is gone: known where this process has become its parent,
-        as a container's first one does."""
+        as a container's first one does, and reaps it."""
         if self.pid is not None:
             with suppress(ChildProcessError):
                 return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

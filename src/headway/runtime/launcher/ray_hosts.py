@@ -191,7 +191,7 @@ class RayHosts:
         except (OSError, self._ray.exceptions.RayTaskError) as error:
             process.end(f"(on host {process.node}) cannot be started: {getattr(error, 'cause', error)}")
         except _RayLeftError:
-            return
+            process.end("was told to end")
         except Exception as error:
             log.debug("%s: %s", process.name, error)
             process.end(f"was on host {process.node}, which is lost")
