@@ -169,6 +169,23 @@ def test_an_adopted_engine_is_reaped_after_its_exit_status_was_read() -> None:
         os.waitpid(pid, 0)
 
 
+def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path: Path) -> None:
+    template = EngineTemplate(EngineConfig(model="slow", measured=str(tmp_path / "go")), FAKE)
+    try:
+        given_up = [template.fork(f"ipc://{tmp_path}/{name}", EngineConfig(model="slow")) for name in "ab"]
+        given_up[0].terminate()
+        given_up[1].kill_group()
+        assert [engine.poll() for engine in given_up] == [-signal.SIGKILL] * 2
+        engine = template.fork(f"ipc://{tmp_path}/c", EngineConfig(model="slow"))
+        (tmp_path / "go").touch()
+        until(lambda: engine.poll() is None and engine.pid)
+        assert child_pids(template._process.pid) == [engine.pid]  # type: ignore[union-attr]
+        engine.kill_group()
+        assert engine.wait(20.0) == -signal.SIGKILL
+    finally:
+        template.kill()
+
+
 def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.launcher.engine_template._ANSWER_S", 0.3)
 
@@ -282,6 +299,7 @@ def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch
     assert pool.of(EngineConfig(model="m", standby=True, threads=2, kv_cache_bytes=1 << 20)) is one
     other = pool.of(EngineConfig(model="m", standby=True, dtype="bfloat16"))
     assert other is not one
+    assert one.config.instance is not None  # type: ignore[union-attr]
     assert pool.of(EngineConfig(model="m")) is None
     pool.close()
     assert [template.killed for template in (one, other)] == [True, True]  # type: ignore[union-attr]

@@ -1,11 +1,17 @@
-"""A template that forks engines over the fake executor. `config.model` "broken": loading fails."""
+"""A template that forks engines over the fake executor.
+
+`config.model` "broken": loading fails; "slow": it ends once there is the file `config.measured`.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 from tests.helpers.engine_fixtures import INFO, make_core
 from tests.helpers.fake_engine_process import BLOCKS
 from tests.helpers.fake_executor import FakeExecutor
+from tests.helpers.polling import until
 
 from headway.core.clock import ClockProtocol
 from headway.core.errors import ConfigError
@@ -18,6 +24,9 @@ from headway.runtime.engine.service import EngineService
 def preload(config: EngineConfig) -> Make:
     if config.model == "broken":
         raise ConfigError("the checkpoint has no tensors")
+
+    if config.model == "slow":
+        until(Path(config.measured or "").exists)
 
     def make(config: EngineConfig, clock: ClockProtocol, service: EngineService, is_wanted: IsWanted) -> MadeEngine:
         info = msgspec.structs.replace(INFO, max_model_len=2_000_000)

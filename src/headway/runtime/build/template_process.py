@@ -96,7 +96,10 @@ class _EngineForks:
                 message, pipes, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
                 if not message:
                     return
-                poller.register(self._fork(message, pipes[0]), select.POLLIN)
+                if _has_reader(pipes[0]):
+                    poller.register(self._fork(message, pipes[0]), select.POLLIN)
+                else:  # given up while the model was loaded
+                    os.close(pipes[0])
 
     def _fork(self, message: bytes, pipe: int) -> int:
         """Fork an engine; return its pidfd."""

@@ -21,7 +21,7 @@ from threading import Lock
 
 import msgspec
 
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.numerics import NUMERICS
 
 log = logging.getLogger("headway.server")
@@ -84,19 +84,32 @@ class ForkedEngine:
         return self.returncode
 
     def terminate(self) -> None:
-        """Ask the process to end; one that is still to be forked, when it is."""
+        """Ask the process to end; one that is still to be forked, when it is, or never where the template loads."""
         self._signal(signal.SIGTERM)
 
     def kill_group(self) -> None:
-        """Kill the process and all that it has started; one that is still to be forked, when it is."""
+        """Kill the process and all that it has started; one that is still to be forked as by `terminate`."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.pid is None:
+        self.poll()
+        if self.pid is None and self.returncode is None and not self._template.loaded:
+            self._give_up()
+        elif self.pid is None:
             self._pending = number
         elif self.returncode is None or number == signal.SIGKILL:
             with suppress(OSError):
                 os.killpg(self.pid, number)
+
+    def _give_up(self) -> None:
+        """Wait for no fork: once the template has loaded, it forks nothing for a pipe without a reader."""
+        with self._lock:
+            ended, writing = os.pipe()
+            os.close(writing)
+            # In place of the pipe, not closed: an event loop may watch this file descriptor.
+            os.dup2(ended, self.reports, inheritable=False)
+            os.close(ended)
+            self.returncode = _LOST
 
     def _read(self) -> None:
         """Take in what there is on the pipe; at its end, which may come after the exit status, reap the process."""
@@ -257,6 +270,8 @@ class TemplatePool:
             return None
         key = (config.model, config.dtype, config.device, config.attention_backend, config.max_model_len)
         if key not in self._templates:
+            # Of any instance: what instances need is loaded, and no bars are drawn.
+            config = msgspec.structs.replace(config, instance=InstanceConfig(number=0, listen=""))
             self._templates[key] = EngineTemplate(config)
         return self._templates[key]
 
