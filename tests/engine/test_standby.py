@@ -285,6 +285,39 @@ def test_a_template_that_died_before_its_settings_were_known_is_replaced(monkeyp
     assert engine_template._early == []
 
 
+@pytest.mark.parametrize("why", ["too often", "too little memory"])
+def test_a_template_is_not_started_again_before_it_is_needed(
+    why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if why == "too often":
+        monkeypatch.setattr(engine_template, "_EARLY_RESTARTS", 1)
+    else:
+        monkeypatch.setattr(engine_template, "available_bytes", lambda: 100)
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    template = EngineTemplate(EngineConfig(model=str(tmp_path)), FAKE)
+
+    def lose() -> None:
+        until(lambda: template.loaded)
+        process = template._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        until(lambda: process.ended)
+        template.keep()
+
+    try:
+        lose()
+        if why == "too often":
+            assert template._process is not None
+            lose()
+        template.keep()
+        assert template._process is None
+        engine = template.fork(f"ipc://{tmp_path}/e", EngineConfig(model=str(tmp_path)))
+        until(lambda: engine.poll() is None and engine.pid)
+        engine.kill_group()
+    finally:
+        template.kill()
+
+
 def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
     class Started:
         def __init__(self, config: EngineConfig) -> None:

@@ -17,12 +17,15 @@ import sys
 import time
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 
 import msgspec
 
+from headway.perf.hardware.memory import available_bytes, gib
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.numerics import NUMERICS
+from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
 
 log = logging.getLogger("headway.server")
 
@@ -35,6 +38,8 @@ MESSAGE_BYTES = 1 << 17
 """Longest message to a template: an engine's settings."""
 _ANSWER_S = 5.0
 """How long a template that has loaded may take to fork."""
+_EARLY_RESTARTS = 3
+"""How often within a minute of running a template is started again before an engine needs it."""
 _LOST = -signal.SIGKILL
 
 
@@ -200,6 +205,7 @@ class EngineTemplate:
         self._config, self._module = config, module
         self._process: _TemplateProcess | None = None
         self._loaded = False
+        self._restarts = RestartLimit(_EARLY_RESTARTS, "it was")
         self._start()
 
     @property
@@ -208,6 +214,8 @@ class EngineTemplate:
         if not self._loaded and self._process is not None:
             with suppress(OSError):
                 self._loaded = self._process.socket.recv(len(READY), socket.MSG_DONTWAIT) == READY
+            if self._loaded:
+                self._restarts.record_up(time.monotonic())
         return self._loaded
 
     def fork(self, endpoint: str, config: EngineConfig) -> ForkedEngine:
@@ -227,12 +235,26 @@ class EngineTemplate:
         return engine
 
     def keep(self) -> None:
-        """Start the template again where it has ended after it had loaded. Called every tenth of a second."""
-        if self._process is not None and self.loaded and self._process.ended:
-            log.warning("the standby process has ended; starting it again")
-            self.kill()
-            with suppress(OSError):  # tried again when an engine is needed
-                self._start()
+        """Start the template again where it has ended after it had loaded. Called every tenth of a second.
+
+        Not before an engine is needed where it has ended too often, or where memory might not hold the weights twice:
+        its engines go on with those of the one that has ended.
+        """
+        if self._process is None or not self.loaded or not self._process.ended:
+            return
+        self.kill()
+        try:
+            self._restarts.spend(time.monotonic(), "the standby process has ended")
+        except GaveUpError as error:
+            log.warning("%s; the next starts when an engine is needed", error)
+            return
+        weights = sum(path.stat().st_size for path in Path(self._config.model).glob("*.safetensors"))
+        if available_bytes() <= weights:
+            log.warning("the standby process has ended; another needs %s, when an engine is needed", gib(weights))
+            return
+        log.warning("the standby process has ended; starting it again")
+        with suppress(OSError):  # tried again when an engine is needed
+            self._start()
 
     def kill(self) -> None:
         """Kill the template; engines that it has forked go on. May be called repeatedly."""
