@@ -15,6 +15,7 @@ TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed
     ("content", "flags", "words"),
     [
         ("pools: [{}, {host: 2}]", (), "there is a host 2, but no pool says `host: 1`"),
+        (TWO_HOSTS, ("--standby", "true"), "pools[0]: standby is for instances that are all on one host"),
         ("pools: [{}]", ("--nnodes", "2"), "nnodes spreads the workers of one engine; in a cluster a pool says `host`"),
     ],
 )

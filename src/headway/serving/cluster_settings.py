@@ -73,6 +73,8 @@ def _pool_config(
         if name.replace("-", "_") in _CLUSTER_WIDE:
             raise ConfigError(f"{where}.serve.{name}: say that for all of the cluster, in its serve:")
     merged = overlay(settings, own)
+    if merged.standby and file.hosts != {0}:
+        raise ConfigError(f"{where}: standby is for instances that are all on one host: leave it out")
     engine = merged.engine_config(model)
     if engine.kv_spill is not None:
         raise ConfigError(f"{where}: kv-spill is for an engine outside of clusters: leave it out")

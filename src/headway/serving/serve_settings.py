@@ -135,8 +135,8 @@ class EngineSettings(SettingsModel):
     standby: Flag | None = Field(
         None,
         description="keep a process with the weights loaded, which engines are forked from and share memory with: a "
-        "lost engine is replaced without loading; default: true where it is possible, which is an engine of one "
-        "process on a CPU",
+        "lost engine is replaced without loading; default: true where it is possible, which is with engines of "
+        "one process on a CPU, all on one host",
     )
     max_restarts: WholeNumber = Field(
         3,
