@@ -3,7 +3,7 @@
 Simulates the scenario's prefill instances and lengths under Poisson arrivals at each load and with each candidate rate,
 and keeps the rate with the least mean TTFT (§5.1). The file goes into a scenario as `cluster.options.rates_file`, and
 into a running cluster by --url (`PUT /v1/cluster/rates`). With --lengths the prompts are those that a cluster has been
-sent; with --every too, the newest of them are taken again and again.
+sent; with --every too, the newest of its log are taken again and again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 from headway.core.errors import ConfigError
 from headway.core.output_file import write_output
 
+_SEND_TIMEOUT_S = 30.0
+
 
 class _TryLaterError(ConfigError):
-    """A log without requests so far, or a cluster that does not take the rates: --every tries again."""
+    """No log, or one without requests so far, or a cluster that does not take the rates: --every tries again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,24 +45,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every",
         type=float,
         metavar="SECONDS",
-        help="with --lengths and --url: again so long after each table, of the newest --requests prompts, until Ctrl-C",
+        help="with --url, and a cluster's log as --lengths: again so long after each table, of the log's newest "
+        "--requests prompts, until Ctrl-C",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.every is not None and (arguments.every <= 0 or None in (arguments.lengths, arguments.url)):
-        raise ConfigError("--every is above 0 seconds, and needs --lengths and --url")
+    from headway.serving.load.endpoint import server_root
+
+    every = arguments.every
+    if every is not None and (not 0 < every <= 1e7 or None in (arguments.lengths, arguments.url)):
+        raise ConfigError("--every is above 0 and at most 1e7 seconds, and needs --lengths and --url")
+    if arguments.url is not None:
+        # Before the simulations, which take minutes.
+        server_root(arguments.url)
     while True:
         try:
             with TemporaryDirectory() as folder:
                 _profile(arguments, Path(folder))
         except _TryLaterError as error:
-            if arguments.every is None:
+            if every is None:
                 raise
             print(f"headway: warning: {error}", file=sys.stderr)
-        if arguments.every is None:
+        if every is None:
             return 0
-        sleep(arguments.every)
+        sleep(every)
 
 
 def _profile(arguments: argparse.Namespace, folder: Path) -> None:
@@ -112,7 +121,7 @@ def _send(url: str, api_key: str | None, table: dict[str, Any]) -> None:
 
     root = server_root(url)
     try:
-        ask("PUT", f"{root}/v1/cluster/rates", api_key, table)
+        ask("PUT", f"{root}/v1/cluster/rates", api_key, table, _SEND_TIMEOUT_S)
     except ConfigError as error:
         raise _TryLaterError(str(error)) from None
     print(f"in use at {root}", flush=True)
@@ -121,11 +130,17 @@ def _send(url: str, api_key: str | None, table: dict[str, Any]) -> None:
 def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
     """Return a trace with the lengths of a cluster's log, written to `folder`; `file` itself if it is no such log.
 
-    newest: only of so many last prompts."""
+    newest: only of so many last prompts; then no other file will do. Raises ConfigError, and `_TryLaterError` where
+    requests may still come."""
     from headway.control.decision_log import read_log
     from headway.sim.cluster_log import is_cluster_log
 
+    if not file.exists() or (file.is_file() and not file.stat().st_size):
+        # The server may start later, or write its log's first line.
+        raise _TryLaterError(f"{file} does not exist, or is empty: there are no lengths to draw from")
     if not is_cluster_log(file):
+        if newest is not None:
+            raise ConfigError(f"{file} is no log of a cluster (headway cluster --event-log), as --every needs it")
         return file
     events = [line["event"] for _, line in read_log(file.read_bytes().splitlines(keepends=True))[1] if "event" in line]
     arrived = [fields["request"] for kind, fields in events if kind == "RequestArrived"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 from headway.core.errors import ConfigError
@@ -17,24 +18,29 @@ def server_root(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 
-def ask(method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a server's answer to a request. Raises ConfigError with the server's own words where it refuses."""
+def ask(
+    method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """Return a server's answer to a request. Raises ConfigError with the server's own words where it refuses.
+
+    timeout_s: silence of the server after which it counts as not answering; None: never."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method)) as response:
+        request = urllib.request.Request(url, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as refusal:
         raise ConfigError(_reason(refusal, url)) from None
-    except (OSError, ValueError) as problem:
+    except (OSError, HTTPException, ValueError) as problem:
         raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
 
 
 def _reason(refusal: urllib.error.HTTPError, url: str) -> str:
     try:
         return f"the server refuses it: {json.load(refusal)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
         return f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
 
 
@@ -45,7 +51,7 @@ def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             entries = json.load(response)["data"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as problem:
         raise ConfigError(
             f"{url} does not answer with a list of models ({problem}); is a server there? Or name --model"
         ) from None
