@@ -76,11 +76,11 @@ class TransferQueue:
         self._sending: dict[int, KvSlice] = {}
         # heap for each target of (time of the ranking announcement, number, slice)
         self._waiting: dict[int, list[tuple[float, int, KvSlice]]] = {}
-        # slices that were not ready, by target and request, where `parks`
+        # slices that were set aside, by target and request: see `parks`
         self._parked: dict[int, dict[str, list[tuple[float, int, KvSlice]]]] = {}
         self.parks = False
-        """Whether a request's slices that are not ready are asked about again after `unpark` only. Before, one of each
-        target's is, so that the backend can grant blocks that were freed."""
+        """Whether slices that are not ready are set aside until `unpark`. While some are, `start` asks about one of
+        them per target, so that the backend grants blocks that were freed."""
         # time of the first announcement, by (request, target), until the request's last slice has arrived or it ends
         self._first: dict[tuple[str, int], float] = {}
         # slices announced and not arrived, by (request, target); never 0
@@ -134,7 +134,7 @@ class TransferQueue:
         return begun
 
     def unpark(self, request: str, target: int) -> None:
-        """Ask about a request's slices again: the target has blocks for them (see `parks`)."""
+        """Let a request's slices that were set aside wait again: the target has blocks for them (see `parks`)."""
         for item in self._parked.get(target, {}).pop(request, ()):
             heapq.heappush(self._waiting[target], item)
 

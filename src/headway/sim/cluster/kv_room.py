@@ -114,9 +114,10 @@ class SimulatedKvRoom:
             del self._waits[request]
 
     def _may_deadlock(self) -> bool:
-        """Return whether requests may wait for each other's blocks: one that waits has some where others wait, or has
-        turns on two targets. Else those on each target get theirs one after the other. Few hold blocks on a target, but
-        thousands may wait, for each of which `gives_way` takes time."""
+        """Return whether requests may wait for each other's blocks, which `gives_way` takes time to find out.
+
+        A deadlock needs a waiting request that holds blocks where others wait, or that waits on two targets. Otherwise
+        each target serves its queue in order."""
         turns = sum(map(len, self._waiting.values()))
         return turns > len(self._waits) or any(
             request in self._waits
