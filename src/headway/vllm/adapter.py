@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 from collections.abc import Container, Iterable
+from itertools import chain
 from typing import Any
 
 from headway.perf.hardware.processor import processor_name
@@ -58,6 +59,15 @@ def most_active(scheduler: Any) -> int:
 def holds_kv_blocks(scheduler: Any, request: Any) -> bool:
     """Return whether a waiting request has blocks. From vLLM 0.31 on such requests wait in a queue of their own."""
     return hasattr(scheduler, "kv_holding_waiting") and bool(scheduler._holds_kv_blocks(request))
+
+
+def may_bar(scheduler: Any, waiting: Iterable[Any]) -> bool:
+    """Return whether `barred` may hold some of `waiting`, in whatever order: there are slots for fewer LoRA adapters
+    than are wanted, or the scheduler is paused. Running requests among `waiting` change nothing."""
+    if paused(scheduler) or scheduler.lora_config is None:
+        return paused(scheduler)
+    wanted = {*map(lora_of, chain(scheduler.running, past_gate(scheduler), waiting))} - {0}
+    return len(wanted) > int(scheduler.lora_config.max_loras)
 
 
 def barred(scheduler: Any, waiting: Iterable[Any]) -> set[str]:

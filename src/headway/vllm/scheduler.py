@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -236,9 +237,10 @@ class HeadwaySchedulerMethods:
 
     def _barred(self: Any, off: list[Any], now: float) -> Collection[str]:
         """See `adapter.barred`. `off`: waiting requests that the policy does not decide about."""
-        if self.lora_config is None and not adapter.paused(self):
-            return ()
         prefills = self._headway.prefills
+        if not adapter.may_bar(self, chain(off, prefills.values())):
+            # Saves the order of the whole queue.
+            return ()
         in_order = (prefills[state.request.id] for state in self._headway.policy.order(now))
         return adapter.barred(self, [*off, *(r for r in in_order if r.status != RequestStatus.RUNNING)])
 

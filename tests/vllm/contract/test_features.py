@@ -227,6 +227,30 @@ def test_random_requests_of_many_adapters_all_end(make: Make, max_loras: int, as
     storm(engine, seed=7, adapters=5)
 
 
+def test_waiting_requests_are_put_in_order_only_where_adapters_lack_slots(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[set[str]] = []
+    barred = adapter.barred
+
+    def keep(scheduler: Any, waiting: list[Any]) -> set[str]:
+        asked.append(barred(scheduler, waiting))
+        return asked[-1]
+
+    monkeypatch.setattr(adapter, "barred", keep)
+    engine = make(max_loras=2, settings={"t_target_ms": 30})
+    for i in range(9):
+        engine.add(f"r{i}", 3_000, 20, adapter=i % 3 and 1 + i % 2)
+    engine.until(engine.now + 0.1)
+    assert asked == []
+    engine.add("third", 3_000, 4, adapter=3)
+    engine.step()
+    assert len(asked) == 1
+    assert asked[0]
+    engine.run()
+    assert len(engine.finished) == 10
+
+
 def test_steps_with_blocked_adapters_are_replayed(make: Make, tmp_path: Path) -> None:
     engine = make(max_loras=1, blocks=700, settings={"t_target_ms": 20, "log": str(tmp_path / "log")})
     storm(engine, seed=8, adapters=4, requests=80)
