@@ -33,7 +33,7 @@ def test_a_server_is_not_a_model_to_profile(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM: make vllm")
 def test_a_profile_of_a_real_engine_is_stored_and_its_plug_in_starts_from_it(tmp_path: Path) -> None:
     model = tmp_path / "model"

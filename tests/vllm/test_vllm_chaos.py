@@ -14,7 +14,7 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not VLLM.exists(), reason="needs vLLM: make vllm")
 def test_no_answer_is_lost_or_changed_by_faults_of_vllm_servers(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
