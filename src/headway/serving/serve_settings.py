@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 from headway.core.setting_types import ByteSize, Flag, Number, Text, TokenCount, WholeNumber, parsed_by
 from headway.core.settings import SettingsModel
 from headway.perf.hardware.device import check, has_driver
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.model.config import check_dtype
 from headway.serving.settings import EndpointSettings, ServerSettings
@@ -166,10 +166,8 @@ _MILLISECONDS = {
 _MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}, "background_wait_s": {"gt": 0}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
-_SCHEDULER_INTERNAL = frozenset(
-    ("stages", "pipeline_schedule", "kv_parallel", "kv_shard_tokens", "interruptible_layers")
-)
-"""Fields of `SchedulerConfig` that follow from `EngineSettings` and the model."""
+_SCHEDULER_INTERNAL = FOLLOWS_FROM_LAYOUT | {"pipeline_schedule"}
+"""Fields of `SchedulerConfig` that are no settings of a server."""
 
 
 def _scheduler_fields() -> dict[str, Any]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headway.core.batch import Batch, Chunk
 
 
-@dataclass(frozen=True)
-class ChunkInProgress:
-    """A chunk in a batch of its own. Each of its layers takes the same part of `whole_s`."""
+class ComputedLayers(NamedTuple):
+    """How far a chunk is. Each of its layers takes the same part of `whole_s`."""
 
     chunk: Chunk
-    began_s: float
-    """Virtual seconds at which its batch began, or is as if it had: with the layers that were computed before."""
+    done_s: float
+    """Seconds that the layers which are computed took."""
     whole_s: float
     """Seconds of all layers."""
 
@@ -24,9 +23,9 @@ class InterruptedChunks:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._running: tuple[int, ChunkInProgress] | None = None
-        # By request: the chunk, seconds that its completed layers took, and seconds of all.
-        self._kept: dict[str, tuple[Chunk, float, float]] = {}
+        # The batch that runs, when it began, and how far its chunk was then.
+        self._running: tuple[int, float, ComputedLayers] | None = None
+        self._kept: dict[str, ComputedLayers] = {}
 
     def begin(self, batch: Batch, now: float, whole_s: float) -> tuple[float, float]:
         """Return the seconds that a batch takes from `now` on, and those of its whole work.
@@ -37,20 +36,25 @@ class InterruptedChunks:
             for op in part.kv_ops:
                 if op.verb == "free":
                     self._kept.pop(op.request, None)
-        chunks = [chunk for part in batch.parts for chunk in part.prefills]
-        kept = [self._kept.pop(chunk.request, None) for chunk in chunks] if self._kept else []
+        found = self._computed_of(batch)
+        for chunk in (chunk for part in batch.parts for chunk in part.prefills):
+            self._kept.pop(chunk.request, None)
         if not batch.interruptible:
             return whole_s, whole_s
-        (chunk,), done_s = chunks, 0.0
-        if kept and kept[0] is not None and kept[0][0] == chunk:
-            _, done_s, whole_s = kept[0]
-        self._running = batch.id, ChunkInProgress(chunk, now - done_s, whole_s)
-        return whole_s - done_s, whole_s
+        found = found or ComputedLayers(batch.parts[0].prefills[0], 0.0, whole_s)
+        self._running = batch.id, now, found
+        return found.whole_s - found.done_s, found.whole_s
 
     def goes_on(self, batch: Batch) -> bool:
         """Whether a batch, which has not begun, goes on with an interrupted chunk."""
-        chunks = [chunk for part in batch.parts for chunk in part.prefills]
-        return batch.interruptible and self._kept.get(chunks[0].request, (None,))[0] == chunks[0]
+        return self._computed_of(batch) is not None
+
+    def _computed_of(self, batch: Batch) -> ComputedLayers | None:
+        if not batch.interruptible:
+            return None
+        (chunk,) = batch.parts[0].prefills
+        found = self._kept.get(chunk.request)
+        return found if found is not None and found.chunk == chunk else None
 
     def interrupt(self, now: float) -> tuple[int, float] | None:
         """Return the batch that runs and when the layer ends in which it is: there it stops. None: none, or the last.
@@ -58,15 +62,15 @@ class InterruptedChunks:
         Its completed layers are kept."""
         if self._running is None:
             return None
-        batch_id, running = self._running
-        layer_s = running.whole_s / self._layers
+        batch_id, began_s, was = self._running
+        layer_s = was.whole_s / self._layers
         # the layer that is being computed, counted from 1; one that ends now is completed
-        layer = max(1, math.ceil((now - running.began_s) / layer_s - 1e-9))
+        layer = max(1, math.ceil((was.done_s + now - began_s) / layer_s - 1e-9))
         if layer >= self._layers:
             return None
         self._running = None
-        self._kept[running.chunk.request] = running.chunk, layer * layer_s, running.whole_s
-        return batch_id, max(now, running.began_s + layer * layer_s)
+        self._kept[was.chunk.request] = was._replace(done_s=layer * layer_s)
+        return batch_id, max(now, began_s + layer * layer_s - was.done_s)
 
     def clear(self) -> None:
         """Forget all: the engine has lost its KV."""

@@ -14,7 +14,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
 from headway.sim.workload.section import WorkloadSection
@@ -272,8 +272,7 @@ def _policy_section() -> type[FileSection]:
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
         for f in fields(SchedulerConfig)
-        # these follow from the scenario's layout
-        if f.name not in ("stages", "kv_parallel", "kv_shard_tokens", "interruptible_layers")
+        if f.name not in FOLLOWS_FROM_LAYOUT
     }
     return create_model(
         "PolicySection", __base__=FileSection, __doc__="Settings of the scheduler that differ from its mode's.",

@@ -19,6 +19,10 @@ def _f(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+FOLLOWS_FROM_LAYOUT = frozenset(("stages", "kv_parallel", "kv_shard_tokens", "interruptible_layers"))
+"""Fields of `SchedulerConfig` that are no settings: they follow from the model and how it is spread."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Settings of one instance's scheduler. Raises ConfigError on an impossible value."""

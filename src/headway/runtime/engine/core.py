@@ -268,13 +268,20 @@ class EngineCore:
         if result.interrupted:
             self._count_busy(batch, result)
             self._log_event("interrupt", id=batch.id, at_s=now)
-            for event in self.scheduler.interrupted(batch.id, now):
-                self.executor.forget(event.request)
+            self._take_events(self.scheduler.interrupted(batch.id, now), submitted_s)
             return []
         progress: list[RequestProgress] = []
         for emitted in result.emitted:
             deltas.extend(self._emit(emitted, now, submitted_s, progress))
-        for event in self.scheduler.complete(batch.id, progress, now, result.elapsed_s):
+        self._take_events(self.scheduler.complete(batch.id, progress, now, result.elapsed_s), submitted_s)
+        self._account(batch, result, now, progress)
+        # When the scheduler has let go of them: until then their blocks are in use anyway.
+        deltas += self.prefixes.pin_computed(now, self._live.values(), batch)
+        return deltas
+
+    def _take_events(self, events: Iterable[RequestEvent], submitted_s: float) -> None:
+        """Note what a batch that was submitted at `submitted_s` has changed in the scheduler."""
+        for event in events:
             if event.kind == "started" and event.request in self._live:
                 self._started(self._live[event.request], submitted_s)
             elif event.kind in ("finished", "aborted"):
@@ -284,10 +291,6 @@ class EngineCore:
             elif event.kind == "preempted":
                 self._count("preemptions_total", 1)
                 self._count("recomputed_tokens_total", event.tokens)
-        self._account(batch, result, now, progress)
-        # When the scheduler has let go of them: until then their blocks are in use anyway.
-        deltas += self.prefixes.pin_computed(now, self._live.values(), batch)
-        return deltas
 
     def _emit(
         self, emitted: EmittedToken, now: float, submitted_s: float, progress: list[RequestProgress]

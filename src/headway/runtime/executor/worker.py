@@ -163,7 +163,7 @@ class ModelWorker:
         Returns nothing on ranks that do not sample. The part's KV operations have been replayed. query_targets: the
         requests whose rows other KV groups attend too.
         """
-        emitted = self._run(part, query_targets, _never)
+        emitted = self._run(part, query_targets)
         assert emitted is not None
         return emitted
 
@@ -175,7 +175,7 @@ class ModelWorker:
         return self._run(part, (), stop)
 
     def _run(
-        self, part: GroupBatch, query_targets: QueryTargets, stop: Callable[[], bool]
+        self, part: GroupBatch, query_targets: QueryTargets, stop: Callable[[], bool] | None = None
     ) -> list[EmittedToken] | None:
         self.earlier_s = 0.0
         if not part.tokens:
@@ -189,11 +189,13 @@ class ModelWorker:
         before = self._take_interrupted(part)
         hidden = self._begin(part, decoding) if before is None else before.hidden
         plan = self._plan(part, segments, query_targets)
-        rotary = self.decoder.rotary_table(positions)
-        if stop is _never:
-            hidden = self.decoder.run_layers(hidden, rotary, plan, 0 if before is None else before.layers)
-        elif not self._run_layers(part.prefills[0], hidden, rotary, plan, before, stop):
-            return None
+        rotary, first = self.decoder.rotary_table(positions), 0 if before is None else before.layers
+        if stop is not None:
+            to_last = self._run_to_last(part.prefills[0], hidden, rotary, plan, first, stop)
+            if to_last is None:
+                return None
+            first = to_last
+        hidden = self.decoder.run_layers(hidden, rotary, plan, first)
         if not self._ends:
             assert self._links is not None
             self._links.send_rows(hidden)
@@ -231,25 +233,24 @@ class ModelWorker:
         self.earlier_s = before.spent_s
         return before
 
-    def _run_layers(
+    def _run_to_last(
         self,
         chunk: Chunk,
         hidden: Tensor,
         rotary: RotaryTable,
         plan: AttentionPlan,
-        before: InterruptedChunk | None,
+        first: int,
         stop: Callable[[], bool],
-    ) -> bool:
-        """Run the layers of a chunk that `before` leaves. Returns False where it is interrupted."""
+    ) -> int | None:
+        """Run the layers from `first` to the last, and return that, which is still to run. None: `stop` interrupted."""
         began_s, last = time.monotonic(), self.pool.layers - 1
-        for layer in range(0 if before is None else before.layers, last):
+        for layer in range(first, last):
             self.decoder.run_layers(hidden, rotary, plan, layer, layer + 1)
             if stop():
                 spent_s = self.earlier_s + time.monotonic() - began_s
                 self._interrupted[chunk.request] = InterruptedChunk(chunk, hidden, layer + 1, spent_s)
-                return False
-        self.decoder.run_layers(hidden, rotary, plan, last)
-        return True
+                return None
+        return last
 
     def _score_prompts(self, part: GroupBatch, hidden: Tensor) -> None:
         """Score the chunks of requests that ask for their prompt's log-probabilities."""
@@ -360,11 +361,6 @@ class ModelWorker:
 
     def _slots_of(self, runs: tuple[Run, ...]) -> tuple[Run, ...]:
         return tuple((first * self._block, count * self._block) for first, count in runs)
-
-
-def _never() -> bool:
-    """The default of what interrupts a chunk."""
-    return False
 
 
 def _ignore(request: str) -> None:
