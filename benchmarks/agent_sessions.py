@@ -39,7 +39,7 @@ SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[
 TRACE = SHARED / "data" / "traces" / "claude-code-weka" / "requests.csv.gz"
 ANSWER = 8
 CHAT_TOKENS = 128
-CHAT_EVERY_S = 0.5
+CHAT_EVERY_S = 0.1
 ROUNDING = 2e-3
 """Gap in log-probability that float32 explains, over prompts of this length."""
 CHUNKS = (64, 96, 128, 192, 256, 320, 512, 768, 1000, 1536)
@@ -192,13 +192,14 @@ def show(rows: list[dict[str, Any]]) -> int:
     """Print the table of all sessions. Returns 1 where answers differ by more than rounding."""
     turns = sum(row["turns"] for row in rows)
     print(f"{len(rows)} sessions, {turns} turns, {sum(row['prompt_tokens'] for row in rows):,} prompt tokens")
-    print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)")
+    print("          tokens computed   turn P50   turn P99   chat P50   chat P99  (first token, ms)   chats")
     computed = {}
     for name in ("with", "without"):
         computed[name] = sum(row[name]["tokens"] for row in rows)
-        times = (np.concatenate([row[name][kind] for row in rows]) for kind in ("turns_s", "chats_s"))
+        times = [np.concatenate([row[name][kind] for row in rows]) for kind in ("turns_s", "chats_s")]
         figures = (1e3 * value for each in times for value in np.percentile(each, (50, 99)))
-        print(f"{name:<8} {computed[name]:>12,} " + " ".join(f"{value:>10.0f}" for value in figures))
+        figures_text = " ".join(f"{value:>10.0f}" for value in figures)
+        print(f"{name:<8} {computed[name]:>12,} {figures_text} {len(times[1]):>24}")
     gaps = [gap for row in rows for gap in row["gaps"]]
     print(f"{computed['without'] / computed['with']:.1f} times less prefill; ", end="")
     print(f"{turns - len(gaps)} of {turns} answers equal", end="")

@@ -23,7 +23,7 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
-from headway.policy.iteration.prefill import WHOLE
+from headway.policy.iteration.prefill import LONG, WHOLE
 
 BLOCK = 16
 
@@ -224,7 +224,7 @@ class GroupedWorld:
             assert book.cursor <= known
             assert chunk.last == (book.cursor == known)
             rows[chunk.request] = chunk.tokens
-            longs += self.scheduler.groups[0].policy.urgency.is_long(book.request)
+            longs += self.scheduler.groups[0].policy.urgency.size(book.request) == LONG
         assert longs <= 1
         for name in self._names(part):
             book = self.books[name]

@@ -24,6 +24,7 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.prefill import LONG
 from headway.policy.iteration.scheduler import Scheduler
 
 BLOCK = 16
@@ -94,7 +95,7 @@ class World:
         while self.arrivals and self.arrivals[0][0].arrival_s <= self.now:
             request, output = self.arrivals.popleft()
             book = self.books[request.id] = Book(
-                request, output, is_long=self.scheduler.policy.urgency.is_long(request)
+                request, output, is_long=self.scheduler.policy.urgency.size(request) == LONG
             )
             assert book.is_long or request.prompt_tokens <= self.config.long_tokens
             self.scheduler.add(Span.whole(request), self.now)

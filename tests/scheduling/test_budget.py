@@ -23,6 +23,7 @@ from headway.policy.iteration.efficient_chunks import (
     reference_aim_s,
 )
 from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S, ArrivalGaps
+from headway.policy.iteration.prefill import LONG
 from headway.sim import InstanceSpec, simulate
 from headway.sim.workload import TraceRequest
 
@@ -148,8 +149,8 @@ def test_a_target_beyond_what_a_prompt_gains_by_makes_no_one_wait() -> None:
 
 def test_a_longer_target_makes_no_prompt_short() -> None:
     policies = [policy_of(machine(1e-3, 2e-4, 0.0), t_target_s=target_s) for target_s in (None, 0.3, 3.0)]
-    assert [policy.urgency.is_long_work(4000, 0) for policy in policies] == [True] * 3
-    assert not any(policy.urgency.is_long_work(100, 0) for policy in policies)
+    assert [policy.urgency.size_of_work(4000, 0) for policy in policies] == [LONG] * 3
+    assert not any(policy.urgency.size_of_work(100, 0) == LONG for policy in policies)
 
 
 def test_a_gap_target_of_a_request_lends_nothing() -> None:
@@ -265,11 +266,11 @@ def test_a_cached_part_that_is_lost_is_work_again() -> None:
     policy = policy_of()
     request = Request(id="follow-up", arrival_s=0.0, prompt_tokens=60_000, max_output_tokens=9, cached_tokens=59_900)
     state = policy.enter(request, holds_kv=True)
-    assert (state.is_long, policy.queue.longs) == (False, 0)
+    assert (state.is_long, policy.queue.sizes[LONG]) == (False, 0)
     policy.lost("follow-up", 60_000)
-    assert (state.is_long, policy.queue.longs, state.remaining) == (True, 1, 60_000)
+    assert (state.is_long, policy.queue.sizes[LONG], state.remaining) == (True, 1, 60_000)
     policy.ended("follow-up")
-    assert (policy.queue.longs, len(policy.queue)) == (0, 0)
+    assert (policy.queue.sizes[LONG], len(policy.queue)) == (0, 0)
 
 
 def test_short_work_over_a_cached_prompt_is_not_held_behind_a_document() -> None:

@@ -13,6 +13,7 @@ from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_
 from headway.policy.iteration.candidates import BACKGROUND_EVERY
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.prefill import SEVERAL_ITERATIONS
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -60,6 +61,37 @@ def test_a_long_prompt_leaves_no_time_to_shorts_of_a_lower_priority(priority: in
         return {each.request: each.tokens for each in quotas}.get("long", 0)
 
     assert (quota(others=True) < quota(others=False)) == yields
+
+
+@pytest.mark.parametrize(("policy_name", "priority"), [("lars", 0), ("lars", -1), ("srpt", 0)])
+def test_a_prompt_of_several_iterations_leaves_time_to_one_of_a_single_iteration(
+    policy_name: str, priority: int
+) -> None:
+    def quotas(others: bool) -> dict[str, int]:
+        policy = policy_of(CountedPool(1000, 16), policy=policy_name, long_iterations=4.0)
+        policy.enter(request("turn", 640, priority=priority))
+        policy.enter(request("other", 640))
+        assert {state.size for state in policy.queue} == {SEVERAL_ITERATIONS}
+        if others:
+            policy.enter(request("chat", 40))
+        picked = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+        return {each.request: each.tokens for each in picked}
+
+    alone, beside = quotas(others=False), quotas(others=True)
+    assert beside["chat"] == 40
+    # under srpt the chat goes first; the turn has the rest
+    assert (beside["turn"] < alone["turn"]) == (priority == 0)
+
+
+def test_no_time_is_left_to_a_prompt_for_which_there_is_no_kv() -> None:
+    policy = policy_of(CountedPool(40, 16), policy="lars", long_iterations=4.0)
+    policy.enter(request("turn", 640))
+    (first,) = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+    policy.moved("turn", 100)
+    policy.enter(request("chat", 40))
+    (second,) = policy.pick(decode_load(policy.latency, 0, 0), 0.0).quotas
+    assert (first.request, second.request) == ("turn", "turn")
+    assert second.tokens > 0.9 * first.tokens
 
 
 def test_prefills_in_flight_cannot_exhaust_the_pool() -> None:

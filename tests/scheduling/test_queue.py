@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request
 from headway.policy.iteration.ordering import UrgencyLine
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.prefill import LONG, ONE_ITERATION, PrefillState
 from headway.policy.iteration.queue import PrefillQueue, make_queue
 
 Lines = list[tuple[float, float, int]]
@@ -18,10 +18,10 @@ COARSE = st.tuples(st.integers(0, 4).map(float), st.integers(0, 2).map(float), s
 FINE = st.tuples(st.floats(-1e3, 1e3), st.floats(0, 10), st.just(0))
 
 
-def member(order: int, priority: int = 0, is_long: bool = False) -> PrefillState:
+def member(order: int, priority: int = 0, size: int = ONE_ITERATION) -> PrefillState:
     request = Request(id=f"r{order}", arrival_s=0.0, prompt_tokens=4, max_output_tokens=1, priority=priority)
     state = PrefillState(request, order)
-    state.is_long = is_long
+    state.size = size
     return state
 
 
@@ -65,7 +65,7 @@ def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, s
     rng = random.Random(seed)
     queue, members = PrefillQueue(), {}
     for order, (intercept, slope, priority) in enumerate(lines):
-        sequence = member(order, priority, is_long=order % 3 == 0)
+        sequence = member(order, priority, order % 3)
         members[sequence] = UrgencyLine(intercept, slope)
         queue.add(sequence, members[sequence])
         if rng.random() < 0.2:
@@ -78,26 +78,24 @@ def test_order_equals_a_plain_sort_after_any_history(lines: Lines, now: float, s
             queue.update(moved, members[moved])
     assert [sequence.request.id for sequence in queue.ordered(now)] == plain(members, now)
     assert len(queue) == len(members)
-    assert queue.longs == sum(sequence.is_long for sequence in members)
-    assert queue.shorts == len(queue) - queue.longs
+    assert queue.sizes == [sum(sequence.size == size for sequence in members) for size in range(LONG + 1)]
     assert {sequence.request.id for sequence in queue} == {sequence.request.id for sequence in members}
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-@given(history=st.lists(st.tuples(st.integers(-2, 2), st.booleans(), st.booleans()), max_size=30))
-def test_a_long_member_may_yield_unless_all_shorts_have_a_lower_priority(
-    parallel: bool, history: list[tuple[int, bool, bool]]
+@given(history=st.lists(st.tuples(st.integers(-2, 2), st.integers(ONE_ITERATION, LONG), st.booleans()), max_size=30))
+def test_a_member_may_yield_unless_all_smaller_ones_have_a_lower_priority(
+    parallel: bool, history: list[tuple[int, int, bool]]
 ) -> None:
     queue = make_queue(parallel)
-    for order, (priority, is_long, leaves) in enumerate(history):
-        one = member(order, priority, is_long)
+    for order, (priority, size, leaves) in enumerate(history):
+        one = member(order, priority, size)
         queue.add(one, UrgencyLine(float(order), 1.0))
         if leaves:
             queue.remove(one)
-    shorts = [one.request.priority for one in queue if not one.is_long]
     for one in queue:
-        if one.is_long:
-            assert queue.yields_to_shorts(one) == (not shorts or min(shorts) <= one.request.priority)
+        smaller = [other.request.priority for other in queue if other.size < one.size]
+        assert queue.yields(one) == (not smaller or min(smaller) <= one.request.priority)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 12, 13, 256, 257, 400])

@@ -171,10 +171,9 @@ class HostedReplay:
         name, start, tokens, last = chunk
         remaining = tokens if last else self._requests[name].num_tokens - start
         state = self._driver.policy.holders.get(name)
-        long = state is not None and state.is_long
-        if long:
+        if state is not None and state.is_long:
             self.replayed.longs.add(name)
-        yields = long and decision.view is not None and decision.view.yields
+        yields = state is not None and decision.view is not None and state.size >= decision.view.yields_from
         rows = event["rows"] + sum(count for _, _, count, _ in event["chunks"])
         other = decision.plan.quotas.get(name) != tokens
         limit = limit_of_chunk(self.replayed.config, tokens, remaining, rows, yields, other)

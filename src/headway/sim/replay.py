@@ -225,10 +225,9 @@ class _ReplayState:
             for chunk in part.prefills:
                 state = holders.get(chunk.request)
                 remaining = chunk.tokens if state is None or chunk.last else state.known - chunk.start
-                long = state is not None and state.is_long
-                if long:
+                if state is not None and state.is_long:
                     self.replayed.longs.add(chunk.request)
-                yields = views[part.group].yields and long
+                yields = state is not None and state.size >= views[part.group].yields_from
                 limit = limit_of_chunk(config, chunk.tokens, remaining, part.tokens, yields, config.kv_parallel > 1)
                 chunks.append(ReplayedChunk(chunk.request, chunk.start, chunk.tokens, remaining, chunk.last, limit))
         return ReplayedStep(

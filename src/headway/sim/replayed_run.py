@@ -192,13 +192,13 @@ class DecisionView(NamedTuple):
     """What a policy was about to decide by."""
 
     aim_s: float
-    yields: bool
-    """Whether a long prompt leaves a share of the aim to shorts."""
+    yields_from: int
+    """See `IterationPolicy.yields_from`."""
 
     @classmethod
     def of(cls, policy: IterationPolicy, now: float) -> DecisionView:
         """Return it before `pick` at `now`."""
-        return cls(policy.budget_s(now), policy.config.shares_space and policy.leaves_time())
+        return cls(policy.budget_s(now), policy.yields_from())
 
 
 def limit_of_chunk(

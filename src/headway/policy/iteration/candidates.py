@@ -9,7 +9,7 @@ from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.chunk_allocation import PackCandidate
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.prefill import WHOLE, PrefillState
+from headway.policy.iteration.prefill import LONG, ONE_ITERATION, WHOLE, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 
 BACKGROUND_EVERY = 128
@@ -147,7 +147,7 @@ class PrefillCandidates:
                     return
                 continue
             walk.seen.add(state.order)
-            if not (state.is_long and self.long_taken):
+            if not (state.size == LONG and self.long_taken):
                 candidate = self._candidate(state, now, walk.iterations - state.last_progress)
                 if candidate.remaining > 0:
                     yield candidate
@@ -168,7 +168,7 @@ class PrefillCandidates:
                 continue
             holds_kv = state.holds_kv
             if walk.closed and not holds_kv:
-                if queue.begun_shorts or not self.long_taken:
+                if not self.long_taken or any(queue.begun_sizes[:LONG]):
                     yield from self._begun(walk.now, walk.iterations, skip, seen)
                 return
             if skip and state.request.id in skip:
@@ -179,7 +179,7 @@ class PrefillCandidates:
                 if not self._has_room(state, walk):
                     continue
             seen.add(state.order)
-            if not (state.is_long and self.long_taken):
+            if not (state.size == LONG and self.long_taken):
                 # A request that has not begun counts from the last progress of any prefill: it is not stalled while
                 # others advance.
                 counts = holds_kv or state.request.priority >= BACKGROUND_PRIORITY
@@ -198,7 +198,7 @@ class PrefillCandidates:
     def _has_room(self, state: PrefillState, walk: _CandidateWalk) -> bool:
         """Whether a request without KV may begin: its KV fits, and none that has waited too long for KV is ahead."""
         admission, now = self._admission, walk.now
-        if walk.spare is not None and (state.is_long or admission.blocks(state) > walk.spare):
+        if walk.spare is not None and (state.size == LONG or admission.blocks(state) > walk.spare):
             walk.blocked += 1
             walk.closed = walk.blocked >= MAX_BLOCKED
             return False
@@ -241,7 +241,7 @@ class PrefillCandidates:
     ) -> Iterator[PackCandidate]:
         """Yield the candidates that hold KV, but those whose order of arrival is among `seen`."""
         for state in self._queue.begun_ordered(now):
-            if state.order in seen or (state.is_long and self.long_taken) or state.request.id in skip:
+            if state.order in seen or (state.size == LONG and self.long_taken) or state.request.id in skip:
                 continue
             candidate = self._candidate(state, now, iterations - state.last_progress)
             if candidate.remaining > 0:
@@ -252,7 +252,7 @@ class PrefillCandidates:
         request, remaining, past = state.request, state.remaining, state.scheduled
         # rho = (deadline - now - work left) / isolated time, as `ordering.relative_slack` (Medha §4.1).
         slack = (state.deadline_s - now - state.work_s) / max(state.total_s, 1e-9)
-        yields = state.is_long and self._queue.yields_to_shorts(state)
+        yields = state.size > ONE_ITERATION and self._queue.yields(state)
         alone, longest_s = False, _NO_LIMIT
         if request.priority >= BACKGROUND_PRIORITY:
             alone = self._config.interruptible_layers > 0 and stalled < BACKGROUND_EVERY
@@ -267,6 +267,6 @@ class PrefillCandidates:
                 # Shards are attended concurrently: attention takes as long as over the largest.
                 past, reserved_s, exchange_s = max(past, remote.past), remote.reserved_s, remote.exchange_s_per_row
         return PackCandidate(
-            request.id, past, remaining, state.is_long, slack, stalled, completes, reserved_s, exchange_s, yields,
+            request.id, past, remaining, state.size, slack, stalled, completes, reserved_s, exchange_s, yields,
             longest_s, alone, state.interrupted if alone else 0,
         )  # fmt: skip

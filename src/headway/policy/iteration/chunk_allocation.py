@@ -3,10 +3,10 @@ of urgency.
 
 Stateless: views and aggregates in, quotas out, so that the scheduler, the simulator and a plug-in for another engine
 call the same function. Departures (DESIGN.md §4): one pass over the order, nothing is requeued; the *total* predicted
-time is held to the budget; a minimum chunk and a bound on how long the first in line may be passed over; a long
-request yields only while a short one waits, and at least rho_min; an iteration is stretched a little where that
-completes a short prompt, which would otherwise wait for a second one, and further where a long prefix of it is cached
-and nothing decodes.
+time is held to the budget; a minimum chunk and a bound on how long the first in line may be passed over; requests
+yield only while a smaller one waits, and at least rho_min, long ones to short ones and those of several iterations to
+those of one; an iteration is stretched a little where that completes a short prompt that does not yield, which would
+otherwise wait for a second one, and further where a long prefix of it is cached and nothing decodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import LEAST_AIM_S, LONGEST_AIM_S
-from headway.policy.iteration.space_sharing import time_of_long_s
+from headway.policy.iteration.prefill import LONG
+from headway.policy.iteration.space_sharing import time_of_larger_s
 
 MAX_UNSCHEDULABLE = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
@@ -38,7 +39,8 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Cached tokens that the chunk attends; for a request in several groups, the tokens of its largest shard."""
     remaining: int
     """Tokens to compute; for a request in several groups, those that still fit its last shard."""
-    is_long: bool
+    size: int
+    """`ONE_ITERATION`, `SEVERAL_ITERATIONS` or `LONG`."""
     slack: float
     """The relative slack rho, with its sign."""
     stalled: int = 0
@@ -50,7 +52,7 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     exchange_s_per_row: float = 0.0
     """Seconds that each row costs to exchange with other groups."""
     yields: bool = True
-    """Whether a long request leaves time to shorts that wait: not where all of them have a lower priority."""
+    """Whether it leaves time to smaller ones that wait: not where all of them have a lower priority."""
     longest_s: float = float("inf")
     """Longest iteration, seconds, with tokens of this request: those of a background request are short."""
     alone: bool = False
@@ -70,14 +72,13 @@ class PackRules(msgspec.Struct, gc=False):
     progress_every: int
     rho_min: float
     rho_max: float
-    shares_space: bool
     stretch: float = 0.0
     cached_rest_s: float = 0.0
     """Longest iteration, seconds, without decodes, that completes a short prompt behind a long cached prefix."""
     cached_from: int = 0
     """Tokens from which on a short prompt's prefix is a long cached one."""
     shared_s: float = float("inf")
-    """Longest iteration, seconds, of which a long request gets a share while shorts wait."""
+    """Longest iteration, seconds, of which a request gets a share while smaller ones wait."""
 
 
 def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
@@ -89,7 +90,6 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
         progress_every=config.progress_every,
         rho_min=config.rho_min,
         rho_max=config.rho_max,
-        shares_space=config.shares_space,
         stretch=config.stretch,
         # Configured times bound iterations as they stand; with stages a batch behind may hold decodes.
         cached_rest_s=LONGEST_AIM_S
@@ -111,7 +111,7 @@ class ChunkAllocation(msgspec.Struct, frozen=True, gc=False):
 def pack(
     load: BatchLoad,
     candidates: Iterable[PackCandidate],
-    shorts_wait: bool,
+    yields_from: int,
     rules: PackRules,
     chunking: ChunkingStrategy,
     latency: LatencyModel,
@@ -119,18 +119,19 @@ def pack(
 ) -> tuple[list[ChunkAllocation], BatchLoad]:
     """Return chunk quotas in order of urgency, and the load of these chunks together with `load`, the decodes.
 
+    `yields_from`: the smallest size of requests that leave time to smaller ones, `IterationPolicy.yields_from`.
     `admit(request)` reserves KV and is called right before a request gets its first tokens; False skips the request.
     Candidates are consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
     Called by `IterationPolicy.pick`, once an iteration and group.
     """
-    filling = _Filling(load, shorts_wait, rules, chunking, latency)
+    filling = _Filling(load, yields_from, rules, chunking, latency)
     for candidate in candidates:
         # `whole` may exceed the token limit by one prompt: its first candidate is sized even where decodes fill the
         # limit.
         if filling.room <= 0 and (filling.bounded or filling.quotas):
             break
         # The more urgent long request has this iteration; others wait, shorts behind them do not.
-        if candidate.is_long and filling.has_long:
+        if candidate.size == LONG and filling.has_long:
             continue
         tokens, attention_s = filling.size(candidate)
         if tokens <= 0:
@@ -160,7 +161,6 @@ class _Filling:
         "_full_time",
         "_load_s",
         "_model",
-        "_yields_time",
         "bounded",
         "chunking",
         "first",
@@ -171,16 +171,16 @@ class _Filling:
         "quotas",
         "room",
         "rules",
-        "shorts_wait",
         "skipped",
         "unschedulable",
+        "yields_from",
     )
 
     def __init__(
-        self, load: BatchLoad, shorts_wait: bool, rules: PackRules, chunking: ChunkingStrategy, latency: LatencyModel
+        self, load: BatchLoad, yields_from: int, rules: PackRules, chunking: ChunkingStrategy, latency: LatencyModel
     ) -> None:
         self.load = load
-        self.shorts_wait = shorts_wait
+        self.yields_from = yields_from
         self.rules = rules
         self.chunking = chunking
         self.latency = latency
@@ -196,8 +196,6 @@ class _Filling:
         # Tokens that the iteration still takes; negative where decodes, or one prompt under `whole`, exceed the limit.
         self.room = self.max_tokens - load.tokens
         self.bounded = is_bounded(chunking)
-        # Whether long candidates leave part of the time to shorts: shorts wait (space sharing).
-        self._yields_time = shorts_wait and rules.shares_space
         # Seconds of the decodes, the same whatever is added; None: the model's terms depend on each other, or the
         # time does not matter.
         separable = chunking.timed and not hasattr(latency, "whole_s")
@@ -234,8 +232,9 @@ class _Filling:
         else:
             demand = PrefillDemand(past, remaining, room, self._decode_s)
             tokens, attention_s = self.chunking.quota(demand, self.load, budget_s, model)
-        # Stretch only a short prompt that time cut: one that exceeds the token limit cannot complete anyway.
-        if tokens < remaining <= room and rules.stretch and candidate.completes and not candidate.is_long:
+        # Stretch only what time cut: a prompt that exceeds the token limit cannot complete anyway.
+        stretches = rules.stretch and candidate.completes and candidate.size < LONG and not self._yields(candidate)
+        if stretches and tokens < remaining <= room:
             tokens, attention_s = self._stretch(candidate, budget_s, tokens, attention_s)
         if tokens < floor:
             tokens, attention_s = self._progress(candidate, model, floor, tokens, attention_s)
@@ -244,11 +243,11 @@ class _Filling:
     def _budget_s(self, candidate: PackCandidate) -> float:
         """Return the longest iteration, in seconds, that adding a candidate may make.
 
-        A long request yields the share that its slack allows; one in several groups keeps to the busiest of them."""
+        One that yields leaves the share that its slack allows; one in several groups keeps to the busiest of them."""
         rules = self.rules
         budget_s = rules.t_target_s
-        if self._yields_to_shorts(candidate):
-            budget_s = time_of_long_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
+        if self._yields(candidate):
+            budget_s = time_of_larger_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
         budget_s -= candidate.reserved_s
         if candidate.longest_s < budget_s:
             # a prompt for which a client waits has its iterations to itself: after a long context one token is long
@@ -259,8 +258,8 @@ class _Filling:
             budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
         return budget_s
 
-    def _yields_to_shorts(self, candidate: PackCandidate) -> bool:
-        return self._yields_time and candidate.is_long and candidate.yields
+    def _yields(self, candidate: PackCandidate) -> bool:
+        return candidate.size >= self.yields_from and candidate.yields
 
     def _stretch(self, candidate: PackCandidate, budget_s: float, tokens: int, attention_s: float) -> tuple[int, float]:
         """Return the whole rest of a short prompt if it exceeds the budget by at most the share `stretch`.
@@ -283,7 +282,7 @@ class _Filling:
         """Raise a chunk below the floor to the floor if the most urgent request must advance, else drop it."""
         empty = is_empty(self.load)
         # In an empty iteration an oversized chunk delays no decode; but shorts that wait may yet use the time.
-        idle = empty and not self._yields_to_shorts(candidate)
+        idle = empty and not self._yields(candidate)
         must = self.first and (idle or candidate.stalled >= self.rules.progress_every)
         # min_chunk 0 (paper mode) raises a chunk in an empty iteration only: else nothing would ever advance.
         if must and (self.rules.min_chunk or empty):
@@ -320,7 +319,7 @@ class _Filling:
         self.load = self.load.with_chunk(tokens, attention_s, candidate.past)
         self.room -= tokens
         self._model = self._load_s = None
-        self.has_long = self.has_long or candidate.is_long
+        self.has_long = self.has_long or candidate.size == LONG
 
     def use_yielded_time(self, admit: Callable[[str], bool]) -> None:
         """Give the smallest chunk to the first skipped candidate if the iteration would otherwise be empty.

@@ -68,10 +68,12 @@ class SchedulerConfig:
     long_iterations: float = _f(
         4.0, "so are prompts that take more than so many iterations alone; paper: 0 (tokens only)"
     )
-    space_sharing: bool | None = _f(None, "a long prefill yields part of its time to shorts (default: with lars only)")
-    rho_max: float = _f(0.7, "largest share of an iteration that a long prefill yields")
-    rho_min: float = _f(0.2, "share that it yields even when its own deadline is lost; paper: 0")
-    yield_only_to_shorts: bool = _f(True, "yield only while a short prefill waits; paper: always")
+    space_sharing: bool | None = _f(
+        None, "prompts of several iterations yield part of their time to shorter ones (default: with lars only)"
+    )
+    rho_max: float = _f(0.7, "largest share of an iteration that is yielded")
+    rho_min: float = _f(0.2, "share that is yielded even when the own deadline is lost; paper: 0")
+    yield_only_to_shorts: bool = _f(True, "yield only while a smaller prefill waits; paper: always")
     subtract_times: bool = _f(False, "size chunks by (budget - time so far), as printed in Algorithm 2; paper: true")
     quantum: float = _f(0.02, "a running long keeps its place until another is more urgent by this share; paper: 0")
     deadline_base_s: float = _f(1.0, "TTFT deadline without an SLO: max(base, factor × isolated prefill time), seconds")

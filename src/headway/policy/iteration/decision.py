@@ -24,7 +24,7 @@ from headway.policy.iteration.iteration_budget import IterationBudget
 from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.predicted_ttft import predicted_ttft_s, prefill_speed
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.prefill import LONG, SEVERAL_ITERATIONS, PrefillState
 from headway.policy.iteration.queue import make_queue
 from headway.policy.iteration.urgency import UrgencyOrder
 
@@ -96,7 +96,7 @@ class IterationPolicy:
         """Add a request whose state the caller has made, in order of arrival.
 
         With KV and one token left to compute it decodes at once."""
-        state.is_long = self.urgency.is_long(state.request)
+        state.size = self.urgency.size(state.request)
         # `assess` sets the deadline, which a request that decodes at once reports too.
         line = self.urgency.assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
@@ -218,8 +218,8 @@ class IterationPolicy:
         candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         if candidates == ():
             return IterationDecision([], load)
-        shorts_wait = self._rules.shares_space and self.leaves_time(shorts_elsewhere, skip)
-        quotas, load = pack(load, candidates, shorts_wait, self._rules, self.chunking, self.latency, self._admit)
+        yields_from = self.yields_from(shorts_elsewhere, skip)
+        quotas, load = pack(load, candidates, yields_from, self._rules, self.chunking, self.latency, self._admit)
         return IterationDecision(quotas, load)
 
     def began(self, iterations: int = 1) -> None:
@@ -247,7 +247,7 @@ class IterationPolicy:
     def predicted_ttft_s(self, request: Request, decodes: BatchLoad, now: float) -> float:
         """Return when a new request would have its first token, seconds after its arrival, beside these decodes."""
         newcomer = PrefillState(request, self._entered)
-        newcomer.is_long = self.urgency.is_long(request)
+        newcomer.size = self.urgency.size(request)
         line = self.urgency.assess(newcomer)
         config = self.config
         yields = (config.rho_min, config.rho_max) if config.shares_space else None
@@ -273,23 +273,30 @@ class IterationPolicy:
         active = self.urgency.active_long
         return active.scheduled if active is not None and active.slot >= 0 else 0
 
-    def leaves_time(self, shorts_elsewhere: bool = False, skip: Collection[str] = ()) -> bool:
-        """Whether a long prompt in the next iteration leaves part of its time to shorts, if time is shared at all.
+    def yields_from(self, shorts_elsewhere: bool = False, skip: Collection[str] = ()) -> int:
+        """Return the smallest size of prompts that leave part of the next iteration to smaller ones; `LONG` + 1: none.
 
-        `shorts_elsewhere`, `skip`: see `pick`."""
-        if shorts_elsewhere or not self.config.yield_only_to_shorts:
-            return self.queue.longs > 0
-        if not (self.queue.longs and self.shorts_wait):
-            return False
-        return not skip or any(not state.is_long and state.request.id not in skip for state in self.queue)
+        A long prompt does while a shorter one waits (Medha §4.3); one of several iterations while one does that takes a
+        single iteration, which would be over long before. `shorts_elsewhere`, `skip`: see `pick`."""
+        config, sizes = self.config, self.queue.sizes
+        if config.shares_space:
+            if sizes[SEVERAL_ITERATIONS] and self.smaller_waits(SEVERAL_ITERATIONS, skip):
+                return SEVERAL_ITERATIONS
+            always = shorts_elsewhere or not config.yield_only_to_shorts
+            if sizes[LONG] and (always or self.smaller_waits(LONG, skip)):
+                return LONG
+        return LONG + 1
 
-    @property
-    def shorts_wait(self) -> bool:
-        """Whether a short prefill waits that could use yielded time: it holds KV, or there is a free block to begin."""
+    def smaller_waits(self, size: int, skip: Collection[str] = ()) -> bool:
+        """Whether a smaller prompt waits that could use yielded time: it holds KV, or there is a free block to begin.
+
+        `skip`: see `pick`."""
         queue = self.queue
-        if queue.begun_shorts or not queue.shorts:
-            return queue.begun_shorts > 0
-        return len(self.holders) < self.config.max_num_seqs and self._pool.free_blocks > 0
+        if not any(queue.begun_sizes[:size]):
+            full = len(self.holders) >= self.config.max_num_seqs or self._pool.free_blocks <= 0
+            if full or not any(queue.sizes[:size]):
+                return False
+        return not skip or any(state.size < size and state.request.id not in skip for state in queue)
 
     @property
     def waiting_s(self) -> float:
@@ -315,7 +322,7 @@ class IterationPolicy:
         queued = state.slot >= 0
         if queued:
             self.queue.remove(state)
-        state.is_long = self.urgency.is_long_work(state.known, 0)
+        state.size = self.urgency.size_of_work(state.known, 0)
         line = self.urgency.line(state)
         state.total_s = max(state.total_s, state.work_s)
         if queued:
@@ -329,7 +336,7 @@ class IterationPolicy:
         self.queue.remove(state)
         state.asked_again = 0
         state.set_cached(cached)
-        state.is_long = self.urgency.is_long_work(state.known, cached)
+        state.size = self.urgency.size_of_work(state.known, cached)
         line = self.urgency.line(state) if state.generated else self.urgency.assess(state)
         self.queue.add(state, line)
 

@@ -52,20 +52,20 @@ def predicted_ttft_s(
     """Return when a request that comes `now` would have its first token, in seconds after its arrival.
 
     What is more urgent now goes first until the newcomer's urgency overtakes it; none that comes later does. `newcomer`
-    has been assessed. `yields`: least and largest share of the time that a long prompt yields to shorts; None: longs
+    has been assessed. `yields`: least and largest share of the time that a prompt yields to smaller ones; None: they
     yield none."""
     ahead = sorted(_ahead(newcomer, line, waiting, now))
     wait_s = _done_s(ahead, speed) + newcomer.work_s / speed
-    longs = [each.state for each in ahead if each.state.is_long]
-    if yields is not None and longs and not newcomer.is_long:
-        # Shorts advance beside the most urgent long prompt, in the share that it yields.
-        first = longs[0]
+    larger = [each.state for each in ahead if each.state.size > newcomer.size]
+    if yields is not None and larger:
+        # It advances beside the most urgent larger prompt, in the share that this yields.
+        first = larger[0]
         share = min(yields[1], max(yields[0], relative_slack(first.facts(first.work_s), now)))
-        # A long prompt yields nothing to shorts of a lower priority.
+        # Nothing is yielded to a lower priority.
         if share > 0 and newcomer.request.priority <= first.request.priority:
             beside = speed * share
-            shorts = [each for each in ahead if not each.state.is_long]
-            wait_s = min(wait_s, _done_s(shorts, beside) + newcomer.work_s / beside)
+            others = [each for each in ahead if each.state.size <= newcomer.size]
+            wait_s = min(wait_s, _done_s(others, beside) + newcomer.work_s / beside)
     return now - newcomer.request.arrival_s + wait_s
 
 

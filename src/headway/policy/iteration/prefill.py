@@ -9,6 +9,8 @@ from headway.policy.iteration.ordering import PrefillFacts
 
 WHOLE = 1 << 62
 """The shard limit of a request whose KV lies in one group."""
+ONE_ITERATION, SEVERAL_ITERATIONS, LONG = range(3)
+"""Sizes of uncached prompts: one that takes at most one usual iteration alone, and two sizes that take more."""
 
 
 class PrefillState:
@@ -24,7 +26,6 @@ class PrefillState:
         "generated",
         "holds_kv",
         "interrupted",
-        "is_long",
         "last_progress",
         "limit",
         "needed_blocks",
@@ -32,6 +33,7 @@ class PrefillState:
         "prompt",
         "request",
         "scheduled",
+        "size",
         "skipped_since",
         "slot",
         "total_s",
@@ -42,7 +44,7 @@ class PrefillState:
         self.request = request
         # Order of arrival: breaks ties; the request with the largest is the youngest, evicted first.
         self.order = order
-        self.is_long = False
+        self.size = ONE_ITERATION
         self.prompt = request.prompt_tokens
         # Output tokens, all of which are computed again when the KV is lost.
         self.generated = 0
@@ -70,6 +72,10 @@ class PrefillState:
         self.work_s = 0.0
         # When the first token is due.
         self.deadline_s = 0.0
+
+    @property
+    def is_long(self) -> bool:
+        return self.size == LONG
 
     @property
     def known(self) -> int:

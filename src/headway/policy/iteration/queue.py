@@ -34,21 +34,18 @@ QueueKey = tuple[int, float, int]
 class WaitingQueue(Protocol):
     """Queue of prefills. A member's `slot` is its place, negative outside the queue."""
 
-    longs: int
-    """How many members are long."""
+    sizes: list[int]
+    """How many members there are of each size."""
     begun: dict[int, PrefillState]
     """Members that hold KV, by `order`; kept by `note_begun`."""
-    begun_shorts: int
-    """How many of these are short."""
+    begun_sizes: list[int]
+    """How many of these there are of each size."""
     waiting_changes: int
     """Counts changes of the other members: while it stays, they and their lines are the same."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[PrefillState]: ...
-
-    @property
-    def shorts(self) -> int: ...
 
     def add(self, member: PrefillState, line: UrgencyLine) -> None: ...
 
@@ -59,8 +56,8 @@ class WaitingQueue(Protocol):
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """Count a member that has gained KV, or has lost it."""
 
-    def yields_to_shorts(self, long: PrefillState) -> bool:
-        """Whether a long member may yield time: not where all shorts that are here have a lower priority."""
+    def yields(self, member: PrefillState) -> bool:
+        """Whether a member may yield time: not where all smaller ones that are here have a lower priority."""
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
@@ -78,14 +75,14 @@ class WaitingQueue(Protocol):
 
 
 class _QueueCounts:
-    """Count of long members, and the members that hold KV, for both queues."""
+    """Counts of members by size, and the members that hold KV, for both queues."""
 
     def __init__(self) -> None:
-        self.longs = self.begun_shorts = 0
+        self.sizes, self.begun_sizes = [0, 0, 0], [0, 0, 0]
         self.begun: dict[int, PrefillState] = {}
         self.waiting_changes = 0
-        # Short members by priority.
-        self._shorts: Counter[int] = Counter()
+        # By size: members by priority.
+        self._priorities = Counter[int](), Counter[int](), Counter[int]()
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
@@ -94,22 +91,21 @@ class _QueueCounts:
             self.begun[member.order] = member
         else:
             del self.begun[member.order]
-        if not member.is_long:
-            self.begun_shorts += 1 if gained else -1
+        self.begun_sizes[member.size] += 1 if gained else -1
 
-    def yields_to_shorts(self, long: PrefillState) -> bool:
+    def yields(self, member: PrefillState) -> bool:
         """See `WaitingQueue`."""
-        return not self._shorts or long.request.priority in self._shorts or min(self._shorts) < long.request.priority
+        smaller = [min(found) for found in self._priorities[: member.size] if found]
+        return not smaller or min(smaller) <= member.request.priority
 
     def _count(self, member: PrefillState, step: int) -> None:
         """Count a member that is added (step 1) or removed (-1)."""
-        self.longs += step * member.is_long
-        if not member.is_long:
-            priority = member.request.priority
-            self._shorts[priority] += step
-            # clients choose priorities: keep those that are there
-            if not self._shorts[priority]:
-                del self._shorts[priority]
+        self.sizes[member.size] += step
+        priority, priorities = member.request.priority, self._priorities[member.size]
+        priorities[priority] += step
+        # clients choose priorities: keep those that are there
+        if not priorities[priority]:
+            del priorities[priority]
         if member.holds_kv:
             self.note_begun(member, step > 0)
         else:
@@ -137,10 +133,6 @@ class SortedQueue(_QueueCounts):
 
     def __iter__(self) -> Iterator[PrefillState]:
         return iter(self._members.values())
-
-    @property
-    def shorts(self) -> int:
-        return len(self._entries) - self.longs
 
     def add(self, member: PrefillState, line: UrgencyLine) -> None:
         member.slot = 0
@@ -208,10 +200,6 @@ class PrefillQueue(_QueueCounts):
 
     def __iter__(self) -> Iterator[PrefillState]:
         return iter(self._members)
-
-    @property
-    def shorts(self) -> int:
-        return len(self._members) - self.longs
 
     def add(self, member: PrefillState, line: UrgencyLine) -> None:
         slot = len(self._members)

@@ -6,7 +6,7 @@ from headway.core.request import Request
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import UrgencyLine, make_policy
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.prefill import LONG, ONE_ITERATION, SEVERAL_ITERATIONS, PrefillState
 from headway.policy.iteration.queue import WaitingQueue
 from headway.policy.iteration.relegation import RelegationChoice
 
@@ -25,21 +25,23 @@ class UrgencyOrder:
         # None: all requests keep the policy's order, however late.
         self.relegation = RelegationChoice(config.relegated_share) if config.relegation else None
 
-    def is_long(self, request: Request) -> bool:
-        """Whether a request is long: by its uncached tokens or their isolated time."""
-        return self.is_long_work(request.prompt_tokens, request.cached_tokens)
+    def size(self, request: Request) -> int:
+        """Return the size of a request: by its uncached tokens or their isolated time."""
+        return self.size_of_work(request.prompt_tokens, request.cached_tokens)
 
-    def is_long_work(self, tokens: int, cached: int) -> bool:
-        """Whether computing `tokens` tokens but for the cached ones is long.
+    def size_of_work(self, tokens: int, cached: int) -> int:
+        """Return the size of `tokens` tokens but for the cached ones.
 
-        By their number (Medha's IsLong, made for its GPUs) or by their isolated time: on a slow processor prompts
+        Long by their number (Medha's IsLong, made for its GPUs) or by their isolated time: on a slow processor prompts
         below `long_tokens` take many iterations too."""
         config = self._config
         if tokens - cached > config.long_tokens:
-            return True
-        alone_s = self.prefill_times.remaining_s(tokens, cached)
-        # long_iterations 0 (paper mode): tokens only.
-        return 0 < config.long_iterations * self._aim_s < alone_s
+            return LONG
+        # Paper mode: tokens only.
+        if not config.long_iterations:
+            return ONE_ITERATION
+        iterations = self.prefill_times.remaining_s(tokens, cached) / self._aim_s
+        return LONG if iterations > config.long_iterations else SEVERAL_ITERATIONS if iterations > 1 else ONE_ITERATION
 
     def assess(self, state: PrefillState) -> UrgencyLine:
         """Set a new request's isolated time and deadline. Return its line."""

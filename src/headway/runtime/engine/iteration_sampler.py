@@ -36,8 +36,8 @@ class IterationSampler:
         self._scheduler = scheduler
         self._policies = group_policies(scheduler)
         # By batch in flight: when it was decided, and whether long prompts left time to shorts, for each group.
-        self._decided: dict[int, tuple[float, list[bool]]] = {}
-        self._yields = [False] * len(self._policies)
+        self._decided: dict[int, tuple[float, list[int]]] = {}
+        self._yields_from = [policy.yields_from() for policy in self._policies]
         self._samples: list[IterationSample] = []
         # Place in `_samples` of the newest of each (group, stage).
         self._newest: dict[tuple[int, int], int] = {}
@@ -55,7 +55,7 @@ class IterationSampler:
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take in an event of the log."""
         if kind == "schedule":
-            self._decided[fields["id"]] = (fields["at_s"], self._yields)
+            self._decided[fields["id"]] = (fields["at_s"], self._yields_from)
         elif kind == "batch":
             self._batch(fields)
         elif kind == "interrupt":
@@ -63,7 +63,7 @@ class IterationSampler:
         elif kind == "lost":
             self._decided.clear()
         # As of now: the next decision is made by it.
-        self._yields = [policy.config.shares_space and policy.leaves_time() for policy in self._policies]
+        self._yields_from = [policy.yields_from() for policy in self._policies]
 
     def take(self) -> EngineSamples:
         """Return what was collected since the last call."""
@@ -79,12 +79,13 @@ class IterationSampler:
         ][:MOST_WAITING]
 
     def _batch(self, event: Mapping[str, Any]) -> None:
-        decided_s, yields = self._decided.pop(event["id"], (event["at_s"], self._yields))
+        decided_s, yields_from = self._decided.pop(event["id"], (event["at_s"], self._yields_from))
         for group, decodes, chunks, stages in event["parts"]:
             rows = decodes + sum(tokens for _, _, tokens in chunks)
             policy = self._policies[group] if group < len(self._policies) else None
             sampled = tuple(
-                _chunk(policy, yields[group], rows, len(self._policies) > 1, chunk) for chunk in chunks[:MOST_CHUNKS]
+                _chunk(policy, yields_from[group], rows, len(self._policies) > 1, chunk)
+                for chunk in chunks[:MOST_CHUNKS]
             )
             for stage, (start_s, end_s) in enumerate(stages):
                 # The end as requests see it: tokens are stamped with the batch's time.
@@ -107,7 +108,7 @@ class IterationSampler:
 
 
 def _chunk(
-    policy: IterationPolicy | None, yields: bool, rows: int, sharded: bool, chunk: tuple[str, int, int]
+    policy: IterationPolicy | None, yields_from: int, rows: int, sharded: bool, chunk: tuple[str, int, int]
 ) -> ChunkSample:
     """Return the sample of a chunk (request, first token, tokens), after its iteration."""
     name, start, tokens = chunk
@@ -116,7 +117,7 @@ def _chunk(
     remaining = tokens if state is None or state.decoding else max(tokens, state.known - start)
     limit = "rest of the prompt"
     if policy is not None and state is not None:
-        limit = limit_of_chunk(policy.config, tokens, remaining, rows, yields and state.is_long, sharded)
+        limit = limit_of_chunk(policy.config, tokens, remaining, rows, state.size >= yields_from, sharded)
     return ChunkSample(name, start, tokens, remaining, limit)
 
 
