@@ -386,3 +386,23 @@ def test_texts_are_assumed_to_be_cached_until_a_cache_is_full_of_later_ones() ->
     assert whole == sorted(whole)
     known.clear()
     assert not known.match(texts[-1])
+
+
+def test_weave_lets_the_instances_own_iterations_yield_by_priorities() -> None:
+    async def work() -> None:
+        server = TokenServer(prefill_s=0.002)
+        async with cluster_of([server], "weave", {"sizes": [1], "batch_s": 0.0}) as cluster:
+            document = [2 + i % 250 for i in range(400)]
+            long = asyncio.create_task(ask(cluster, "document", document, 3))
+            await until(lambda: server.running == 1)
+            assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
+            assert not long.done()
+            assert await long == greedy(document, 3)
+            assert [(held.body.get("priority"), held.ended) for held in server.seen] == [
+                (1, "finished"),
+                (None, "finished"),
+            ]
+            # Each ended for the policy too: the next long prompt has no group before it.
+            assert await ask(cluster, "next", document, 3) == greedy(document, 3)
+
+    run(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from headway import simulate
 from headway.core.errors import ConfigError
 from headway.core.request import Request, Slo
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
+from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import (
     Action,
     ActionRefused,
@@ -24,6 +26,7 @@ from headway.policy.placement.base import (
     Event,
     PreemptRequest,
     RequestArrived,
+    RequestPrefilled,
     ResumeRequest,
     SpanPaused,
     SpanProgress,
@@ -335,3 +338,61 @@ def test_a_resumed_prompt_comes_before_the_later_spans_of_what_runs() -> None:
     assert groups.is_running(second, view)
     groups.remove("b")
     assert groups.is_running(first, view)
+
+
+def whole(spec: ClusterSpec, options: dict[str, Any] | None = None) -> Any:
+    context = PolicyContext(latency=LATENCY, shape=spec.shape, whole_prompts=True)
+    return make_placement("weave", context, {"sizes": [1], **(options or {})})
+
+
+def test_where_instances_compute_whole_prompts_long_ones_have_a_lower_priority_than_what_goes_before_them() -> None:
+    spec = cluster(1)
+    policy, book = whole(spec), book_of(spec)
+
+    def asked(name: str, tokens: int, now: float) -> Action:
+        prompt = Request(id=name, arrival_s=now, prompt_tokens=tokens, max_output_tokens=9)
+        (action,) = ask(policy, book, RequestArrived(prompt), now)
+        return action
+
+    assert asked("first", 100, 0.0) == EnqueueRequest("first", (0,), "prefill")
+    assert asked("long", 20_000, 0.0) == EnqueueRequest("long", (0,), "prefill", yields=True)
+    book.put(msgspec.structs.replace(book.instances[0], free_at_s=21.0, running=2))
+    assert asked("short", 1000, 0.5) == EnqueueRequest("short", (0,), "prefill", concurrent=True)
+    # As much work as the long prompt has: behind it.
+    assert asked("other", 20_000, 0.5) == EnqueueRequest("other", (0,), "prefill", yields=True)
+    # Until the long prompts have yielded their share of time; then in the order that the scheduler has for its equals.
+    later = [asked(f"s{i}", 1000, 0.5) for i in range(40)]
+    yields = [action.yields for action in later if isinstance(action, EnqueueRequest)]
+    assert len(yields) == len(later)
+    assert not yields[0]
+    assert yields[-1]
+    assert yields == sorted(yields)
+    (decode,) = ask(policy, book, RequestPrefilled("long", (0,)), 22.0)
+    assert decode == EnqueueRequest("long", (0,), "decode", concurrent=True)
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(WORK)
+def test_whole_prompts_on_instances_with_schedulers_lose_nothing(requests: list[TraceRequest]) -> None:
+    spec = cluster(2)
+    result = simulate_cluster(spec, whole(spec), requests, RunSpec())
+    for record, source in zip(result.sim.records, requests, strict=True):
+        assert record.ok, record.error
+        assert len(record.token_s) == source.output_tokens
+    assert not result.paused
+
+
+def test_short_whole_prompts_gain_from_yielding() -> None:
+    longs = [TraceRequest(4.0 * k, 16_000, 1, klass="long") for k in range(6)]
+    shorts = [TraceRequest(0.05 + 0.1 * k, 100, 1, klass="short") for k in range(240)]
+    requests = sorted([*longs, *shorts], key=lambda r: r.arrival_s)
+    spec = cluster(1)
+    config = SchedulerConfig(policy="fcfs", chunking="static:512", long_tokens=1 << 40)
+    chunked = replace(spec, engine=lambda group: replace(spec.engine(group), config=config))
+
+    def mean_s(options: dict[str, Any]) -> float:
+        result = simulate_cluster(chunked, whole(chunked, options), requests, RunSpec())
+        waits = [r.token_s[0] - r.arrival_s for r in result.sim.records if r.klass == "short"]
+        return sum(waits) / len(waits)
+
+    assert mean_s({}) < 0.5 * mean_s({"yields_to": 0.0})

@@ -63,9 +63,12 @@ class DecodePlacement:
 
     def prefilled(self, request: str) -> list[Action]:
         """Return the transfer of a complete prompt whose spans' transfers were not asked for: its instance sent the KV
-        while it was computed."""
+        while it was computed; or its decode where it was prefilled."""
         target, _ = self._reserved.get(request, (-1, 0))
-        return [TransferKv(request, target, overlapped=True)] if target >= 0 else []
+        if target >= 0:
+            return [TransferKv(request, target, overlapped=True)]
+        group = self._groups.pop(request, None)
+        return [] if group is None else [EnqueueRequest(request, group, "decode", concurrent=True)]
 
     def withdraw(self, request: str) -> None:
         """Forget a request: its KV has arrived, it has ended, or its prefill was not committed after all."""

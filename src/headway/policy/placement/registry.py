@@ -81,6 +81,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     heads do not divide evenly, and between tensor-parallel instances: it is no choice there."""
     copies_prefixes: bool = True
     """Whether cached KV can be copied from one instance to another. Live instances use their own only."""
+    whole_prompts: bool = False
+    """Whether each prompt is computed and decoded in the scheduler of one instance: servers behind HTTP."""
 
     def exchanges_heads(self, tp: int, members: int) -> bool:
         """Return whether instances of `tp` ranks, `members` of them in a node, can compute Ulysses attention."""

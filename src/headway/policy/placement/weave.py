@@ -17,6 +17,10 @@ Those also go before groups that are not much longer, if these stay in time or l
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
 be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
 with a group's span would block its sender while the group is paused.
+
+Instances that compute whole prompts (`PolicyContext.whole_prompts`) decode where they prefill, and cannot be paused
+from outside. There long prompts are groups of one in their schedulers, with a lower priority than what goes before
+them (`EnqueueRequest.yields`): the iterations of the instance yield.
 """
 
 from __future__ import annotations
@@ -131,6 +135,7 @@ class WeavePlacement(PlacementPolicy):
             return [ResumeRequest(event.request, self._options.lost_s)]
         if isinstance(event, RequestPrefilled):
             self._left_scheduler(event.request, view)
+            self.groups.remove(event.request)  # where instances compute whole prompts
             return self._decodes.prefilled(event.request)
         if isinstance(event, ActionRefused):
             return self._refused(event, view)
@@ -151,7 +156,8 @@ class WeavePlacement(PlacementPolicy):
     # -- where a prompt goes ------------------------------------------------------------------------------------------
 
     def _place(self, request: Request, view: ClusterSnapshot) -> list[Action]:
-        if request.max_output_tokens > 1 and not view.with_role("decode"):
+        whole = self._context.whole_prompts
+        if request.max_output_tokens > 1 and not whole and not view.with_role("decode"):
             raise ConfigError("weave needs instances of role decode: groups wait for decodes on their instances")
         request, plan, prefix = self.tetris.plan_behind_prefix(request, view)
         alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
@@ -182,9 +188,11 @@ class WeavePlacement(PlacementPolicy):
         if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
             (instance,) = spans[0].group
             return self._enqueue(request, instance, alone_s, view, prefix, concurrent=False)
-        if self._options.yields_to:
+        if self._options.yields_to and not whole:
             spans = tuple(part for span in spans for part in self._pausable(span, view))
         self.groups.add(self._placed_group(request, plan, spans, view))
+        if whole:
+            return self._enqueue(request, spans[0].group[0], alone_s, view, prefix, concurrent=False)
         self._decodes.place(request, [span.group for span in spans], view)
         return [CommitSpans(request.id, spans, view.version, prefix=prefix)]
 
@@ -203,6 +211,8 @@ class WeavePlacement(PlacementPolicy):
         # behind groups, the prompt is not yet part of the scheduler's work
         if concurrent or not self.groups.on(instance):
             self._prefills_end_s[instance] = self._scheduler_idle_s(instance, view) + alone_s
+        # a long prompt itself, and what is not to go before one
+        behind = self._context.whole_prompts and not concurrent and bool(self.groups.on(instance))
         # with a single output token there is nothing to decode elsewhere
         phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
         if prefix is not None and not self._context.copies_prefixes:
@@ -211,7 +221,7 @@ class WeavePlacement(PlacementPolicy):
             # planned for a group that may be another
             copy_s = copy_seconds(prefix.tokens, prefix.instance, (instance,), view, self._context)
             prefix = CachedPrefix(prefix.instance, prefix.tokens, copy_s)
-        return [EnqueueRequest(request.id, (instance,), phase, concurrent, prefix)]
+        return [EnqueueRequest(request.id, (instance,), phase, concurrent, prefix, behind)]
 
     def _pausable(self, span: Span, view: ClusterSnapshot) -> list[Span]:
         """Return a chunk as chunks between whose layers the group can be paused every `pause_s` or so."""
@@ -336,13 +346,16 @@ class WeavePlacement(PlacementPolicy):
         """Return whether a prompt's KV fits beside that of groups that have begun there. Else the prompt would wait for
         a group's KV, and the group for the prompt."""
         capacity = view.instances[instance].capacity
-        begun = (placed for placed in self.groups.on(instance) if placed.begun or self._can_stop(placed, view))
+        groups = self.groups.on(instance)
+        begun = [placed for placed in groups if placed.begun or self._can_stop(placed, view)]
+        if self._context.whole_prompts:
+            begun = list(groups[:1])
         # a twentieth for blocks that are not full
         return not capacity or tokens + sum(placed.tokens / len(placed.group) for placed in begun) <= 0.95 * capacity
 
     def _can_stop(self, placed: PlacedGroup, view: ClusterSnapshot) -> bool:
-        """Return whether a group runs now, perhaps on its way to a pause."""
-        return placed.pausing or self.groups.is_running(placed, view)
+        """Return whether a group runs now where it can be paused, perhaps on its way to that."""
+        return not self._context.whole_prompts and (placed.pausing or self.groups.is_running(placed, view))
 
     def _scheduler_idle_s(self, instance: int, view: ClusterSnapshot) -> float:
         """Return when an instance's scheduler is expected to be without work."""

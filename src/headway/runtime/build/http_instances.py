@@ -37,7 +37,9 @@ def rules_of(file: ClusterFile, model: str, rates: MachineRates) -> HttpClusterR
     source = f"roofline of {rates.name}"
     base = RingLatency(roofline(shape, rates), shape, between.inside, between.across, source=source)
     latency = LearnedLatency(base)
-    context = PolicyContext(latency=latency, shape=shape, rows=file.span_rows, copies_prefixes=False)
+    context = PolicyContext(
+        latency=latency, shape=shape, rows=file.span_rows, copies_prefixes=False, whole_prompts=True
+    )
     facts = EngineInfo(
         model=model_name(model),
         architecture="decoder",

@@ -195,7 +195,7 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         raise ConfigError(
             f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
         )
-    if "decode" not in roles and (name in _DECODES_APART or _disaggregates(file)):
+    if "decode" not in roles and ((name in _DECODES_APART and not file.behind_http) or _disaggregates(file)):
         hint = ", or say `disaggregate: false`" if name == "pecsched" else ""
         raise ConfigError(f"{where}: {name} decodes elsewhere than it prefills: give a pool the role decode{hint}")
 

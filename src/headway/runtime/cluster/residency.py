@@ -73,7 +73,12 @@ class LiveResidency:
             self._placed(attempt, number)
         # No timeout: the client's deadline is kept here, over all attempts.
         submit = msgspec.structs.replace(
-            submit, id=attempt.wire, timeout_s=None, output=tuple(attempt.asked.told), phase=phase
+            submit,
+            id=attempt.wire,
+            timeout_s=None,
+            output=tuple(attempt.asked.told),
+            phase=phase,
+            priority=attempt.controlled.priority,
         )
         self._fleet[number].submit(submit, attempt.asked.prompt)
         self._fleet.kv.grown = True

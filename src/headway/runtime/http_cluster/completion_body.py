@@ -25,10 +25,12 @@ def begins_anew(submit: SubmitRequest) -> bool:
 
 
 def completion_body(
-    submit: SubmitRequest, prompt: bytes | memoryview, model: str, continuation: AttemptContinuation
+    submit: SubmitRequest, prompt: bytes | memoryview, model: str, continuation: AttemptContinuation, priority: int
 ) -> dict[str, Any]:
-    """Return the JSON body. Every setting that a server could fill from a checkpoint's generation_config.json is given,
-    so that instances agree."""
+    """Return the JSON body. priority: that the policy gives it.
+
+    Every setting that a server could fill from a checkpoint's generation_config.json is given, so that instances agree.
+    """
     ids = array("i", bytes(prompt))
     if sys.byteorder == "big":
         ids.byteswap()
@@ -55,7 +57,7 @@ def completion_body(
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
-        "priority": submit.priority,
+        "priority": priority,
         "cache_salt": _salt(submit),
     }
     return body | {name: value for name, value in optional.items() if value}
