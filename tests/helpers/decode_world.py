@@ -56,7 +56,8 @@ class DecodeWorld:
         )
         self.attempt = attempt = RequestAttempt(asked, asked.try_again())
         self.attempts.add(attempt)
-        attempt.controlled = cast(Any, SimpleNamespace(phase="decode", kv_at=set(), ended=False, backend_state=attempt))
+        controlled = SimpleNamespace(phase="decode", kv_at=set(), ended=False, backend_state=attempt, priority=0)
+        attempt.controlled = cast(Any, controlled)
         attempt.asked.told.append(7)
         self.steps = steps
 

@@ -146,7 +146,7 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     attempt = _attempt()
     fleet, moves = _moves(attempt)
-    attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}))
+    attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}, priority=0))
     attempt.asked.told += [1]
     assert not moves.ready(KvSlice(attempt.request.id, 0, 2, 0, 100))
     assert moves.waiting
