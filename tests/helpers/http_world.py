@@ -54,12 +54,13 @@ async def cluster_of(
     placement: str = "jsq",
     options: dict[str, Any] | None = None,
     prefill: Sequence[TokenServer] = (),
+    kv_events: Sequence[str] = (),
 ) -> AsyncIterator[HttpCluster]:
     """A started cluster of these servers, which are started too and end with the block."""
     for server in (*servers, *prefill):
         await server.start()
     urls = [server.url for server in servers]
-    pools: list[dict[str, Any]] = [{"backend": "vllm", "urls": urls}]
+    pools: list[dict[str, Any]] = [{"backend": "vllm", "urls": urls, "kv_events": list(kv_events)}]
     if prefill:
         pools.append({"backend": "vllm", "role": "prefill", "urls": [server.url for server in prefill]})
     file = ClusterFile.model_validate({"pools": pools, "placement": placement, "options": options or {}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
         ({"pools": [{"backend": "vllm", "urls": ["10.0.0.1:8000"]}]}, "no address such as"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "command": "x"}]}, "leave out command"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "count": 2}]}, "there are 1 urls"),
+        ({"pools": [{"backend": "vllm", "urls": [URL], "kv_events": ["tcp://a:1"] * 2}]}, "give one for each"),
+        ({"pools": [{"backend": "vllm", "urls": [URL], "kv_events": ["10.0.0.1:5557"]}]}, "such as tcp://"),
         ({"pools": [{"backend": "vllm", "role": "decode"}]}, "leave out role"),
         ({"pools": [{"backend": "vllm", "role": "prefill"}]}, "one has to decode"),
         ({"pools": [{"backend": "vllm"}, {}]}, "all have to be of one backend"),
@@ -82,16 +85,36 @@ def test_a_setting_of_an_engine_is_refused_for_servers_with_their_own(
 
 
 def test_the_marks_of_a_command_are_filled_in_and_other_braces_stay() -> None:
-    words = server_words("vllm serve {model} --port={port} -x '{\"a\": {}}' {index}", {}, "m", 3, 80)
+    words = server_words("vllm serve {model} --port={port} -x '{\"a\": {}}' {index}", {}, "m", 3, 80, "x")
     assert words == ["vllm", "serve", "m", "--port=80", "-x", '{"a": {}}', "3"]
     with pytest.raises(ConfigError, match="cannot be read"):
-        server_words("vllm 'serve", {}, "m", 0, 80)
+        server_words("vllm 'serve", {}, "m", 0, 80, "x")
 
 
 def test_without_a_command_the_pools_settings_are_flags() -> None:
-    words = server_words(None, {"t_target_ms": 40, "enforce-eager": True, "off": False}, "m", 0, 80)
-    said = "serve m --engine vllm --host 127.0.0.1 --t-target-ms 40 --enforce-eager --port 80"
+    words = server_words(None, {"t_target_ms": 40, "enforce-eager": True, "off": False}, "m", 0, 80, "{}")
+    said = "serve m --engine vllm --host 127.0.0.1 --t-target-ms 40 --enforce-eager --kv-events-config {} --port 80"
     assert words[3:] == said.split()
+    own = server_words(None, {"kv-events-config": "mine"}, "m", 0, 80, "{}")
+    assert "{}" not in own
+
+
+def test_started_servers_publish_their_kv_events_where_their_command_says_so(tmp_path: Path) -> None:
+    pools = [
+        {"backend": "vllm", "urls": [URL, f"{URL}2"], "kv_events": ["tcp://a:5", "tcp://b:6"]},
+        {"backend": "vllm", "command": "x --kv-events-config={kv_events}"},
+        {"backend": "vllm", "command": "x {port}"},
+        {"backend": "vllm"},
+    ]
+    *found, said, silent, ours = instance_settings(cluster_file({"pools": pools}, "c"), "m", tmp_path)
+    assert [each.kv_events for each in found] == ["tcp://a:5", "tcp://b:6"]
+    assert silent.kv_events is None
+    for each in (said, ours):
+        assert each.process is not None
+        assert each.kv_events is not None
+        port = each.kv_events.removeprefix("tcp://127.0.0.1:")
+        (config,) = [word for word in each.process.words if "replay_endpoint" in word]
+        assert json.loads(config.removeprefix("--kv-events-config="))["endpoint"] == f"tcp://*:{port}"
 
 
 def test_instances_are_numbered_over_the_pools(tmp_path: Path) -> None:

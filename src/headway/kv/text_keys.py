@@ -13,6 +13,18 @@ def block_keys(token_ids: bytes | memoryview, block_tokens: int, salt: str = "")
     return TextKeys(token_ids, block_tokens, salt).keys
 
 
+def root_key(salt: str = "") -> bytes:
+    """Return the key that stands before a text's first block."""
+    # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
+    return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"headway-prefix").digest()
+
+
+def child_key(parent: bytes, block: bytes | bytearray | memoryview) -> bytes:
+    """Return the key of a block of int32 token ids, little-endian, behind the block of the key `parent`."""
+    # The parent's key first: equal tokens behind different prefixes have different keys.
+    return hashlib.blake2b(parent + block, digest_size=KEY_BYTES).digest()
+
+
 class TextKeys:
     """Keys of the full blocks of a text that grows: a prompt, then the tokens of its answer."""
 
@@ -21,8 +33,7 @@ class TextKeys:
     def __init__(self, token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> None:
         """`token_ids`: those of the prompt, int32, little-endian."""
         self._bytes = 4 * block_tokens
-        # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.
-        self._last = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"headway-prefix").digest()
+        self._last = root_key(salt)
         self.keys: list[bytes] = []
         """In order; the list itself grows."""
         ids = memoryview(token_ids).cast("B")
@@ -41,6 +52,5 @@ class TextKeys:
         return True
 
     def _add(self, block: memoryview | bytearray) -> None:
-        # The parent's key first: equal tokens behind different prefixes have different keys.
-        self._last = hashlib.blake2b(self._last + block, digest_size=KEY_BYTES).digest()
+        self._last = child_key(self._last, block)
         self.keys.append(self._last)

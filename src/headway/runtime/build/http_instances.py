@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.core.ports import free_port
+from headway.core.ports import free_port, free_ports
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.policy.placement.registry import PolicyContext
@@ -13,6 +13,7 @@ from headway.runtime.build.cluster_rules import links, policies_of, shape_of
 from headway.runtime.cluster.cluster_file import ClusterFile
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.http_cluster.http_cluster import HttpClusterRules, HttpInstanceSettings
+from headway.runtime.http_cluster.kv_events import events_config
 from headway.runtime.http_cluster.prefill_queue import LearnedLatency
 from headway.runtime.http_cluster.server_command import ServerCommand, server_words
 
@@ -22,12 +23,15 @@ def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpI
     found: list[HttpInstanceSettings] = []
     # Those that prefill come last: policies see the others, whose numbers have no gaps.
     for i, pool in sorted(enumerate(file.pools), key=lambda item: item[1].role == "prefill"):
-        found += [HttpInstanceSettings(i, url, role=pool.role) for url in pool.urls]
+        events = pool.kv_events or (None,) * len(pool.urls)
+        found += [HttpInstanceSettings(i, url, None, pool.role, at) for url, at in zip(pool.urls, events, strict=True)]
         for _ in range(0 if pool.urls else pool.count):
-            number, port = len(found), free_port()
-            words = server_words(pool.command, pool.serve, model, number, port)
+            number, port, publishes = len(found), free_port(), free_ports(2)
+            config = events_config(publishes)
+            words = server_words(pool.command, pool.serve, model, number, port, config)
             process = ServerCommand(words, port, folder / f"instance-{number}.log")
-            found.append(HttpInstanceSettings(i, process.url, process, pool.role))
+            at = f"tcp://127.0.0.1:{publishes}" if any(config in word for word in words) else None
+            found.append(HttpInstanceSettings(i, process.url, process, pool.role, at))
     return found
 
 

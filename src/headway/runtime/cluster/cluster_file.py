@@ -3,6 +3,7 @@ policy."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,10 +47,16 @@ class InstancePool(FileSection):
     urls: tuple[str, ...] = Field(
         default=(), description="backend vllm: addresses of running servers, one an instance; none: they are started"
     )
+    kv_events: tuple[str, ...] = Field(
+        default=(),
+        description="of `urls`, one each: where vLLM publishes its KV events (`tcp://10.0.0.1:5557`; replayed on the "
+        "next port), so that hits are what is cached there, not what was sent",
+    )
     command: str | None = Field(
         default=None,
-        description="backend vllm: what starts one of `count` servers, with `{model}`, `{port}` and `{index}` filled "
-        "in; null: `headway serve --engine vllm`, with the pool's `serve` as flags",
+        description="backend vllm: what starts one of `count` servers, with `{model}`, `{port}`, `{index}` and "
+        "`{kv_events}` (for `--kv-events-config`) filled in; null: `headway serve --engine vllm`, with the pool's "
+        "`serve` as flags",
     )
     host: Annotated[int, Field(ge=0)] = Field(
         default=0, description="the host that the instances run on: 0 is this one, the others are nodes of Ray"
@@ -72,6 +79,11 @@ class InstancePool(FileSection):
             raise ValueError(f"with {given[0]}, the servers' settings are not the pool's: leave out command and serve")
         if self.urls and self.count not in (1, len(self.urls)):
             raise ValueError(f"count is {self.count}, and there are {len(self.urls)} urls: leave count out")
+        if self.kv_events and len(self.kv_events) != len(self.urls):
+            raise ValueError(f"there are {len(self.kv_events)} kv_events, and {len(self.urls)} urls: give one for each")
+        for address in self.kv_events:
+            if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", address):
+                raise ValueError(f"{address!r} is no address such as tcp://127.0.0.1:5557")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")

@@ -58,12 +58,12 @@ def completion_body(
         "ignore_eos": params.ignore_eos,
         "stop_token_ids": list(params.stop_token_ids),
         "priority": priority,
-        "cache_salt": _salt(submit),
+        "cache_salt": sent_salt(submit),
     }
     return body | {name: value for name, value in optional.items() if value}
 
 
-def _salt(submit: SubmitRequest) -> str:
+def sent_salt(submit: SubmitRequest) -> str:
     """Return the salt of all attempts at a request, of letters and digits alone, as vLLM demands; empty: none.
 
     A request that shares no prefix still finds its own after a pause."""

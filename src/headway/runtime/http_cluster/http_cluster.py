@@ -44,6 +44,8 @@ class HttpInstanceSettings(msgspec.Struct, frozen=True):
     """The command that starts it; None: the server is not the cluster's."""
     role: Role = "mixed"
     """`prefill`: it computes prompts for the others, which read their KV."""
+    kv_events: str | None = None
+    """Where it publishes vLLM's KV events; None: what it has cached is assumed."""
 
 
 class HttpClusterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +136,7 @@ class HttpCluster:
             server = HttpServer(each.url, session, self._api_key)
             queue = PrefillQueue(number, rules.latency)
             self.instances[number] = HttpInstance(
-                number, each.pool, server, queue, each.process, self._clock, each.role
+                number, each.pool, server, queue, each.process, self._clock, each.role, each.kv_events
             )
         self._live = HttpController(
             self.instances, rules.links, rules.policy, rules.latency, rules.shape.layers, rules.model.eos_token_ids,

@@ -17,7 +17,6 @@ from headway.control.controller import ClusterController
 from headway.core.errors import HeadwayError, RequestError, UnavailableError
 from headway.policy.placement.base import PlacementPolicy
 from headway.policy.placement.view import ClusterLinks, ClusterState
-from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, shareable
 from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.cluster.settling_loop import SettlingLoop
 from headway.runtime.engine.protocol import FinishReason
@@ -113,8 +112,7 @@ class HttpController:
             self.retries.wait(request)
             return
         attempt = request.attempt()
-        keys = shareable(request.text, attempt.prompt_tokens, ASSUMED_BLOCK)
-        hits = tuple(ASSUMED_BLOCK * each.cached.match(keys) for each in self.instances.values())
+        hits = tuple(each.cached_tokens(request, attempt.prompt_tokens) for each in self.instances.values())
         request.cached = hits if any(hits) else ()
         request.controlled = self.machine.arrive(attempt, self._clock(), request, request.cached)
 

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from headway.policy.placement.view import ClusterInstance, Role
-from headway.runtime.cluster.cached_keys import AssumedKeys
+from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, AssumedKeys, shareable
 from headway.runtime.cluster.live_instance import InstanceState
 from headway.runtime.engine.restart_limits import GaveUpError, RestartLimit
+from headway.runtime.http_cluster.http_request import HttpRequest
 from headway.runtime.http_cluster.http_server import HttpServer, ServedModel, ServerGoneError
+from headway.runtime.http_cluster.kv_events import KvEvents
 from headway.runtime.http_cluster.prefill_queue import PrefillQueue
 from headway.runtime.http_cluster.server_command import ServerCommand
 from headway.runtime.http_cluster.server_metrics import ServerLoad
@@ -56,14 +58,16 @@ class HttpInstance:
         process: ServerCommand | None = None,
         clock: Callable[[], float] = time.monotonic,
         role: Role = "mixed",
+        kv_events: str | None = None,
     ) -> None:
-        """process: started by `watch`; None: the server is not the cluster's."""
+        """process: started by `watch`; None: the server is not the cluster's. kv_events: where it publishes them."""
         self.number, self.pool, self.server, self.queue, self.process = number, pool, server, queue, process
         self.role: Role = role
         self.state: InstanceState = "starting"
         self.model = ServedModel("")
         self.load = ServerLoad()
         self.cached = AssumedKeys()
+        self._events = None if kv_events is None else KvEvents(kv_events)
         self.restarts = 0
         self.incarnation = 0
         self.failure: str | None = None
@@ -83,6 +87,19 @@ class HttpInstance:
     def initial_instance(self) -> ClusterInstance:
         """The instance without any requests, as policies see it."""
         return ClusterInstance(id=self.number, node=0, role=self.role, capacity=self.load.kv_tokens)
+
+    def cached_tokens(self, request: HttpRequest, prompt_tokens: int) -> int:
+        """Return how many tokens of a request's prompt, answer so far included, the server has cached: as it reports,
+        or as is assumed until it has reported any."""
+        blocks = None if self._events is None else self._events.blocks
+        if blocks is None or not blocks.block_tokens:
+            return ASSUMED_BLOCK * self.cached.match(shareable(request.text, prompt_tokens, ASSUMED_BLOCK))
+        size = blocks.block_tokens
+        return size * blocks.match(shareable(request.text_in(size), prompt_tokens, size))
+
+    def _forget_events(self) -> None:
+        if self._events is not None:
+            self._events.stop()
 
     def note_alive(self) -> None:
         """Note that the server has sent tokens: it is alive, however late its probes are."""
@@ -122,6 +139,8 @@ class HttpInstance:
             if self.state in ("starting", "lost"):
                 self.model, self.load = await self.server.model(), await self.server.load()
                 self.state = "ready"
+                if self._events is not None:
+                    self._events.start()
                 self._limit.record_up(self._clock())
                 listener.joined(self.number)
             elif self._probes % _LOAD_EVERY == 0:
@@ -145,6 +164,7 @@ class HttpInstance:
             self.load = ServerLoad()
             self.queue.clear()
             self.cached.clear()
+            self._forget_events()
             log.warning("instance %d is lost: %s", self.number, why)
             listener.lost(self.number, why)
 
@@ -180,5 +200,6 @@ class HttpInstance:
 
     async def close(self) -> None:
         """End the server if it is ours."""
+        self._forget_events()
         if self.process is not None:
             await self.process.stop()

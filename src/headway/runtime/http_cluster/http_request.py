@@ -8,25 +8,28 @@ from headway.control.controlled_request import ControlledRequest
 from headway.control.queue_entries import SpanEntry
 from headway.control.request_lifecycle import RequestLifecycle
 from headway.core.request import Request
-from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, text_of
+from headway.kv.text_keys import TextKeys
+from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, shares, text_of
 from headway.runtime.cluster.client_answer import AnswerQueue
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.http_cluster.answer_stream import AnswerStream
-from headway.runtime.http_cluster.completion_body import begins_anew
+from headway.runtime.http_cluster.completion_body import begins_anew, sent_salt
 
 
 class HttpRequest:
     """One request from its acceptance to its end."""
 
     __slots__ = ("_attempt", "_before", "_first_s", "answer", "cached", "controlled", "entry", "life", "prompt",
-                 "stranded", "stream", "submit", "text")  # fmt: skip
+                 "stranded", "stream", "submit", "text", "texts")  # fmt: skip
 
     def __init__(self, submit: SubmitRequest, prompt: bytes | memoryview) -> None:
         self.submit, self.prompt = submit, prompt
         self.text = text_of(submit, prompt, submit.output, ASSUMED_BLOCK)
         """Keys of prompt and answer."""
+        self.texts: dict[int, TextKeys] = {}
+        """See `text_in`: of the attempt's prompt."""
         self.cached: tuple[int, ...] = ()
-        """Tokens that each instance is assumed to have cached of the attempt's prompt."""
+        """Tokens that each instance has cached, or is assumed to have, of the attempt's prompt."""
         params = submit.params
         self.life = RequestLifecycle(
             params.max_tokens, params.min_tokens, submit.output, restarts=begins_anew(submit) and params.max_tokens > 1
@@ -48,6 +51,7 @@ class HttpRequest:
         self._attempt += 1
         self.controlled, self.entry, self.stream = None, None, None
         self._before = len(self.life.output)
+        self.texts.clear()
         submit = self.submit
         return Request(
             id=f"{submit.id}#{self._attempt}",
@@ -57,6 +61,14 @@ class HttpRequest:
             slo=submit.slo,
             priority=submit.priority,
         )
+
+    def text_in(self, block_tokens: int) -> TextKeys:
+        """Return the keys of the attempt's prompt in blocks of a server's own size, with the salt that it is sent."""
+        if block_tokens not in self.texts:
+            told = b"".join(token.to_bytes(4, "little") for token in self.life.output[: self._before])
+            whole = bytes(self.prompt) + told if shares(self.submit) else b""
+            self.texts[block_tokens] = TextKeys(whole, block_tokens, sent_salt(self.submit))
+        return self.texts[block_tokens]
 
     @property
     def name(self) -> str:

@@ -19,23 +19,28 @@ _GRACE_S = 10.0
 _QUOTED_BYTES = 1500
 
 
-def server_words(command: str | None, flags: Mapping[str, Any], model: str, index: int, port: int) -> list[str]:
+def server_words(
+    command: str | None, flags: Mapping[str, Any], model: str, index: int, port: int, kv_events: str
+) -> list[str]:
     """Return the words of a server's command.
 
-    command: of the pool, in which `{model}`, `{port}` and `{index}` (the instance's number) are filled in; None:
-    `headway serve --engine vllm` with these flags. Raises ConfigError.
+    command: of the pool, in which `{model}`, `{port}`, `{index}` (the instance's number) and `{kv_events}` (the value
+    of vLLM's `--kv-events-config`) are filled in; None: `headway serve --engine vllm` with these flags. Raises
+    ConfigError.
     """
     if command is None:
         words = [sys.executable, "-m", "headway.cli.main", "serve", model, "--engine", "vllm", "--host", "127.0.0.1"]
         for name, value in flags.items():
             flag = "--" + name.replace("_", "-")
             words += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
+        if not flags.keys() & {"kv_events_config", "kv-events-config"}:
+            words += ["--kv-events-config", kv_events]
         return [*words, "--port", str(port)]
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"the command {command!r} cannot be read: {error}") from None
-    filled = {"{model}": model, "{port}": str(port), "{index}": str(index)}
+    filled = {"{model}": model, "{port}": str(port), "{index}": str(index), "{kv_events}": kv_events}
     # Not `str.format`: JSON in an argument has braces of its own.
     for mark, value in filled.items():
         words = [word.replace(mark, value) for word in words]
