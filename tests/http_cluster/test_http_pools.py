@@ -34,6 +34,7 @@ class RowLatency(GroupLatency):
         return int(budget_s / 0.01)
 
 
+ALONE_SHAPE = GroupShape(1)
 ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
 
 
@@ -135,8 +136,11 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="100",engine="0"} 1.0
 vllm:cache_config_info{block_size="16",num_gpu_blocks="None",engine="1"} 1.0
 vllm:prompt_tokens_total{engine="0"} 1e3
 vllm:broken x
+headway_prefill_seconds{engine="0",tokens="256"} 0.5
+headway_prefill_seconds{engine="0",tokens="64"} 0.25
+headway_prefill_seconds{engine="1",tokens="64"} 0.75
 """
-    assert parse_load(page) == ServerLoad(4, 2, 0.5, 1600, 16, 1000, 0)
+    assert parse_load(page) == ServerLoad(4, 2, 0.5, 1600, 16, 1000, 0, ((64, 0.5), (256, 0.5)))
     assert parse_load("nothing here") == ServerLoad()
 
 
@@ -156,6 +160,26 @@ def test_an_instances_factor_is_learnt_from_prompts_that_it_computes_alone() -> 
     slow.add("c", 100, 10.0)
     slow.first_token("c", 10.0 + 50 * base)
     assert latency.prompt_s(1, 100) == pytest.approx(4 * base)
+
+
+def test_what_an_instance_has_learnt_itself_goes_before_what_its_first_tokens_say() -> None:
+    latency = LearnedLatency(RowLatency())
+    queue, other = PrefillQueue(0, latency), PrefillQueue(1, latency)
+    queue.add("a", 100, 0.0)
+    queue.first_token("a", 5.0)
+    queue.report([(100, 2.0), (1000, 40.0)])
+    assert latency.prompt_s(0, 100) == pytest.approx(2.0)
+    assert latency.prompt_s(0, 1000) == pytest.approx(40.0)
+    assert latency.prompt_s(0, 550) == pytest.approx(5.5 * 3)
+    assert latency.prompt_s(0, 10_000) == pytest.approx(400.0)
+    # Not known: as the others, also of a part of a prompt.
+    assert latency.prompt_s(1, 1000) == latency.prefill_s(0, 1000, ALONE_SHAPE) == pytest.approx(40.0)
+    assert latency.prefill_s(900, 100, ALONE_SHAPE) == pytest.approx(4.0)
+    assert latency.solve_tokens(0, 40.0, ALONE_SHAPE) > 900
+    other.report([(100, 1.0)])
+    assert latency.prefill_s(0, 1000, ALONE_SHAPE) == pytest.approx(25.0)
+    queue.report([])
+    assert latency.prompt_s(0, 100) == pytest.approx(5.0)
 
 
 def test_what_is_left_of_a_queue_shrinks_with_time_and_with_first_tokens() -> None:

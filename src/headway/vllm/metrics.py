@@ -129,7 +129,10 @@ def metrics(snapshots: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     errors = counter("policy_errors", "Steps in vLLM's own order, since the policy failed.")
     decisions = gauge("decision_seconds", "Time of a decision, of the last 1,024.", "quantile")
     error = gauge("prediction_error_ratio", "Mean relative error of predicted iteration times, of about the last 50.")
+    learned = gauge("prefill_seconds", "Time of a prompt alone, as the latency model has learned it.", "tokens")
     for engine, one in snapshots.items():
+        for tokens, value in one["prefill_s"]:
+            learned.add_metric([engine, str(tokens)], value)
         iterations.add_metric([engine], one["iterations"])
         errors.add_metric([engine], one["policy_errors"])
         error.add_metric([engine], one["prediction_error"])
@@ -142,7 +145,7 @@ def metrics(snapshots: dict[str, dict[str, Any]]) -> Iterator[Metric]:
                 slo[what].add_metric([engine, kind], count)
             else:
                 targets.add_metric([engine, kind, what.removeprefix("missed_")], count)
-    yield from (*seconds.values(), *slo.values(), targets, iterations, errors, decisions, error)
+    yield from (*seconds.values(), *slo.values(), targets, iterations, errors, decisions, error, learned)
 
 
 _COLLECTOR = SnapshotCollector()

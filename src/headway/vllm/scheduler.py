@@ -24,6 +24,7 @@ from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.graph_padding import fill_graph
 from headway.policy.hosted.host_stats import HostStats
+from headway.policy.hosted.prefill_report import PrefillReport
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.policy.hosted.step_clock import StepClock
@@ -257,7 +258,8 @@ class HeadwaySchedulerMethods:
 
     def _publish(self: Any, now: float) -> None:
         """Write what `/metrics` shows."""
-        self._headway_snapshots.write(now, self.headway_stats.snapshot(self.headway_errors))
+        learned = {"prefill_s": self._headway_report.points()}
+        self._headway_snapshots.write(now, self.headway_stats.snapshot(self.headway_errors) | learned)
 
     def _measured(self: Any, output: Any, now: float) -> None:
         """Pass the measured duration of a step to the latency model, and log errors every `_REPORT_S`."""
@@ -350,6 +352,7 @@ class HeadwaySchedulerMethods:
             self.parallel_config.pipeline_parallel_size,
             self.block_size,
         )
+        self._headway_report = PrefillReport(self._headway_latency, config, self.max_model_len)
         policy = IterationPolicy(config, self._headway_latency, pool)
         return PolicyDriver(policy, pool) if log is None else RecordingDriver(policy, pool, log, self.block_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
+from headway.runtime.http_cluster.server_metrics import parse_load
 from headway.vllm import metrics
 
 pytestmark = pytest.mark.long
@@ -65,6 +67,9 @@ def test_metrics_of_a_server_come_from_the_scheduler(engine: VirtualEngine, monk
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values['headway_iterations_total{engine="0"}']) > 300
     assert float(values['headway_prediction_error_ratio{engine="0"}']) > 0
+    load = parse_load(text)
+    assert [tokens for tokens, _ in load.prefill_s] == [64, 256, 1024, 4096, 16384]
+    assert all(0 < short < long for (_, short), (_, long) in pairwise(load.prefill_s))
     engine.scheduler.shutdown()
     assert generate_latest(registry) == b""
 

@@ -137,18 +137,23 @@ class HttpInstance:
         self._probes += 1
         try:
             if self.state in ("starting", "lost"):
-                self.model, self.load = await self.server.model(), await self.server.load()
+                self.model = await self.server.model()
+                await self._measure()
                 self.state = "ready"
                 if self._events is not None:
                     self._events.start()
                 self._limit.record_up(self._clock())
                 listener.joined(self.number)
             elif self._probes % _LOAD_EVERY == 0:
-                self.load = await self.server.load()
+                await self._measure()
                 listener.measured(self.number)
         except ServerGoneError as error:
             log.debug("instance %d: %s", self.number, error)
             self._missed(listener)
+
+    async def _measure(self) -> None:
+        self.load = await self.server.load()
+        self.queue.report(self.load.prefill_s)
 
     def _missed(self, listener: InstanceListener) -> None:
         self._misses = 0 if self._alive else self._misses + 1

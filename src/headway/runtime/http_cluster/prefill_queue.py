@@ -1,6 +1,11 @@
-"""Predicted prefill time of each HTTP instance: a latency model times a factor, learned from its first tokens."""
+"""Predicted prefill time of each HTTP instance: a latency model times a factor, which the instance's own scheduler has
+learned, or which is learned from its first tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
 
 from headway.perf.latency.groups import GroupLatency, GroupShape
 
@@ -18,17 +23,29 @@ class LearnedLatency(GroupLatency):
         self.base = base
         self._factors: dict[int, float] = {}
         """Measured over predicted seconds of each instance that was measured."""
+        self._reported: dict[int, tuple[list[int], list[float]]] = {}
+        """Of instances that predict prompts themselves: tokens of prompts, and their seconds over the model's."""
 
     @property
     def source(self) -> str:
         return f"{self.base.source}, times {self.factor():.3g} as measured"
 
-    def factor(self, instance: int | None = None) -> float:
-        """Return an instance's factor; the mean of all where it was not measured, or for None."""
-        known = self._factors
-        if instance in known:
-            return known[instance]
-        return sum(known.values()) / len(known) if known else 1.0
+    def factor(self, instance: int | None = None, tokens: int = 0) -> float:
+        """Return an instance's factor for prompts of so many tokens; the mean of all where it is not known, or for
+        None."""
+        if instance in self._reported:
+            return float(np.interp(tokens, *self._reported[instance]))
+        if instance in self._factors:
+            return self._factors[instance]
+        known = [self.factor(each, tokens) for each in self._factors.keys() | self._reported.keys()]
+        return sum(known) / len(known) if known else 1.0
+
+    def report(self, instance: int, points: Sequence[tuple[int, float]]) -> None:
+        """Take in what an instance predicts: tokens of prompts, ascending, and their seconds alone. None: nothing."""
+        ratios = [seconds / max(self.base.prefill_s(0, tokens, ALONE), 1e-9) for tokens, seconds in points]
+        self._reported.pop(instance, None)
+        if points:
+            self._reported[instance] = [tokens for tokens, _ in points], ratios
 
     def learn(self, instance: int, prompt_tokens: int, measured_s: float) -> None:
         """Take in the time of a prompt that an instance computed alone."""
@@ -37,14 +54,15 @@ class LearnedLatency(GroupLatency):
         self._factors[instance] = ratio if before is None else before + _LEARNING_RATE * (ratio - before)
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        return self.base.prefill_s(past, tokens, group) * self.factor()
+        return self.base.prefill_s(past, tokens, group) * self.factor(tokens=past + tokens)
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        return self.base.solve_tokens(past, budget_s / self.factor(), group)
+        first = self.base.solve_tokens(past, budget_s / self.factor(tokens=past), group)
+        return self.base.solve_tokens(past, budget_s / self.factor(tokens=past + first), group)
 
     def prompt_s(self, instance: int, prompt_tokens: int) -> float:
         """Return the seconds of a whole prompt, alone on an instance."""
-        return self.base.prefill_s(0, prompt_tokens, ALONE) * self.factor(instance)
+        return self.base.prefill_s(0, prompt_tokens, ALONE) * self.factor(instance, prompt_tokens)
 
 
 class PrefillQueue:
@@ -83,6 +101,10 @@ class PrefillQueue:
         if self._waiting.pop(request, None) is not None:
             self._since_s = now
         self._resident.discard(request)
+
+    def report(self, points: Sequence[tuple[int, float]]) -> None:
+        """See `LearnedLatency.report`."""
+        self._latency.report(self._instance, points)
 
     def clear(self) -> None:
         """Remove all requests: the instance is gone."""

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 _SAMPLE = re.compile(r"^vllm:(\w+)(\{[^}]*\})? (\S+)", re.MULTILINE)
+_PREFILL = re.compile(r'^headway_prefill_seconds\{[^}]*tokens="(\d+)"[^}]*\} ([\d.e+-]+)$', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -22,6 +23,9 @@ class ServerLoad(msgspec.Struct, frozen=True):
     block_tokens: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
+    prefill_s: tuple[tuple[int, float], ...] = ()
+    """Tokens of prompts and their seconds alone, as Headway's scheduler in the server has learned; mean of its engines.
+    """
 
 
 def parse_load(page: str) -> ServerLoad:
@@ -42,6 +46,9 @@ def parse_load(page: str) -> ServerLoad:
                 kv_tokens, block = kv_tokens + int(blocks) * int(size), int(size)
         else:
             sums[name] = sums.get(name, 0.0) + value
+    prefills: dict[int, list[float]] = {}
+    for tokens, seconds in _PREFILL.findall(page):
+        prefills.setdefault(int(tokens), []).append(float(seconds))
     return ServerLoad(
         running=int(sums.get("num_requests_running", 0)),
         waiting=int(sums.get("num_requests_waiting", 0)),
@@ -50,4 +57,5 @@ def parse_load(page: str) -> ServerLoad:
         block_tokens=block,
         prompt_tokens_total=int(sums.get("prompt_tokens_total", 0)),
         generation_tokens_total=int(sums.get("generation_tokens_total", 0)),
+        prefill_s=tuple((tokens, sum(each) / len(each)) for tokens, each in sorted(prefills.items())),
     )
