@@ -65,11 +65,15 @@ def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
     run(work)
 
 
-@pytest.mark.parametrize("placement", ["jsq", "fifo"])
-def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [("jsq", {}), ("fifo", {"long_sp": 1}), ("weave", {"sizes": [1]}), ("weave", {"sizes": [1], "batch_s": 0.0})],
+)
+def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
+    placement: str, options: dict[str, Any]
+) -> None:
     async def work() -> None:
         servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
-        options = {"long_sp": 1} if placement == "fifo" else {}
         async with cluster_of(servers, placement, options) as cluster:
             asked = [asyncio.create_task(ask(cluster, f"r{i}", [i + 2, 3], 40)) for i in range(8)]
             await until(lambda: sum(server.running for server in servers) == 8)

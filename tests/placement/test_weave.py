@@ -33,7 +33,9 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.view import ClusterSnapshot, ClusterState
+from headway.policy.placement.weave import WeavePlacement
 from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
+from headway.runtime.http_cluster.prefill_queue import LearnedLatency
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.spec import ClusterSpec
@@ -380,6 +382,17 @@ def test_whole_prompts_on_instances_with_schedulers_lose_nothing(requests: list[
         assert record.ok, record.error
         assert len(record.token_s) == source.output_tokens
     assert not result.paused
+
+
+def test_plans_of_whole_prompts_follow_times_that_are_learned() -> None:
+    spec = cluster(2)
+    latency = LearnedLatency(LATENCY)
+    context = PolicyContext(latency=latency, shape=spec.shape, whole_prompts=True)
+    policy, view = make_placement("weave", context, {"sizes": [1]}), ClusterSnapshot(book_of(spec), 0.0)
+    assert isinstance(policy, WeavePlacement)
+    before = policy.tetris.plan(request("a", 1000), view)
+    latency.learn(0, 1000, 10 * before.ttft_s)
+    assert policy.tetris.plan(request("b", 1000), view).ttft_s == pytest.approx(10 * before.ttft_s)
 
 
 def test_short_whole_prompts_gain_from_yielding() -> None:

@@ -182,6 +182,11 @@ class TetrisPlacement(PlacementPolicy):
         if not_before_s:
             queue_s = [max(pair) for pair in zip(queue_s, not_before_s, strict=True)]
         tokens, rate = request.prompt_tokens - request.cached_tokens, self.rates.rate(view)
+        if self._context.whole_prompts:
+            # without the planner's fit: what servers are predicted to take changes as it is learned
+            at = min(range(len(queue_s)), key=queue_s.__getitem__)
+            alone_s = self._latency.prefill_s(request.cached_tokens, tokens, GroupShape(1))
+            return ChunkAllocation((ChunkPlan(tokens, (at,)),), queue_s[at] + alone_s)
         if isinstance(planner, LiteralPlanner):
             planner.rate = rate
             return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
