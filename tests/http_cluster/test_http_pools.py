@@ -162,7 +162,7 @@ def test_an_instances_factor_is_learnt_from_prompts_that_it_computes_alone() -> 
     assert latency.prompt_s(1, 100) == pytest.approx(4 * base)
 
 
-def test_what_an_instance_has_learnt_itself_goes_before_what_its_first_tokens_say() -> None:
+def test_what_an_instance_has_learnt_itself_takes_the_place_of_the_model() -> None:
     latency = LearnedLatency(RowLatency())
     queue, other = PrefillQueue(0, latency), PrefillQueue(1, latency)
     queue.add("a", 100, 0.0)
@@ -178,8 +178,18 @@ def test_what_an_instance_has_learnt_itself_goes_before_what_its_first_tokens_sa
     assert latency.solve_tokens(0, 40.0, ALONE_SHAPE) > 900
     other.report([(100, 1.0)])
     assert latency.prefill_s(0, 1000, ALONE_SHAPE) == pytest.approx(25.0)
+    # First tokens tell how far it is off.
+    queue.add("b", 1000, 50.0)
+    queue.first_token("b", 50.0 + 60.0)
+    queue.remove("a", 110.0)
+    queue.remove("b", 110.0)
+    queue.add("c", 1000, 200.0)
+    queue.first_token("c", 200.0 + 60.0)
+    assert latency.prompt_s(0, 100) == pytest.approx(3.0)
+    queue.report([(100, 4.0)])
+    assert latency.prompt_s(0, 100) == pytest.approx(6.0)
     queue.report([])
-    assert latency.prompt_s(0, 100) == pytest.approx(5.0)
+    assert latency.prompt_s(0, 100) == latency.prompt_s(1, 100) == pytest.approx(1.0)
 
 
 def test_what_is_left_of_a_queue_shrinks_with_time_and_with_first_tokens() -> None:

@@ -1,5 +1,5 @@
-"""Predicted prefill time of each HTTP instance: a latency model times a factor, which the instance's own scheduler has
-learned, or which is learned from its first tokens."""
+"""Predicted prefill time of each HTTP instance: what its own scheduler predicts, or a latency model, times a factor
+that is learned from its first tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LearnedLatency(GroupLatency):
     def __init__(self, base: GroupLatency) -> None:
         self.base = base
         self._factors: dict[int, float] = {}
-        """Measured over predicted seconds of each instance that was measured."""
+        """Measured over predicted seconds of each instance that was measured: its own prediction, if it has one."""
         self._reported: dict[int, tuple[list[int], list[float]]] = {}
         """Of instances that predict prompts themselves: tokens of prompts, and their seconds over the model's."""
 
@@ -33,23 +33,29 @@ class LearnedLatency(GroupLatency):
     def factor(self, instance: int | None = None, tokens: int = 0) -> float:
         """Return an instance's factor for prompts of so many tokens; the mean of all where it is not known, or for
         None."""
-        if instance in self._reported:
-            return float(np.interp(tokens, *self._reported[instance]))
-        if instance in self._factors:
-            return self._factors[instance]
-        known = [self.factor(each, tokens) for each in self._factors.keys() | self._reported.keys()]
-        return sum(known) / len(known) if known else 1.0
+        known = self._factors.keys() | self._reported.keys()
+        if instance in known:
+            return self._reported_ratio(instance, tokens) * self._factors.get(instance, 1.0)
+        return sum(self.factor(each, tokens) for each in known) / len(known) if known else 1.0
+
+    def _reported_ratio(self, instance: int | None, tokens: int) -> float:
+        """Return what an instance predicts over what the model does; 1 where it predicts nothing."""
+        points = None if instance is None else self._reported.get(instance)
+        return 1.0 if points is None else float(np.interp(tokens, *points))
 
     def report(self, instance: int, points: Sequence[tuple[int, float]]) -> None:
         """Take in what an instance predicts: tokens of prompts, ascending, and their seconds alone. None: nothing."""
         ratios = [seconds / max(self.base.prefill_s(0, tokens, ALONE), 1e-9) for tokens, seconds in points]
-        self._reported.pop(instance, None)
+        if (self._reported.pop(instance, None) is None) == bool(points):
+            # what was measured was over another prediction
+            self._factors.pop(instance, None)
         if points:
             self._reported[instance] = [tokens for tokens, _ in points], ratios
 
     def learn(self, instance: int, prompt_tokens: int, measured_s: float) -> None:
         """Take in the time of a prompt that an instance computed alone."""
-        ratio = measured_s / max(self.base.prefill_s(0, prompt_tokens, ALONE), 1e-9)
+        predicted_s = self.base.prefill_s(0, prompt_tokens, ALONE) * self._reported_ratio(instance, prompt_tokens)
+        ratio = measured_s / max(predicted_s, 1e-9)
         before = self._factors.get(instance)
         self._factors[instance] = ratio if before is None else before + _LEARNING_RATE * (ratio - before)
 
