@@ -214,6 +214,24 @@ def test_numbers_that_begin_again_are_of_another_process() -> None:
     run(work)
 
 
+def test_another_protocol_ends_the_subscription_and_leaves_nothing_known() -> None:
+    async def work() -> None:
+        port = free_ports(2)
+        publisher, events = Publisher(port), KvEvents(f"tcp://127.0.0.1:{port}")
+        try:
+            events.start()
+            await heard(publisher, events)
+            await publisher.publish(stored(TEXT))
+            await until(lambda: events.blocks.match(keys(TEXT)) == 5)
+            await publisher._pub.send(b"hello")
+            await until(lambda: not events.blocks.block_tokens)
+        finally:
+            events.stop()
+            publisher.close()
+
+    run(work)
+
+
 def test_turns_go_where_a_server_says_that_their_text_is_cached() -> None:
     """Not where it was sent: that server has evicted it."""
 

@@ -130,7 +130,14 @@ class KvEvents:
         self.blocks = ReportedBlocks()
 
     async def _follow(self) -> None:
-        blocks, newest = self.blocks, -1
+        try:
+            await self._subscribe(self.blocks)
+        except (zmq.ZMQError, ValueError) as error:
+            log.warning("no KV events from %s any more: %s", self._endpoint, error)
+            self.blocks = ReportedBlocks()
+
+    async def _subscribe(self, blocks: ReportedBlocks) -> None:
+        newest = -1
         with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
             socket.linger = 0
             socket.subscribe(b"")
