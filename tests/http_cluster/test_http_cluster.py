@@ -297,12 +297,13 @@ def test_a_cluster_without_any_server_says_where_it_looked(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
 def test_random_faults_change_no_answer(seed: int) -> None:
-    """Kills, hangs, refusals and cut streams at random, with clients that leave at random."""
+    """Kills, hangs, refusals and cut streams at random, with clients that leave at random; half under weave."""
+    placement, options = ("weave", {"sizes": [1], "batch_s": 0.0}) if seed % 2 else ("jsq", {})
 
     async def work() -> None:
         chance = random.Random(seed)
         servers = [TokenServer(prefill_s=0.001, gap_s=0.002) for _ in range(3)]
-        async with cluster_of(servers) as cluster:
+        async with cluster_of(servers, placement, options) as cluster:
             over = asyncio.Event()
             faults = asyncio.create_task(_faults(chance, servers, over))
             names = [f"r{i}" for i in range(40)]
