@@ -5,7 +5,8 @@ from __future__ import annotations
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.efficient_chunks import reference_aim_s
+from headway.policy.iteration.efficient_chunks import NEWCOMER_EFFICIENCY, EfficientChunks
+from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S
 
 _FIRST, _FACTOR = 64, 4
 
@@ -15,12 +16,21 @@ class PrefillReport:
 
     def __init__(self, latency: LatencyModel, config: SchedulerConfig, most_tokens: int) -> None:
         """most_tokens: of a prompt."""
-        self._times = PrefillCache(latency, reference_aim_s(config, latency), max(config.min_chunk, 16))
+        self._latency, self._config = latency, config
+        self._times = self._fresh()
         self._sizes = [_FIRST]
         while self._sizes[-1] * _FACTOR <= most_tokens:
             self._sizes.append(self._sizes[-1] * _FACTOR)
 
+    def _fresh(self) -> PrefillCache:
+        """Return times in iterations as long as a prompt gets that nothing decodes beside."""
+        chunks = EfficientChunks(self._latency, self._config.max_num_batched_tokens)
+        useful_s = min(LONGEST_WAIT_S, chunks.useful_s(0, NEWCOMER_EFFICIENCY))
+        aim_s = max(chunks.target_s(self._config, 0), useful_s)
+        return PrefillCache(self._latency, aim_s, max(self._config.min_chunk, 16))
+
     def points(self) -> list[tuple[int, float]]:
         """Return (tokens, seconds) as of now."""
-        self._times.refresh()
+        if self._times.refresh():
+            self._times = self._fresh()
         return [(tokens, self._times.total_s(tokens)) for tokens in self._sizes]
