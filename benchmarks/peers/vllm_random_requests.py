@@ -7,18 +7,26 @@ Requests come at random steps, a third with a shared prefix, with priorities, an
 tenth are aborted. The engine runs in a process of its own for each run, without a server, so that the steps are the
 same for every run but for what the scheduler decides. Where two runs differ, compare two stock runs whose chunks differ
 (`--runs stock,stock:64`): sums in another order round otherwise, and two logits may be nearly equal.
+
+With `--tp`, `--pp` (compiled: `--pp 2 --compiled`) each rank has a core; `--tp 2 --nodes 2` starts the second rank as
+`vllm serve --headless` of another node, on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from headway.core.ports import free_port
 
 
 def plan(count: int, longest: int, seed: int) -> list[dict[str, Any]]:
@@ -57,6 +65,8 @@ def run_engine(a: argparse.Namespace) -> dict[str, Any]:
         extra = {"scheduler_cls": "headway.vllm.Scheduler", "additional_config": {"headway": settings}}
     elif value:
         extra = {"long_prefill_token_threshold": int(value)}
+    if a.nodes > 1:
+        extra |= {"nnodes": a.nodes, "node_rank": 0, "master_addr": "127.0.0.1", "master_port": a.port}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=a.model, dtype="float32", enforce_eager=not a.compiled, block_size=32,
@@ -121,10 +131,46 @@ def in_child(a: argparse.Namespace, run: str) -> dict[str, Any]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
+    ranks = a.tp * a.pp // a.nodes
+    if a.tp * a.pp > 1:
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
     command = [sys.executable, __file__, *sys.argv[1:], "--child", run, "--child-json", str(out)]
-    subprocess.run(command, env=environment, check=True)
+    with contextlib.ExitStack() as nodes:
+        if a.nodes > 1:
+            port = free_port()
+            command += ["--port", str(port)]
+            for rank in range(1, a.nodes):
+                nodes.enter_context(headless_node(a, rank, port, environment))
+        subprocess.run(command, env=environment, check=True)
     found: dict[str, Any] = json.loads(out.read_text())
     return found
+
+
+@contextlib.contextmanager
+def headless_node(a: argparse.Namespace, rank: int, port: int, environment: dict[str, str]) -> Iterator[None]:
+    """Run the workers of another node, which meet those of the first one at `port`, until the block ends."""
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", a.model, "--headless", "--nnodes", a.nodes]
+    words += ["--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port, "--dtype", "float32"]
+    words += ["--tensor-parallel-size", a.tp, "--pipeline-parallel-size", a.pp, "--block-size", 32, "--seed", 0]
+    words += ["--num-gpu-blocks-override", a.blocks, "--max-model-len", a.longest + 64, "--max-num-seqs", 32]
+    words += ["--max-num-batched-tokens", 512, *([] if a.compiled else ["--enforce-eager"])]
+    cores = "|".join(str(core) for core in range(rank * a.tp * a.pp // a.nodes, (rank + 1) * a.tp * a.pp // a.nodes))
+    node = subprocess.Popen(
+        [str(word) for word in words],
+        env={**environment, "VLLM_CPU_OMP_THREADS_BIND": cores},
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        # Its workers are processes of the same session.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
 
 
 def main() -> int:
@@ -136,6 +182,8 @@ def main() -> int:
     parser.add_argument("--runs", default="stock,headway:20", help="stock, stock:THRESHOLD, headway, headway:AIM_MS")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes among which the ranks are divided")
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--compiled", action="store_true", help="not --enforce-eager")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, required=True)
@@ -146,6 +194,8 @@ def main() -> int:
         a.child_json.write_text(json.dumps(run_engine(a)))
         return 0
     a.json.parent.mkdir(parents=True, exist_ok=True)
+    # So that a run which is ended takes its engine and the other nodes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = {}
     for run in a.runs.split(","):
         found[run] = in_child(a, run)
