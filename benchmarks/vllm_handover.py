@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import time
@@ -159,18 +160,22 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--aborts", type=int, default=100)
     parser.add_argument("--abort-tokens", type=int, default=2000, help="prompt tokens of requests that are left")
+    parser.add_argument("--plugged", type=float, metavar="MS", help="Headway's scheduler on both servers, at this aim")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--logs", type=Path, default=Path("out"), help="folder for the servers' output")
     parser.add_argument("--json", type=Path, help="write the figures")
     a = parser.parse_args()
     a.logs.mkdir(parents=True, exist_ok=True)
     flags = ["--enforce-eager", "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(CONNECTOR)]
+    if a.plugged is not None:
+        settings = {"headway": {"t_target_ms": a.plugged}}
+        flags += ["--scheduler-cls", "headway.vllm.Scheduler", "--additional-config", json.dumps(settings)]
     servers = [
         vllm_server(
             a.vllm_python, a.model, flags, dtype="float32", max_model_len=8192, kv_gib=1, threads=1, first_core=core,
             log=a.logs / f"hand-over-{core}.log",
             variables={
-                "PYTHONPATH": str(a.nixl.resolve()),
+                "PYTHONPATH": os.pathsep.join([str(a.nixl.resolve()), str(Path(__file__).parents[1] / "src")]),
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
             },

@@ -1,4 +1,4 @@
-"""KV handed over between two real vLLM servers, by NIXL: answers of one server, and no KV in use afterwards."""
+"""KV handed over by NIXL between two real vLLM servers with Headway inside: answers of one, no KV in use afterwards."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ NIXL = ROOT / ".nixl"
 def test_two_vllm_servers_answer_as_one_and_keep_no_kv_of_clients_that_left(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.vllm_handover", "--vllm-python", VLLM, "--nixl", NIXL]
-    command += ["--lengths", "16,100,1024", "--aborts", "10", "--logs", tmp_path, "--json", figures]
+    command += ["--lengths", "16,100,1024", "--aborts", "10", "--logs", tmp_path, "--json", figures, "--plugged", "40"]
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    logs = [log.read_text() for log in tmp_path.glob("*.log")]
+    assert ["Headway schedules prefills" in log and "policy failed" not in log for log in logs] == [True, True]
     found = json.loads(figures.read_text())
     assert all(row["equal"] and row["bytes"] >= row["prompt_tokens"] * 1024 for row in found["rows"])
     assert (found["aborts"]["wrong"], found["aborts"]["kv_usage"]) == (0, 0)
