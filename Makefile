@@ -58,6 +58,8 @@ test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server)
 	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
 	fi; exit $$status; }; \
 	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
+	@if [ -n "$(HEADWAY_CI)" ] && [ -f $(VLLM_VENV)/.installed ]; then \
+	$(QUIET) $(BIN)/python scripts/check_vllm_version.py --tests $(VLLM_VENV) || [ $$? -eq 75 ]; fi
 	@$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600
 
 check: setup ## lint, types, import layers

