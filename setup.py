@@ -1,6 +1,8 @@
 """What pyproject.toml cannot say of a wheel: the examples are in it, and compiled libraries where they are asked for.
 
 HEADWAY_PREBUILT=1 compiles `core.native_build.LIBRARIES` for x86-64; the wheel is then of that platform, of any Python.
+HEADWAY_COMPILED=1 adds policies and simulator as machine code (`core.compiled_modules`) for the Python that builds it;
+any other runs them interpreted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "src"))
 PREBUILT = os.environ.get("HEADWAY_PREBUILT", "0") != "0"
+COMPILED = os.environ.get("HEADWAY_COMPILED", "0") != "0"
 
 
 class BuildWithExamples(build_py):
@@ -30,9 +34,10 @@ class BuildWithExamples(build_py):
                         ignore=shutil.ignore_patterns("__pycache__", "*.ipynb_checkpoints"))  # fmt: skip
         if PREBUILT:
             self.add_libraries(package)
+        if COMPILED:
+            self.compile_modules()
 
     def add_libraries(self, package: Path) -> None:
-        sys.path.insert(0, str(ROOT / "src"))
         from headway.core.native_build import LIBRARIES, PACKAGE, build, find_compiler
 
         compiler = find_compiler()
@@ -43,19 +48,26 @@ class BuildWithExamples(build_py):
             target.parent.mkdir(parents=True, exist_ok=True)
             build(compiler, library, target, library.portable)
 
+    def compile_modules(self) -> None:
+        from headway.core.compiled_modules import can_compile, compile_modules
+
+        if not can_compile():
+            raise SystemExit("HEADWAY_COMPILED=1 needs mypy and a C compiler: install them, or leave it out")
+        compile_modules(Path(self.build_lib))
+
 
 class PlatformDistribution(Distribution):
     """Says that there is machine code, without which the wheel would be one for all platforms."""
 
     def has_ext_modules(self) -> bool:
-        return PREBUILT
+        return PREBUILT or COMPILED
 
 
 class PlatformWheel(bdist_wheel):
-    """Names the platform, and no Python: the libraries are called through ctypes."""
+    """Names the platform, and no Python: libraries are called through ctypes, and modules are loaded where they fit."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2]) if PREBUILT else super().get_tag()
+        return ("py3", "none", super().get_tag()[2]) if PREBUILT or COMPILED else super().get_tag()
 
 
 setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithExamples, "bdist_wheel": PlatformWheel})

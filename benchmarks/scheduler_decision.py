@@ -14,6 +14,7 @@ import statistics
 import time
 
 from headway.core.batch import Batch
+from headway.core.compiled_modules import is_compiled
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager
@@ -97,7 +98,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
         return
-    print(f"{machine()}\nmedians; schedule() ≤ 20 µs is asked at 2,048 + 64")
+    print(f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\nmedians; schedule() ≤ 20 µs is asked at 2,048 + 64")
     for row in rows:
         print(
             f"{row['decodes']:>5} decodes {row['waiting']:>5} waiting  {row['policy']:>5}/{row['chunking']:<12} "

@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 
+from headway.core.compiled_modules import is_compiled
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.load.machine import machine
@@ -75,7 +76,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": machine(), "requests": len(requests), "rows": rows}, indent=1))
         return
-    print(f"{machine()}\n{len(requests)} requests; medians of {arguments.rounds}")
+    print(f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n{len(requests)} requests; medians of {arguments.rounds}")
     for label, row in rows.items():
         print(f"{label:<34} " + "  ".join(f"{name} {value:,}" for name, value in row.items()))
 

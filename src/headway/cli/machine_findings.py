@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway import __version__
+from headway.core.compiled_modules import is_compiled
 from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
 from headway.perf.hardware.memory import available_bytes, gib
@@ -52,7 +53,8 @@ class MachineFinding:
 
 def findings(port: int = 8000) -> Iterator[MachineFinding]:
     """Examine this machine. `port`: where a server would listen."""
-    yield MachineFinding("headway", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    running = f"{__version__}, {'compiled' if is_compiled() else 'interpreted'} policies"
+    yield MachineFinding("headway", "ok", f"{running}, Python {platform.python_version()}, {platform.platform()}")
     yield processor_finding(_flags())
     yield MachineFinding("cores", "ok", f"{len(CORES)} usable of {os.cpu_count()}")
     yield memory_finding(available_bytes())

@@ -9,6 +9,7 @@ use, on a geometric grid, so that start-up costs nothing.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class PrefillCache:
         # Knots of the cache: `_seconds[i]` to prefill `_tokens[i]` tokens.
         self._tokens, self._seconds = [0], [0.0]
         # Seconds of each prompt of one chunk, by tokens - 1; filled with the first knot.
-        self._first = np.zeros(0).data
+        self._first: Sequence[float] = np.zeros(0).data
         # Factor of all times since then.
         self._scale = 1.0
         # Look-ups of `total_s`: the same lengths are asked about after every chunk.

@@ -155,7 +155,8 @@ class SortedQueue(_QueueCounts):
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
         """Members, most urgent first. The queue must not change while this is consumed."""
-        return (self._members[entry[2]] for entry in self._entries)
+        for _, _, order in self._entries:
+            yield self._members[order]
 
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """See `WaitingQueue`."""
