@@ -106,7 +106,7 @@ sbom: setup ## the packages that a server needs, with versions and licences (Cyc
 package: setup ## a source distribution, a wheel for all platforms and one with compiled kernels, in dist/
 	@$(BIN)/python -m build --outdir dist
 	@rm -rf build/lib* build/bdist*
-	@HEADWAY_PREBUILT=1 $(BIN)/python -m build --wheel --outdir dist
+	@HEADWAY_PREBUILT=1 HEADWAY_COMPILED=1 $(BIN)/python -m build --wheel --no-isolation --outdir dist
 	@rm -rf build/lib* build/bdist*
 
 embedded: setup ## make the embedded model again

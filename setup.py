@@ -52,7 +52,9 @@ class BuildWithExamples(build_py):
         from headway.core.compiled_modules import can_compile, compile_modules
 
         if not can_compile():
-            raise SystemExit("HEADWAY_COMPILED=1 needs mypy and a C compiler: install them, or leave it out")
+            raise SystemExit(
+                "HEADWAY_COMPILED=1 needs a C compiler, and mypy here: pip install mypy, and --no-build-isolation"
+            )
         compile_modules(Path(self.build_lib))
 
 

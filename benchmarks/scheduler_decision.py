@@ -98,7 +98,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
         return
-    print(f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\nmedians; schedule() ≤ 20 µs is asked at 2,048 + 64")
+    print(
+        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\nmedians; schedule() ≤ 20 µs is asked at 2,048 + 64"
+    )
     for row in rows:
         print(
             f"{row['decodes']:>5} decodes {row['waiting']:>5} waiting  {row['policy']:>5}/{row['chunking']:<12} "

@@ -76,7 +76,9 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"machine": machine(), "requests": len(requests), "rows": rows}, indent=1))
         return
-    print(f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n{len(requests)} requests; medians of {arguments.rounds}")
+    print(
+        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n{len(requests)} requests; medians of {arguments.rounds}"
+    )
     for label, row in rows.items():
         print(f"{label:<34} " + "  ".join(f"{name} {value:,}" for name, value in row.items()))
 

@@ -41,7 +41,6 @@ for seed, (policy, chunking, tokens, stages, groups) in enumerate((
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("compiled")
 @pytest.mark.skipif(not can_compile(), reason="needs mypyc and a C compiler")
 @pytest.mark.timeout(900)
 def test_compiled_and_interpreted_decide_the_same(tmp_path: Path):
@@ -72,5 +71,5 @@ def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path)
 
 def test_a_class_that_inherits_from_an_interpreted_one_is_not_compiled(tmp_path: Path):
     (tmp_path / "one.py").write_text('"""One."""\nimport two\nclass Table(two.Model):\n    pass\n')
-    with pytest.raises(InvariantError, match="Table in one.py inherits from an interpreted class"):
+    with pytest.raises(InvariantError, match="Table .* inherits from an interpreted class"):
         split_types(tmp_path, Path("one.py"))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.compiled_modules import can_compile
 from headway.core.native_build import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sources.extractall(folder / "sdist", filter="data")
     # From what a source distribution holds, which is all that others build wheels from.
     (unpacked,) = (folder / "sdist").iterdir()
-    build(unpacked, "wheel", folder / "dist", HEADWAY_PREBUILT=str(int(PREBUILT)))
+    build(
+        unpacked,
+        "wheel",
+        folder / "dist",
+        HEADWAY_PREBUILT=str(int(PREBUILT)),
+        HEADWAY_COMPILED=str(int(can_compile())),
+    )
     (made,) = (folder / "dist").glob("*.whl")
     return made
 
@@ -92,6 +99,14 @@ def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Pat
     assert Path(file).is_relative_to(installed.parent)
     assert f"headway-{version}-" in wheel.name
     assert run(installed, "headway", "--version", cwd=tmp_path).split() == ["headway", version]
+
+
+@pytest.mark.skipif(not can_compile(), reason="needs mypyc and a C compiler")
+def test_the_installed_policies_are_compiled(installed: Path, tmp_path: Path):
+    code = "import headway.policy.iteration.queue as q, headway.sim.replica as r; print(q.__file__, r.__file__)"
+    loaded = run(installed, "python", "-c", code, cwd=tmp_path).split()
+    assert all(file.endswith(".so") and Path(file).is_relative_to(installed.parent) for file in loaded)
+    assert "compiled policies" in run(installed, "headway", "doctor", cwd=tmp_path)
 
 
 def test_the_installed_command_simulates_its_own_examples(installed: Path, tmp_path: Path):
