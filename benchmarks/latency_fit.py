@@ -314,10 +314,11 @@ def unseen_shapes(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
-def unseen_devices(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
-    """Each profiled die derived from the other one: by family, one attention library (the preferred one)."""
+def unseen_devices(profiles: Sequence[OperatorProfile]) -> dict[tuple[str, str], Errors]:
+    """Each profiled die derived from the other one: predicted / measured by (direction, family), of one attention
+    library (the preferred one)."""
     dies = ("a100-80gb", "h100-80gb")
-    found: dict[str, list[Errors]] = {}
+    found: dict[tuple[str, str], list[Errors]] = {}
     for source, target in (dies, dies[::-1]):
         fit, scaling = fit_device(source, profiles), DeviceScaling(accelerator(source), accelerator(target))
         assert fit.linear is not None
@@ -341,11 +342,11 @@ def unseen_devices(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
                         moved = 4e3 * rows.x["batch"] * rows.x["past"] * heads[1] * fit.decode.head_dim
                         ms = fit.decode.ms(rows.x["batch"], rows.x["past"], heads, reads)
                         guess = scaling.decode_ms(ms, moved / fit.decode.speed(reads))
-                    found.setdefault(f"{target} from {source}: {p.family}", []).append(error(guess, rows.ms))
+                    found.setdefault((f"{target} from {source}", p.family), []).append(guess / rows.ms)
                 continue
             else:
                 continue
-            found.setdefault(f"{target} from {source}: {p.family}", []).append(error(guess, p.ms))
+            found.setdefault((f"{target} from {source}", p.family), []).append(guess / p.ms)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
@@ -414,13 +415,14 @@ def main() -> None:
         show("Shapes of a general grid left out", unseen_shapes(profiles).items())
         latency_bands.show(
             [
-                *latency_bands.inside(pairs, models, heads, devices),
+                *latency_bands.inside(pairs, models, heads),
+                *latency_bands.devices(devices),
                 *latency_bands.derived_rings(profiles),
                 *latency_bands.beyond(profiles),
             ]
         )
     show("Batches of prompts, head counts left out", latency_bands.batched(profiles))
-    show("Devices left out", devices.items())
+    show("Devices left out", ((": ".join(key), np.abs(ratios - 1.0)) for key, ratios in devices.items()))
     show("Beyond the fitted sizes", extrapolation(profiles).items())
     medha()
 

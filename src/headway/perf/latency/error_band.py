@@ -4,8 +4,8 @@ A second query beside the prediction: `error_band(model, load)` for an iteration
 lone prompt. Neither is on the simulator's hot path. A band's share holds nine of ten held-out times, by |predicted /
 measured - 1|: of sizes left out (`measured`), of models or head counts left out (`fitted`), of a device left out
 (`derived`), and of sizes beyond those fitted, by octaves. `python -m benchmarks.latency_fit` measures each anew and
-prints how many held-out rows the bands hold. They were set from those rows: with two dies in the profiles, `derived`
-holds fewer where the tested die has no part in it (85% of prefills, 76% of decodes).
+prints how many held-out rows the bands hold. They were set from those rows. With two dies in the profiles, `derived` is
+tested on the way back only (`operators.derived`).
 """
 
 from __future__ import annotations
