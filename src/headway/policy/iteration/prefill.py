@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec.structs import replace
 
 from headway.core.request import Request
@@ -9,8 +11,11 @@ from headway.policy.iteration.ordering import PrefillFacts
 
 WHOLE = 1 << 62
 """The shard limit of a request whose KV lies in one group."""
-ONE_ITERATION, SEVERAL_ITERATIONS, LONG = range(3)
-"""Sizes of uncached prompts: one that takes at most one usual iteration alone, and two sizes that take more."""
+ONE_ITERATION: Final = 0
+"""Size of a prompt that takes at most one usual iteration alone; cached tokens do not count."""
+SEVERAL_ITERATIONS: Final = 1
+"""Of one that takes more, and is not long."""
+LONG: Final = 2
 
 
 class PrefillState:
