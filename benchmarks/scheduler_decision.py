@@ -99,7 +99,8 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
         return
     print(
-        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\nmedians; schedule() ≤ 20 µs is asked at 2,048 + 64"
+        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n"
+        "medians; schedule() ≤ 20 µs is asked at 2,048 + 64"
     )
     for row in rows:
         print(

@@ -77,7 +77,8 @@ def main() -> None:
         print(json.dumps({"machine": machine(), "requests": len(requests), "rows": rows}, indent=1))
         return
     print(
-        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n{len(requests)} requests; medians of {arguments.rounds}"
+        f"{machine()}, {'compiled' if is_compiled() else 'interpreted'}\n"
+        f"{len(requests)} requests; medians of {arguments.rounds}"
     )
     for label, row in rows.items():
         print(f"{label:<34} " + "  ".join(f"{name} {value:,}" for name, value in row.items()))

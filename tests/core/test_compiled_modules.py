@@ -71,5 +71,5 @@ def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path)
 
 def test_a_class_that_inherits_from_an_interpreted_one_is_not_compiled(tmp_path: Path):
     (tmp_path / "one.py").write_text('"""One."""\nimport two\nclass Table(two.Model):\n    pass\n')
-    with pytest.raises(InvariantError, match="Table .* inherits from an interpreted class"):
+    with pytest.raises(InvariantError, match=r"Table .* inherits from an interpreted class"):
         split_types(tmp_path, Path("one.py"))
