@@ -116,6 +116,7 @@ def one_line(text: str | None) -> str:
 
 
 def not_reproduced_page() -> str:
+    from headway.research.base import LEAST_LONGS
     from headway.research.recorded import CAUSES_IN_WORDS, cause_of, recorded
     from headway.research.registry import EXPERIMENTS
 
@@ -123,9 +124,10 @@ def not_reproduced_page() -> str:
     failing = [(name, run, row) for name, run in runs.items() for row in run.failing]
     rows, missing = sum(run.rows for run in runs.values()), [name for name in EXPERIMENTS if name not in runs]
     one_mode = [(name, row) for name, run in runs.items() for row in run.one_mode]
+    open_rows = [(name, row) for name, run in runs.items() for row in run.undecided]
     text = (
-        f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail and {len(one_mode)} hold in one of the "
-        "two modes only.\n\n"
+        f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail, {len(one_mode)} hold in one of the two "
+        f"modes only, and {len(open_rows)} are undecided.\n\n"
     )
     counts = dict.fromkeys(CAUSES_IN_WORDS, 0)
     lines: dict[str, list[tuple[str, ...]]] = {}
@@ -145,6 +147,12 @@ def not_reproduced_page() -> str:
         text += "## In one mode only\n\nNeither held nor failed: `paper` is the paper's own formulas and settings.\n\n"
         cells = ((f"`{name}`", row.claim, row.paper, row.paper_mode, row.default_mode) for name, row in one_mode)
         text += table(("figure", "claim", "paper", "`paper`", "`default`"), cells)
+    if open_rows:
+        text += (
+            f"## Undecided\n\nTheir regimes had fewer than {LEAST_LONGS} long requests a model: a mean over so few may "
+        )
+        text += "be half or double. Enough would take 350,000 to 770,000 short requests a point.\n\n"
+        text += table(("figure", "claim", "had"), ((f"`{name}`", row.claim, row.longs) for name, row in open_rows))
     if missing:
         text += "## Not recorded\n\nOf these no full run is recorded, so rows of theirs may fail too: "
         text += ", ".join(f"`{name}`" for name in missing) + ".\n"

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from headway.research.base import ClaimRow, ExperimentReport, RunOptions
-from headway.research.recorded import OneModeRow, RecordedRun, causes, recorded, to_record
+from headway.research.recorded import (
+    FailingRow,
+    OneModeRow,
+    RecordedRun,
+    UndecidedRow,
+    causes,
+    recorded,
+    to_record,
+)
 from headway.research.registry import EXPERIMENTS, experiment
 from headway.research.verdicts import band, judge
 
@@ -45,13 +53,22 @@ def test_what_is_recorded_is_what_the_code_gives(name: str) -> None:
 
 
 def test_rows_say_how_many_long_requests_their_means_are_over() -> None:
-    counts = {"busy": {"7B": [4], "70B": [2]}, "trace": {"7B": [90], "70B": [600]}}
+    counts = {"busy": {"7B": [4], "70B": [2]}, "many": {"7B": [10] * 5, "70B": [30]}, "trace": {"7B": [90]}}
     rows = tuple(
-        ClaimRow(claim=claim, paper=1, paper_mode=1, default_mode=1, verdict="not reproduced: 1, not 2", why="")
-        for claim in ("busy: JCT", "trace: JCT", "70B: JCT by load")
+        ClaimRow(claim=claim, paper=1, paper_mode=1, default_mode=1, verdict=verdict, why="because")
+        for claim in ("busy: JCT", "trace: JCT", "many: JCT", "70B: JCT by load")
+        for verdict in ("not reproduced: 1, not 2", "exact")
     )
     data = ExperimentReport(source={"seeds": [0], "long_requests": counts}, rows=rows).to_json("x")
-    assert [row["longs"] for row in to_record(data)["failing"]] == ["2 to 4", "90 to 600", "2 to 600"]
+    assert [row["verdict"] for row in data["rows"][:2]] == ["undecided: 2 to 4 long requests"] * 2
+    assert data["rows"][1]["why"] == "by so few: exact. because"
+    kept = to_record(data)
+    assert [row["longs"] for row in kept["failing"]] == ["90", "10 to 30", "2 to 90"], (
+        "enough, also over seeds together"
+    )
+    assert kept["undecided"] == [{"claim": "busy: JCT", "longs": "2 to 4 long requests"}] * 2
+    run = RecordedRun((0,), 8, tuple(FailingRow(**row) for row in kept["failing"]), (), (UndecidedRow("c", "2"),) * 2)
+    assert run.verdict() == "3 of 8 hold, 2 undecided, one seed"
 
 
 @pytest.mark.parametrize(

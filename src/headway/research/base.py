@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 SCHEMA = "headway.reproduce/1"
 Mode = Literal["paper", "default"]
 MODES: tuple[Mode, Mode] = ("paper", "default")
+UNDECIDED = "undecided: "
+LEAST_LONGS = 30
+"""Long requests that a regime's figure has to rest on: their times spread about as widely as their mean, so that a mean
+of 30 is within a third of the true one, nine times of ten, and a mean of three within its double or half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +85,25 @@ class ExperimentReport:
             "schema": SCHEMA,
             "id": name,
             "source": plain(self.source),
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [undecided(row, self.source).to_json() for row in self.rows],
             "panels": [
                 {"title": p.title, "x": p.x, "y": p.y, "lines": {k: plain(list(v)) for k, v in p.lines.items()}}
                 for p in self.panels
             ],
         }
+
+
+def undecided(row: ClaimRow, source: Mapping[str, Any]) -> ClaimRow:
+    """Return a row of a regime whose runs had too few long requests without a verdict; other rows as they are.
+
+    `why` keeps what its rule gave. source: of the report, with `long_requests` by regime, model and seed."""
+    regimes: Mapping[str, Mapping[str, Sequence[int]]] = source.get("long_requests", {})
+    regime = row.claim.partition(": ")[0]
+    counts = [sum(by_seed) for by_seed in regimes.get(regime, {}).values()]
+    if not counts or min(counts) >= LEAST_LONGS:
+        return row
+    verdict = f"{UNDECIDED}{' to '.join(map(str, sorted({min(counts), max(counts)})))} long requests"
+    return replace(row, verdict=verdict, why=f"by so few: {row.verdict}. {row.why}")
 
 
 def plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.strict_yaml import read_yaml
-from headway.research.base import MODES, Mode
+from headway.research.base import MODES, UNDECIDED, Mode
 from headway.research.verdicts import MISSED, ONE_MODE
 
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -62,6 +62,15 @@ class OneModeRow:
 
 
 @dataclass(frozen=True)
+class UndecidedRow:
+    """A claim whose runs had too few long requests for a verdict."""
+
+    claim: str
+    longs: str
+    """How many, "2 to 4 long requests"."""
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One experiment's last full run."""
 
@@ -70,13 +79,16 @@ class RecordedRun:
     rows: int
     failing: tuple[FailingRow, ...]
     one_mode: tuple[OneModeRow, ...]
+    undecided: tuple[UndecidedRow, ...] = ()
 
     def verdict(self) -> str:
         """Return how many rows hold, in a few words."""
-        held = self.rows - len(self.failing) - len(self.one_mode)
+        held = self.rows - len(self.failing) - len(self.one_mode) - len(self.undecided)
         words = f"all {held} hold" if held == self.rows else f"{held} of {self.rows} hold"
         if self.one_mode:
             words += f", {len(self.one_mode)} in one mode only"
+        if self.undecided:
+            words += f", {len(self.undecided)} undecided"
         return f"{words}, one seed" if len(self.seeds) == 1 else words
 
 
@@ -100,6 +112,7 @@ def recorded() -> dict[str, RecordedRun]:
             run["rows"],
             tuple(FailingRow(**row) for row in run["failing"]),
             tuple(OneModeRow(**row) for row in run["one_mode"]),
+            tuple(UndecidedRow(**row) for row in run.get("undecided", ())),
         )
         for name, run in data.items()
     }
@@ -123,18 +136,21 @@ def cause_of(name: str, claim: str) -> RecordedCause | None:
 
 def to_record(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept of an experiment's JSON."""
-    seeds, failing, one_mode = list(data["source"]["seeds"]), [], []
+    seeds, failing, one_mode, undecided = list(data["source"]["seeds"]), [], [], []
     modes = {verdict: mode for mode, verdict in ONE_MODE.items()}
     for row in data["rows"]:
         if row["verdict"] in modes:
             ours = {f"{mode}_mode": _text(row["ours"][f"{mode}_mode"]) for mode in MODES}
             one_mode.append({"claim": row["claim"], "paper": _text(row["paper"]), "mode": modes[row["verdict"]]} | ours)
+        if row["verdict"].startswith(UNDECIDED):
+            undecided.append({"claim": row["claim"], "longs": row["verdict"].removeprefix(UNDECIDED)})
         if row["verdict"].startswith(MISSED):
             one_seed = len(seeds) == 1 or FIRST_SEED in row["why"].lower()
             found = row["verdict"].removeprefix(MISSED)
             kept = {"claim": row["claim"], "paper": _text(row["paper"]), "found": found, "one_seed": one_seed}
             failing.append(kept | _long_requests(data["source"], row["claim"]))
-    return {"seeds": seeds, "rows": len(data["rows"]), "failing": failing, "one_mode": one_mode}
+    kept_run = {"seeds": seeds, "rows": len(data["rows"]), "failing": failing, "one_mode": one_mode}
+    return kept_run | ({"undecided": undecided} if undecided else {})
 
 
 def _long_requests(source: Mapping[str, Any], claim: str) -> dict[str, str]:

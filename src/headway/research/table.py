@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from headway.research.base import UNDECIDED
 from headway.research.verdicts import ONE_MODE
 
 _COLOURS = {"exact": "green", "within band": "green", "ordering holds": "green", "illustrative": "yellow"}
@@ -24,7 +25,8 @@ def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
     table.add_column("verdict", ratio=3)
     for row in data["rows"]:
         verdict = row["verdict"]
-        colour = "yellow" if verdict in ONE_MODE.values() else _COLOURS.get(verdict, "red")
+        open_ = verdict in ONE_MODE.values() or verdict.startswith(UNDECIDED)
+        colour = "yellow" if open_ else _COLOURS.get(verdict, "red")
         ours = row["ours"]
         cells = [_cell(row["claim"]), _cell(row["paper"]), _cell(ours["paper_mode"]), _cell(ours["default_mode"])]
         table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}]")

@@ -3,7 +3,8 @@
 Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
 `not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it none of
 these is granted: the verdict is `in paper mode only` or `in default mode only`, which counts neither as held nor as
-failed. A figure that no machine reaches fails in either.
+failed. A figure that no machine reaches fails in either. Rows of regimes with fewer than 30 long requests come out of a
+report as `undecided: …` (`base.undecided`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from headway.research.base import MODES, ClaimRow, Mode, plain
+from headway.research.base import MODES, UNDECIDED, ClaimRow, Mode, plain
 
 Kind = Literal["exact", "within band", "ordering holds"]
 HELD = ("exact", "within band", "ordering holds", "illustrative")
@@ -24,7 +25,8 @@ MISSED = "not reproduced: "
 
 def allowed(verdict: str) -> bool:
     """Return whether a text is one of the verdicts."""
-    return verdict in (*HELD, *ONE_MODE.values()) or (verdict.startswith(MISSED) and len(verdict) > len(MISSED))
+    with_reason = any(verdict.startswith(start) and verdict != start for start in (MISSED, UNDECIDED))
+    return with_reason or verdict in (*HELD, *ONE_MODE.values())
 
 
 @dataclass(frozen=True)
