@@ -83,6 +83,28 @@ def test_a_prompt_of_several_iterations_leaves_time_to_one_of_a_single_iteration
     assert (beside["turn"] < alone["turn"]) == (priority == 0)
 
 
+@pytest.mark.parametrize("decodes", [0, 60, 105])
+def test_a_prompt_of_several_iterations_goes_on_beside_decodes_and_a_stream_of_small_ones(decodes: int) -> None:
+    policy = policy_of(CountedPool(100_000, 16), policy="lars", long_iterations=4.0, t_target_s=0.05)
+    policy.enter(request("turn", 2500))
+    load = decode_load(policy.latency, decodes, decodes * 2000)
+    assert load_s(policy.latency, load) < 0.05
+    (state,) = policy.queue
+    assert state.size == SEVERAL_ITERATIONS
+    now = 0.0
+    for number in range(400):
+        policy.enter(request(f"chat {number}", 30))
+        picked = policy.pick(load, now)
+        policy.began()
+        for quota in picked.quotas:
+            state_of = policy.holders[quota.request]
+            policy.moved(quota.request, state_of.scheduled + quota.tokens)
+        now += load_s(policy.latency, picked.load)
+        if state.remaining == 0:
+            break
+    assert state.remaining == 0
+
+
 def test_no_time_is_left_to_a_prompt_for_which_there_is_no_kv() -> None:
     policy = policy_of(CountedPool(40, 16), policy="lars", long_iterations=4.0)
     policy.enter(request("turn", 640))

@@ -157,6 +157,8 @@ class _Filling:
     """Running state of one `pack` call."""
 
     __slots__ = (
+        "_begin",
+        "_begin_s",
         "_decode_s",
         "_full_time",
         "_load_s",
@@ -179,7 +181,8 @@ class _Filling:
     def __init__(
         self, load: BatchLoad, yields_from: int, rules: PackRules, chunking: ChunkingStrategy, latency: LatencyModel
     ) -> None:
-        self.load = load
+        self.load = self._begin = load
+        self._begin_s: float | None = None
         self.yields_from = yields_from
         self.rules = rules
         self.chunking = chunking
@@ -247,7 +250,12 @@ class _Filling:
         rules = self.rules
         budget_s = rules.t_target_s
         if self._yields(candidate):
-            budget_s = time_of_larger_s(budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max)
+            # Algorithm 2 shares the whole iteration. Of what decodes leave, a prompt of several iterations goes on
+            # however long they take and however many small ones come.
+            unshared_s = 0.0 if candidate.size == LONG else min(self._before_s(), budget_s)
+            budget_s = time_of_larger_s(
+                budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max, unshared_s
+            )
         budget_s -= candidate.reserved_s
         if candidate.longest_s < budget_s:
             # a prompt for which a client waits has its iterations to itself: after a long context one token is long
@@ -257,6 +265,12 @@ class _Filling:
             alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, candidate.past, 1)
             budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
         return budget_s
+
+    def _before_s(self) -> float:
+        """Return the predicted seconds of the iteration before any prompt was added."""
+        if self._begin_s is None:
+            self._begin_s = load_s(self.latency, self._begin)
+        return self._begin_s
 
     def _yields(self, candidate: PackCandidate) -> bool:
         return candidate.size >= self.yields_from and candidate.yields

@@ -35,7 +35,7 @@ class IterationSampler:
     def __init__(self, scheduler: InstanceScheduler) -> None:
         self._scheduler = scheduler
         self._policies = group_policies(scheduler)
-        # By batch in flight: when it was decided, and whether long prompts left time to shorts, for each group.
+        # By batch in flight: when it was decided, and what prompts yielded (`yields_from`), for each group.
         self._decided: dict[int, tuple[float, list[int]]] = {}
         self._yields_from = [policy.yields_from() for policy in self._policies]
         self._samples: list[IterationSample] = []
