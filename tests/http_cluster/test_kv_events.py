@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +17,9 @@ import zmq.asyncio
 from tests.helpers.http_world import ask, cluster_of
 from tests.helpers.token_server import TokenServer
 
-from headway.core.ports import free_ports
 from headway.kv.text_keys import block_keys
 from headway.runtime.http_cluster.http_instance import HttpInstance
-from headway.runtime.http_cluster.kv_events import KvEvents, ReportedBlocks
+from headway.runtime.http_cluster.kv_events import KvEvents, ReportedBlocks, events_config, replay_address
 
 BLOCK = 4
 TEXT = list(range(10, 30))
@@ -78,7 +80,8 @@ def test_blocks_are_cached_from_their_storing_to_their_removal() -> None:
     "event",
     [
         stored(TEXT, 1), stored(TEXT, lora_id=1), stored(TEXT, medium="CPU"), stored(TEXT, group_idx=1),
-        stored(TEXT, extra_keys=[["image", 0]] + [None] * 4), {"type": "BlockStored"}, {"type": "Another"}, [], 7,
+        stored(TEXT, extra_keys=[["image", 0]] + [None] * 4), stored(TEXT, extra_keys=[[["image", 0]]] + [None] * 4),
+        stored(TEXT, extra_keys=[[b"digest"]] + [None] * 4), {"type": "BlockStored"}, {"type": "Another"}, [], 7,
     ],
 )  # fmt: skip
 def test_what_is_no_text_behind_known_blocks_is_not_taken_for_cached(event: Any) -> None:
@@ -92,17 +95,46 @@ def test_texts_of_another_salt_are_others() -> None:
     assert blocks.match(keys(TEXT)) == blocks.match(keys(TEXT, "b")) == 0
 
 
+def test_a_block_that_is_there_twice_stays_until_both_are_removed() -> None:
+    twice = stored(TEXT), stored(TEXT)
+    assert reported(*twice, removed(hashes(TEXT)[1])).match(keys(TEXT)) == 5
+    assert reported(*twice, removed(hashes(TEXT)[1]), removed(hashes(TEXT)[1])).match(keys(TEXT)) == 1
+
+
+def test_an_event_that_is_not_understood_hides_none_of_its_batch() -> None:
+    blocks = reported(stored(TEXT))
+    blocks.take(1, batch({"type": "BlockStored"}, removed(hashes(TEXT)[0])))
+    assert blocks.match(keys(TEXT)) == 0
+
+
+def test_started_servers_publish_where_no_other_host_or_user_can_read(tmp_path: Path) -> None:
+    config, address = events_config(Path("/run/headway/kv-0"))
+    assert address == "ipc:///run/headway/kv-0"
+    told = json.loads(config)
+    assert (told["endpoint"], told["replay_endpoint"]) == (address, replay_address(address))
+    assert replay_address("tcp://10.0.0.1:5557") == "tcp://10.0.0.1:5558"
+    config, address = events_config(tmp_path / ("x" * 100))
+    assert (json.loads(config), address) == ({"enable_kv_cache_events": False}, None)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """An address whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        yield f"ipc://{folder}/kv"
+
+
 class Publisher:
     """The sockets of one server's events, and the batches that it can still send again."""
 
-    def __init__(self, port: int, replays: bool = True) -> None:
+    def __init__(self, endpoint: str, replays: bool = True) -> None:
         self._pub = zmq.asyncio.Context.instance().socket(zmq.PUB)
-        self._pub.bind(f"tcp://127.0.0.1:{port}")
+        self._pub.bind(endpoint)
         self._router = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.buffer: list[tuple[int, bytes]] = []
         self.number = 0
         if replays:
-            self._router.bind(f"tcp://127.0.0.1:{port + 1}")
+            self._router.bind(replay_address(endpoint))
         self._task = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -147,10 +179,9 @@ async def heard(publisher: Publisher, events: KvEvents) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_gap_is_replayed_and_what_was_before_the_subscription_too() -> None:
+def test_a_gap_is_replayed_and_what_was_before_the_subscription_too(endpoint: str) -> None:
     async def work() -> None:
-        port = free_ports(2)
-        publisher, events = Publisher(port), KvEvents(f"tcp://127.0.0.1:{port}")
+        publisher, events = Publisher(endpoint), KvEvents(endpoint)
         try:
             await publisher.publish(stored(TEXT[:8]), lost=True)
             events.start()
@@ -169,12 +200,13 @@ def test_a_gap_is_replayed_and_what_was_before_the_subscription_too() -> None:
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_a_gap_that_cannot_be_filled_clears_what_was_known(replays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_that_cannot_be_filled_clears_what_was_known(
+    endpoint: str, replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headway.runtime.http_cluster.kv_events._REPLAY_S", 0.05 if not replays else 30.0)
 
     async def work() -> None:
-        port = free_ports(2)
-        publisher, events = Publisher(port, replays), KvEvents(f"tcp://127.0.0.1:{port}")
+        publisher, events = Publisher(endpoint, replays), KvEvents(endpoint)
         try:
             events.start()
             await heard(publisher, events)
@@ -193,10 +225,9 @@ def test_a_gap_that_cannot_be_filled_clears_what_was_known(replays: bool, monkey
     run(work)
 
 
-def test_numbers_that_begin_again_are_of_another_process() -> None:
+def test_numbers_that_begin_again_are_of_another_process(endpoint: str) -> None:
     async def work() -> None:
-        port = free_ports(2)
-        publisher, events = Publisher(port), KvEvents(f"tcp://127.0.0.1:{port}")
+        publisher, events = Publisher(endpoint), KvEvents(endpoint)
         try:
             events.start()
             await heard(publisher, events)
@@ -214,10 +245,9 @@ def test_numbers_that_begin_again_are_of_another_process() -> None:
     run(work)
 
 
-def test_another_protocol_ends_the_subscription_and_leaves_nothing_known() -> None:
+def test_another_protocol_ends_the_subscription_and_leaves_nothing_known(endpoint: str) -> None:
     async def work() -> None:
-        port = free_ports(2)
-        publisher, events = Publisher(port), KvEvents(f"tcp://127.0.0.1:{port}")
+        publisher, events = Publisher(endpoint), KvEvents(endpoint)
         try:
             events.start()
             await heard(publisher, events)
@@ -232,15 +262,14 @@ def test_another_protocol_ends_the_subscription_and_leaves_nothing_known() -> No
     run(work)
 
 
-def test_turns_go_where_a_server_says_that_their_text_is_cached() -> None:
+def test_turns_go_where_a_server_says_that_their_text_is_cached(endpoint: str) -> None:
     """Not where it was sent: that server has evicted it."""
 
     async def work() -> None:
-        ports = [free_ports(2) for _ in range(2)]
-        publishers = [Publisher(port) for port in ports]
+        endpoints = [endpoint, f"{endpoint}-second"]
+        publishers = [Publisher(each) for each in endpoints]
         servers = [TokenServer(gap_s=0.001), TokenServer(gap_s=0.001)]
         try:
-            endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
             async with cluster_of(servers, options={"affinity": True}, kv_events=endpoints) as cluster:
                 text = [2 + i % 99 for i in range(300)]
                 await ask(cluster, "a", text, 3)

@@ -24,9 +24,13 @@ class PrefillReport:
 
     def _fresh(self) -> PrefillCache:
         """Return times in iterations as long as a prompt gets that nothing decodes beside."""
-        chunks = EfficientChunks(self._latency, self._config.max_num_batched_tokens)
-        useful_s = min(LONGEST_WAIT_S, chunks.useful_s(0, NEWCOMER_EFFICIENCY))
-        aim_s = max(chunks.target_s(self._config, 0), useful_s)
+        config, chunks = self._config, EfficientChunks(self._latency, self._config.max_num_batched_tokens)
+        aim_s = chunks.target_s(config, 0)
+        # As `IterationBudget`, where requests come rarely.
+        if config.stages == 1 and config.newcomer_wait_s is not None:
+            aim_s = max(aim_s, config.newcomer_wait_s)
+        elif config.stages == 1:
+            aim_s = max(aim_s, min(LONGEST_WAIT_S, chunks.useful_s(0, NEWCOMER_EFFICIENCY)))
         return PrefillCache(self._latency, aim_s, max(self._config.min_chunk, 16))
 
     def points(self) -> list[tuple[int, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.core.ports import free_port, free_ports
+from headway.core.ports import free_port
 from headway.perf.latency.ring import RingLatency
 from headway.perf.latency.roofline import MachineRates, roofline
 from headway.policy.placement.registry import PolicyContext
@@ -26,11 +26,11 @@ def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpI
         events = pool.kv_events or (None,) * len(pool.urls)
         found += [HttpInstanceSettings(i, url, None, pool.role, at) for url, at in zip(pool.urls, events, strict=True)]
         for _ in range(0 if pool.urls else pool.count):
-            number, port, publishes = len(found), free_port(), free_ports(2)
-            config = events_config(publishes)
+            number, port = len(found), free_port()
+            config, address = events_config(folder.resolve() / f"kv-{number}")
             words = server_words(pool.command, pool.serve, model, number, port, config)
             process = ServerCommand(words, port, folder / f"instance-{number}.log")
-            at = f"tcp://127.0.0.1:{publishes}" if any(config in word for word in words) else None
+            at = address if any(config in word for word in words) else None
             found.append(HttpInstanceSettings(i, process.url, process, pool.role, at))
     return found
 

@@ -82,7 +82,8 @@ class InstancePool(FileSection):
         if self.kv_events and len(self.kv_events) != len(self.urls):
             raise ValueError(f"there are {len(self.kv_events)} kv_events, and {len(self.urls)} urls: give one for each")
         for address in self.kv_events:
-            if not re.fullmatch(r"tcp://.+:[0-9]{1,5}", address):
+            at = re.fullmatch(r"tcp://.+:([0-9]{1,5})|ipc:///.+", address)
+            if at is None or (at[1] and not 0 < int(at[1]) < 65535):
                 raise ValueError(f"{address!r} is no address such as tcp://127.0.0.1:5557")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):

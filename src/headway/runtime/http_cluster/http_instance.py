@@ -140,10 +140,11 @@ class HttpInstance:
                 self.model = await self.server.model()
                 await self._measure()
                 self.state = "ready"
-                if self._events is not None:
-                    self._events.start()
                 self._limit.record_up(self._clock())
                 listener.joined(self.number)
+                # The cluster may have refused it.
+                if self._events is not None and self.state == "ready":
+                    self._events.start()
             elif self._probes % _LOAD_EVERY == 0:
                 await self._measure()
                 listener.measured(self.number)
@@ -200,6 +201,7 @@ class HttpInstance:
     def leave(self, listener: InstanceListener) -> None:
         """End its part in the cluster, once nothing is left on it. A server that is ours is ended by `close`."""
         self.state = "left"
+        self._forget_events()
         self._due.set()
         listener.ended(self.number)
 

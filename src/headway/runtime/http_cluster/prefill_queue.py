@@ -52,6 +52,11 @@ class LearnedLatency(GroupLatency):
         if points:
             self._reported[instance] = [tokens for tokens, _ in points], ratios
 
+    def forget(self, instance: int) -> None:
+        """Forget what an instance that is gone predicted, and its factor: the mean is of the others."""
+        self._reported.pop(instance, None)
+        self._factors.pop(instance, None)
+
     def learn(self, instance: int, prompt_tokens: int, measured_s: float) -> None:
         """Take in the time of a prompt that an instance computed alone."""
         predicted_s = self.base.prefill_s(0, prompt_tokens, ALONE) * self._reported_ratio(instance, prompt_tokens)
@@ -116,6 +121,7 @@ class PrefillQueue:
         """Remove all requests: the instance is gone."""
         self._waiting.clear()
         self._resident.clear()
+        self._latency.forget(self._instance)
 
     @property
     def requests(self) -> int:

@@ -33,7 +33,8 @@ def server_words(
         for name, value in flags.items():
             flag = "--" + name.replace("_", "-")
             words += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
-        if not flags.keys() & {"kv_events_config", "kv-events-config"}:
+        # Each rank of data parallelism would publish on sockets of its own.
+        if not {name.replace("-", "_") for name in flags} & {"kv_events_config", "data_parallel_size"}:
             words += ["--kv-events-config", kv_events]
         return [*words, "--port", str(port)]
     try:
