@@ -26,9 +26,12 @@ class BuildWithExamples(build_py):
     """Copies the examples into the package, and compiles where asked."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
+            super().run()
             return
+        # What an earlier build compiled would be loaded in place of newer source.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
         package = Path(self.build_lib) / "headway"
         shutil.copytree(ROOT / "examples", package / "examples", dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("__pycache__", "*.ipynb_checkpoints"))  # fmt: skip
@@ -53,7 +56,8 @@ class BuildWithExamples(build_py):
 
         if not can_compile():
             raise SystemExit(
-                "HEADWAY_COMPILED=1 needs a C compiler, and mypy here: pip install mypy, and --no-build-isolation"
+                "HEADWAY_COMPILED=1 needs a C compiler, and here, with --no-build-isolation: "
+                "pip install 'setuptools>=77' mypy numpy msgspec"
             )
         compile_modules(Path(self.build_lib))
 

@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", help="of vLLM, or paths of wheels (default: all that are known)")
     parser.add_argument("--tests", type=Path, metavar="VENV", help="run the contract tests in this environment")
     a = parser.parse_args()
-    own = (a.tests / ".installed").read_text().split()[0] if a.tests is not None else None
+    own = (a.tests / ".installed").read_text().split()[0] if a.tests is not None and not a.versions else None
     versions = a.versions or [version for version in version_check.KNOWN if version != own]
     found = []
     # A version's tests have one thread.
@@ -44,7 +44,8 @@ def main() -> int:
         for status, report in pool.map(lambda version: check(version, a.tests), versions):
             print(report, flush=True)
             found.append(status)
-    return max((status for status in found if status != NO_WHEEL), default=0) or max(found)
+    # A signal that ended pytest is a negative status.
+    return 1 if any(status not in (0, NO_WHEEL) for status in found) else max(found)
 
 
 def check(named: str, venv: Path | None) -> tuple[int, str]:

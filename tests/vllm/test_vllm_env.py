@@ -22,7 +22,9 @@ def test_new_entry_points_install_headway_again_without_vllm(tmp_path: Path, mon
     assert len(installed) == 1
 
 
-@pytest.mark.parametrize(("others", "status"), [({}, 0), ({"0.33.0": 75}, 75), ({"0.29.0": 1, "0.33.0": 75}, 1)])
+@pytest.mark.parametrize(
+    ("others", "status"), [({}, 0), ({"0.33.0": 75}, 75), ({"0.29.0": 1, "0.33.0": 75}, 1), ({"0.29.0": -9}, 1)]
+)
 def test_the_other_known_versions_are_checked_and_one_without_a_wheel_hides_no_failure(
     others: dict[str, int], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

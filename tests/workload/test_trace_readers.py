@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headway.sim.workload import TraceError, TraceRequest
@@ -149,3 +150,10 @@ def test_public_traces_are_read_completely(traces: Path, name: str, kind: str, c
     trace = read_trace(traces / name)
     assert (trace.format, len(trace.requests)) == (kind, count)
     assert max(request.prompt_tokens for request in trace.requests) == longest
+
+
+def test_a_request_holds_python_s_numbers_where_a_table_gave_numpy_s() -> None:
+    request = TraceRequest(np.float64(1.5), np.int64(500), np.int32(10))  # type: ignore[arg-type]
+    kinds = [type(number) for number in (request.arrival_s, request.prompt_tokens, request.output_tokens)]
+    assert kinds == [float, int, int]
+    assert request == TraceRequest(1.5, 500, 10)

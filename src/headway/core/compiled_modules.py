@@ -1,7 +1,8 @@
 """Machine code for the modules through which every decision and every simulated iteration goes.
 
-mypyc makes it from the modules' own source; only platform wheels hold it (HEADWAY_PREBUILT=1 in setup.py). A checkout,
-and a Python other than the wheel's, runs the same modules interpreted, with the same results.
+mypyc makes it from the modules' own source; only wheels that are built with HEADWAY_COMPILED=1 hold it (setup.py): not
+those for an index, nor the container's. A checkout, and a Python other than the wheel's, runs the same modules
+interpreted, with the same results. Compiled, counts have to be Python's own integers: NumPy's are a TypeError.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ def is_compiled() -> bool:
 
 
 def can_compile() -> bool:
-    """Whether mypyc and a C compiler are here."""
+    """Whether mypyc, what the modules import, and a C compiler are here."""
     compiler = str(sysconfig.get_config_var("CC") or "cc").split()[0]
-    return importlib.util.find_spec("mypyc") is not None and shutil.which(compiler) is not None
+    needed = ("mypyc", "setuptools", "numpy", "msgspec")
+    return all(importlib.util.find_spec(name) for name in needed) and shutil.which(compiler) is not None
 
 
 def compile_modules(library: Path) -> None:

@@ -40,6 +40,12 @@ class TraceRequest:
     priority: int = 0
     """As in `core.request`: lower goes first."""
 
+    def __post_init__(self) -> None:
+        # Tables give NumPy's numbers, which compiled modules (`core.compiled_modules`) refuse.
+        for name, kind in (("arrival_s", float), ("prompt_tokens", int), ("output_tokens", int)):
+            if type(getattr(self, name)) is not kind:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class RequestTrace:
