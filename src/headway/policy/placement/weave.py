@@ -7,12 +7,12 @@ pays for an iteration, and the time line that other prompts wait for would no lo
 alone on their instances: a group computes in lockstep, so an iteration of one instance cannot be shared without all
 others waiting.
 
-Instead a group yields in time: a shorter prompt goes before it while it waits, and pauses it at a layer's edge while it
-runs, if that gives an earlier first token than the plan. A prompt for a scheduler always does, as in a scheduler, where
-no longer prompt holds it up. Others have to be much shorter, and the group stays within its share of yielding
-(`weave_groups`), which follows its relative slack as space sharing does, but for prompts that would miss their own
-deadlines. Those also go before groups that are not much longer, if these stay in time or lose less than the prompt
-gains. Entering an idle instance of a group that is paused already delays no other prompt and is preferred.
+Instead a group yields in time: a much shorter prompt goes before it while it waits, and pauses it at a layer's edge
+while it runs, if that gives an earlier first token than the plan, and as long as the group stays within its share of
+yielding (`weave_groups`), which follows its relative slack as space sharing does. Entering an idle instance of a group
+that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again
+but for prompts that would miss their own deadlines: without that, shorts wait for minutes once groups fill the pool.
+Those also go before groups that are not much longer, if these stay in time or lose less than the prompt gains.
 
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
 be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
@@ -69,16 +69,15 @@ from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 class WeaveOptions(tetris.TetrisOptions):
     """Settings of `weave`, besides those of `tetris`."""
 
-    batch_s: PositiveOrZero = 0.75
+    batch_s: PositiveOrZero = 0.5
     """A prompt that the plan gives to one instance goes to its scheduler if it takes at most so long there; a longer
-    one is a group of one. Groups of all longer prompts yield to it, however long."""
+    one is a group of one."""
     yields_to: PositiveOrZero = 0.25
-    """A group yields a share of its time to other prompts that take, on one instance, at most so many times what its
-    own would; 0: to none, nor to those for schedulers."""
+    """A group yields to prompts that take, on one instance, at most so many times what its own would; 0: to none."""
     rho_min: PositiveOrZero = 0.2
-    """Least share of its time that a group yields to them."""
+    """Least share of its time that a group yields."""
     rho_max: Annotated[float, Field(lt=1)] = 0.7
-    """Largest share of its time that a group yields to them."""
+    """Largest share of its time that a group yields."""
     deadline_base_s: PositiveOrZero = 1.0
     """Seconds after arrival at which the first token of a request without an SLO is due, at the earliest."""
     deadline_factor: PositiveOrZero = 5.0
@@ -291,12 +290,9 @@ class WeavePlacement(PlacementPolicy):
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[float, dict[str, tuple[float, float]]] = {alone_s: {} for alone_s in times_s.values()}
         for alone_s, placed in product(yields, self.groups.all()):
-            # below any charge, 0 included, unless the prompt is (much) shorter than the group's
+            # below any charge, 0 included, unless the prompt is much shorter than the group's
             left_s = -1.0  # too short to yield to this prompt
-            if alone_s <= min(options.batch_s, placed.alone_s):
-                # as in a scheduler, where no longer prompt holds it up
-                left_s = math.inf
-            elif alone_s <= options.yields_to * placed.alone_s:
+            if alone_s <= options.yields_to * placed.alone_s:
                 left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if late_s is None else math.inf
             elif late_s is not None:
                 # of two of a size, one waits that stays in time, or that the wait makes less late than the other
