@@ -1,0 +1,11 @@
+"""Weave where PecSched's rewriting of Azure keeps a cluster busy: most short requests are in time."""
+
+from __future__ import annotations
+
+from headway.research.combined_setting import CombinedPoint, run_point
+
+
+def test_shorts_are_in_time_on_a_busy_cluster() -> None:
+    found = run_point(CombinedPoint("azure", "busy", 0.0, "Weave", 100.0, 0))
+    assert found.short_in_time > 0.95
+    assert found.short_p99 < 2.0
