@@ -80,6 +80,8 @@ class PeerNetwork:
         peers = tuple(peers)
         table = {end.instance: end for peer in peers for end in peer.ends() if end.instance != self.number}
         with self._lock:
+            if self._closed:
+                return
             self._ranks = {peer.instance: 1 + len(peer.others) for peer in peers}
             known, self._table = self._table, table
             gone = [connection for connection in self._connections.values() if self._left(connection, known)]
@@ -245,6 +247,11 @@ class PeerNetwork:
             for monitor in [each for each in ready if isinstance(each, zmq.Socket) and each is not self._inlet]:
                 self._note(monitor)
             self._begin_again()
+        # Each open socket would hold up the end for ever: also of a connection in whose place another was made.
+        with self._lock:
+            left = list(self._monitors.values())
+        for connection in left:
+            connection.end("this instance ends")
         for monitor in self._monitors:
             monitor.close(0)
         self._inlet.close(0)
