@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,21 @@ from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.http_cluster.http_cluster import HttpCluster
 
 RATES = MachineRates(linear_flops=1e10, attention_flops=1e10, bandwidth=1e10, name="a made-up machine")
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test's coroutine, for a minute at most."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(limited())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.01)
 
 
 def request(name: str, prompt: Sequence[int], output: int, **params: Any) -> SubmitRequest:

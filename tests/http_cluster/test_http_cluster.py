@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-from tests.helpers.http_world import ask, cluster_of, request, stream
+from tests.helpers.http_world import ask, cluster_of, request, run, stream, until
 from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
@@ -20,19 +19,16 @@ from headway.runtime.cluster.cached_keys import AssumedKeys
 from headway.runtime.http_cluster.http_cluster import HttpCluster
 
 PROMPT = [5, 9, 200, 31]
+DOCUMENT = [2 + i % 250 for i in range(400)]
 
 
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(limited())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
+async def chat_beside_document(cluster: HttpCluster, server: TokenServer) -> None:
+    """A chat that comes while a document is computed is answered first, and both are right."""
+    long = asyncio.create_task(ask(cluster, "document", DOCUMENT, 3))
+    await until(lambda: server.running == 1)
+    assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
+    assert not long.done()
+    assert await long == greedy(DOCUMENT, 3)
 
 
 def resume(servers: list[TokenServer]) -> None:
@@ -242,12 +238,7 @@ def test_pecsched_pauses_a_long_prefill_for_a_chat_by_closing_its_stream() -> No
             "long_tokens": 100, "long_replicas": "fixed", "long_sp": 1, "disaggregate": False, "ageing": "off",
         }  # fmt: skip
         async with cluster_of([server], "pecsched", options) as cluster:
-            document = [2 + i % 250 for i in range(400)]
-            long = asyncio.create_task(ask(cluster, "document", document, 3))
-            await until(lambda: server.running == 1)
-            assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
-            assert not long.done()
-            assert await long == greedy(document, 3)
+            await chat_beside_document(cluster, server)
             assert [held.ended for held in server.seen] == ["aborted", "finished", "finished"]
 
     run(work)
@@ -397,17 +388,12 @@ def test_weave_lets_the_instances_own_iterations_yield_by_priorities() -> None:
     async def work() -> None:
         server = TokenServer(prefill_s=0.002)
         async with cluster_of([server], "weave", {"sizes": [1], "batch_s": 0.0}) as cluster:
-            document = [2 + i % 250 for i in range(400)]
-            long = asyncio.create_task(ask(cluster, "document", document, 3))
-            await until(lambda: server.running == 1)
-            assert await ask(cluster, "chat", PROMPT, 3) == greedy(PROMPT, 3)
-            assert not long.done()
-            assert await long == greedy(document, 3)
+            await chat_beside_document(cluster, server)
             assert [(held.body.get("priority"), held.ended) for held in server.seen] == [
                 (1, "finished"),
                 (None, "finished"),
             ]
             # Each ended for the policy too: the next long prompt has no group before it.
-            assert await ask(cluster, "next", document, 3) == greedy(document, 3)
+            assert await ask(cluster, "next", DOCUMENT, 3) == greedy(DOCUMENT, 3)
 
     run(work)

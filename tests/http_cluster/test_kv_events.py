@@ -6,7 +6,8 @@ import asyncio
 import json
 import struct
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from tests.helpers.http_world import ask, cluster_of
+from tests.helpers.http_world import ask, cluster_of, run, until
 from tests.helpers.token_server import TokenServer
 
 from headway.kv.text_keys import block_keys
@@ -159,19 +160,6 @@ class Publisher:
         self._router.close(0)
 
 
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(limited())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.01)
-
-
 async def heard(publisher: Publisher, events: KvEvents) -> None:
     """Wait until a subscription, which takes its time, brings what is published."""
     while events.blocks.expected < publisher.number or not publisher.number:
@@ -179,22 +167,34 @@ async def heard(publisher: Publisher, events: KvEvents) -> None:
         await asyncio.sleep(0.02)
 
 
+@asynccontextmanager
+async def subscribed(endpoint: str, replays: bool = True) -> AsyncIterator[tuple[Publisher, KvEvents]]:
+    """A server and a subscription that hears it and knows `TEXT`."""
+    publisher, events = Publisher(endpoint, replays), KvEvents(endpoint)
+    try:
+        events.start()
+        await heard(publisher, events)
+        await publisher.publish(stored(TEXT))
+        await until(lambda: events.blocks.match(keys(TEXT)) == 5)
+        yield publisher, events
+    finally:
+        events.stop()
+        publisher.close()
+    assert events.blocks.match(keys(TEXT)) == 0
+
+
 def test_a_gap_is_replayed_and_what_was_before_the_subscription_too(endpoint: str) -> None:
     async def work() -> None:
-        publisher, events = Publisher(endpoint), KvEvents(endpoint)
-        try:
-            await publisher.publish(stored(TEXT[:8]), lost=True)
-            events.start()
-            await until(lambda: events.blocks.match(keys(TEXT)) == 2)
-            await heard(publisher, events)
-            await publisher.publish(stored(TEXT, 2), lost=True)
+        async with subscribed(endpoint) as (publisher, events):
+            await publisher.publish(stored([7] * 8), lost=True)
             await publisher.publish(removed(hashes(TEXT)[4]))
             await until(lambda: events.blocks.expected == publisher.number)
-            assert events.blocks.match(keys(TEXT)) == 4
-        finally:
-            events.stop()
-            publisher.close()
-        assert events.blocks.match(keys(TEXT)) == 0
+            later = KvEvents(endpoint)
+            later.start()
+            await until(lambda: later.blocks.expected == publisher.number)
+            for blocks in (events.blocks, later.blocks):
+                assert (blocks.match(keys(TEXT)), blocks.match(keys([7] * 8))) == (4, 2)
+            later.stop()
 
     run(work)
 
@@ -206,58 +206,33 @@ def test_a_gap_that_cannot_be_filled_clears_what_was_known(
     monkeypatch.setattr("headway.runtime.http_cluster.kv_events._REPLAY_S", 0.05 if not replays else 30.0)
 
     async def work() -> None:
-        publisher, events = Publisher(endpoint, replays), KvEvents(endpoint)
-        try:
-            events.start()
-            await heard(publisher, events)
-            await publisher.publish(stored(TEXT))
-            await until(lambda: events.blocks.match(keys(TEXT)) == 5)
-            other = [7] * 8
+        async with subscribed(endpoint, replays) as (publisher, events):
             await publisher.publish(removed(*hashes(TEXT)), lost=True)
             publisher.buffer.clear()
-            await publisher.publish(stored(other))
-            await until(lambda: events.blocks.match(keys(other)) == 2)
+            await publisher.publish(stored([7] * 8))
+            await until(lambda: events.blocks.match(keys([7] * 8)) == 2)
             assert events.blocks.match(keys(TEXT)) == 0
-        finally:
-            events.stop()
-            publisher.close()
 
     run(work)
 
 
 def test_numbers_that_begin_again_are_of_another_process(endpoint: str) -> None:
     async def work() -> None:
-        publisher, events = Publisher(endpoint), KvEvents(endpoint)
-        try:
-            events.start()
-            await heard(publisher, events)
-            await publisher.publish(stored(TEXT))
-            await until(lambda: events.blocks.match(keys(TEXT)) == 5)
+        async with subscribed(endpoint) as (publisher, events):
             publisher.buffer.clear()
             publisher.number = 0
             await publisher.publish(stored([7] * 8))
             await until(lambda: events.blocks.match(keys([7] * 8)) == 2)
             assert events.blocks.match(keys(TEXT)) == 0
-        finally:
-            events.stop()
-            publisher.close()
 
     run(work)
 
 
 def test_another_protocol_ends_the_subscription_and_leaves_nothing_known(endpoint: str) -> None:
     async def work() -> None:
-        publisher, events = Publisher(endpoint), KvEvents(endpoint)
-        try:
-            events.start()
-            await heard(publisher, events)
-            await publisher.publish(stored(TEXT))
-            await until(lambda: events.blocks.match(keys(TEXT)) == 5)
+        async with subscribed(endpoint) as (publisher, events):
             await publisher._pub.send(b"hello")
             await until(lambda: not events.blocks.block_tokens)
-        finally:
-            events.stop()
-            publisher.close()
 
     run(work)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
 import aiohttp.web
 import pytest
-from tests.helpers.http_world import ask, cluster_of
+from tests.helpers.http_world import ask, cluster_of, run
 from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import HeadwayError
@@ -46,14 +46,6 @@ async def pair(**faults: Any) -> AsyncIterator[tuple[TokenServer, TokenServer, B
 async def answer(legs: KvHandOver) -> list[int]:
     async with aclosing(legs.pieces()) as pieces:
         return [token async for piece in pieces for token in piece.tokens]
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(30):
-            await work()
-
-    asyncio.run(limited())
 
 
 async def quiet(*servers: TokenServer) -> None:

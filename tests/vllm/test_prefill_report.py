@@ -19,9 +19,9 @@ def test_reported_times_grow_with_the_prompt_and_follow_what_is_learned() -> Non
     before = report.points()
     assert [tokens for tokens, _ in before] == [64, 256, 1024, 4096]
     assert all(0 < short < long for (_, short), (_, long) in pairwise(before))
-    for past, tokens in product(range(0, 64_000, 4000), (16, 64, 512, 2048)):
+    for _, past, tokens in product(range(5), range(0, 64_000, 4000), (16, 64, 512, 2048)):
         load = BatchLoad().with_chunk(tokens, one_chunk_s(latency, past, tokens), past)
         alone = BatchLoad().with_chunk(tokens, one_chunk_s(small_machine(), past, tokens), past)
         latency.observe(load, 3 * load_s(small_machine(), alone))
     for (_, old), (_, new) in zip(before, report.points(), strict=True):
-        assert new == pytest.approx(3 * old, rel=0.3)
+        assert new == pytest.approx(3 * old, rel=0.08)

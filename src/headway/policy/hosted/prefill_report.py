@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.efficient_chunks import NEWCOMER_EFFICIENCY, EfficientChunks
-from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S
+from headway.policy.iteration.efficient_chunks import EfficientChunks
+from headway.policy.iteration.iteration_budget import newcomer_s
 
 _FIRST, _FACTOR = 64, 4
 
@@ -24,14 +26,10 @@ class PrefillReport:
 
     def _fresh(self) -> PrefillCache:
         """Return times in iterations as long as a prompt gets that nothing decodes beside."""
-        config, chunks = self._config, EfficientChunks(self._latency, self._config.max_num_batched_tokens)
-        aim_s = chunks.target_s(config, 0)
-        # As `IterationBudget`, where requests come rarely.
-        if config.stages == 1 and config.newcomer_wait_s is not None:
-            aim_s = max(aim_s, config.newcomer_wait_s)
-        elif config.stages == 1:
-            aim_s = max(aim_s, min(LONGEST_WAIT_S, chunks.useful_s(0, NEWCOMER_EFFICIENCY)))
-        return PrefillCache(self._latency, aim_s, max(self._config.min_chunk, 16))
+        config = self._config
+        # As where requests come rarely.
+        aim_s = newcomer_s(config, EfficientChunks(self._latency, config.max_num_batched_tokens), 0, inf)
+        return PrefillCache(self._latency, aim_s, max(config.min_chunk, 16))
 
     def points(self) -> list[tuple[int, float]]:
         """Return (tokens, seconds) as of now."""

@@ -20,7 +20,7 @@ from headway.perf.latency.shard_exchange import WithExchange
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import LEAST_AIM_S, LONGEST_AIM_S
-from headway.policy.iteration.prefill import LONG
+from headway.policy.iteration.prefill import LONG, SEVERAL_ITERATIONS
 from headway.policy.iteration.space_sharing import time_of_larger_s
 
 MAX_UNSCHEDULABLE = 2
@@ -157,12 +157,11 @@ class _Filling:
     """Running state of one `pack` call."""
 
     __slots__ = (
-        "_begin",
-        "_begin_s",
         "_decode_s",
         "_full_time",
         "_load_s",
         "_model",
+        "_unshared_s",
         "bounded",
         "chunking",
         "first",
@@ -181,8 +180,9 @@ class _Filling:
     def __init__(
         self, load: BatchLoad, yields_from: int, rules: PackRules, chunking: ChunkingStrategy, latency: LatencyModel
     ) -> None:
-        self.load = self._begin = load
-        self._begin_s: float | None = None
+        self.load = load
+        # Seconds of the decodes, of which prompts of several iterations get no share; 0: none of those yields.
+        self._unshared_s = load_s(latency, load) if yields_from == SEVERAL_ITERATIONS else 0.0
         self.yields_from = yields_from
         self.rules = rules
         self.chunking = chunking
@@ -252,7 +252,7 @@ class _Filling:
         if self._yields(candidate):
             # Algorithm 2 shares the whole iteration. Of what decodes leave, a prompt of several iterations goes on
             # however long they take and however many small ones come.
-            unshared_s = 0.0 if candidate.size == LONG else min(self._before_s(), budget_s)
+            unshared_s = 0.0 if candidate.size == LONG else min(self._unshared_s, budget_s)
             budget_s = time_of_larger_s(
                 budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max, unshared_s
             )
@@ -265,12 +265,6 @@ class _Filling:
             alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, candidate.past, 1)
             budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
         return budget_s
-
-    def _before_s(self) -> float:
-        """Return the predicted seconds of the iteration before any prompt was added."""
-        if self._begin_s is None:
-            self._begin_s = load_s(self.latency, self._begin)
-        return self._begin_s
 
     def _yields(self, candidate: PackCandidate) -> bool:
         return candidate.size >= self.yields_from and candidate.yields

@@ -57,6 +57,21 @@ class ArrivalGaps:
         return max(min(self._gaps), quiet_s / _QUIET) if self._gaps else quiet_s
 
 
+def newcomer_s(config: SchedulerConfig, chunks: EfficientChunks, context: int, expected_s: float) -> float:
+    """Return the longest iteration while nothing decodes, seconds: what a request that arrives during it may wait.
+
+    `expected_s`: between arrivals."""
+    # What decodes would get is never too long for a newcomer.
+    aim_s = chunks.target_s(config, context)
+    if config.stages > 1:
+        # A batch behind this one may hold a prompt's end, whose request decodes next.
+        return aim_s
+    if config.newcomer_wait_s is not None:
+        return max(aim_s, config.newcomer_wait_s)
+    rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s)
+    return max(aim_s, chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
+
+
 class IterationBudget:
     """Time budget of the iterations of one group. Deterministic: time is an argument."""
 
@@ -86,7 +101,7 @@ class IterationBudget:
         an efficient chunk depends."""
         config = self._config
         if not self.targets.members:
-            bound_s = self._newcomer_s(now, context)
+            bound_s = newcomer_s(config, self._chunks, context, self._arrivals.expected_s(now))
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
@@ -119,19 +134,6 @@ class IterationBudget:
         if changed:
             self._chunks.clear()
             self._aims_s.clear()
-
-    def _newcomer_s(self, now: float, context: int) -> float:
-        """Return the longest iteration while nothing decodes: what a request that arrives during it may wait."""
-        config = self._config
-        # What decodes would get is never too long for a newcomer.
-        aim_s = self._aim_s(context)
-        if config.stages > 1:
-            # A batch behind this one may hold a prompt's end, whose request decodes next.
-            return aim_s
-        if config.newcomer_wait_s is not None:
-            return max(aim_s, config.newcomer_wait_s)
-        rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * self._arrivals.expected_s(now))
-        return max(aim_s, self._chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
 
     def _aim_s(self, context: int) -> float:
         """Return the target between two tokens, seconds."""

@@ -60,9 +60,17 @@ class AssumedKeys:
         return _match(keys, self._keys)
 
 
-def text_of(submit: SubmitRequest, prompt: bytes | memoryview, told: Sequence[int], block_tokens: int) -> TextKeys:
-    """Return the keys of a request's prompt and of what its client has of the answer; none of one that shares none."""
-    text = TextKeys(prompt if shares(submit) else b"", block_tokens, submit.cache_salt)
+def text_of(
+    submit: SubmitRequest,
+    prompt: bytes | memoryview,
+    told: Sequence[int],
+    block_tokens: int,
+    salt: str | None = None,
+) -> TextKeys:
+    """Return the keys of a request's prompt and of what its client has of the answer; none of one that shares none.
+
+    salt: None: the request's own."""
+    text = TextKeys(prompt if shares(submit) else b"", block_tokens, submit.cache_salt if salt is None else salt)
     for token in told if shares(submit) else ():
         text.append(token)
     return text

@@ -9,7 +9,7 @@ from headway.control.queue_entries import SpanEntry
 from headway.control.request_lifecycle import RequestLifecycle
 from headway.core.request import Request
 from headway.kv.text_keys import TextKeys
-from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, shares, text_of
+from headway.runtime.cluster.cached_keys import ASSUMED_BLOCK, text_of
 from headway.runtime.cluster.client_answer import AnswerQueue
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.http_cluster.answer_stream import AnswerStream
@@ -65,9 +65,8 @@ class HttpRequest:
     def text_in(self, block_tokens: int) -> TextKeys:
         """Return the keys of the attempt's prompt in blocks of a server's own size, with the salt that it is sent."""
         if block_tokens not in self.texts:
-            told = b"".join(token.to_bytes(4, "little") for token in self.life.output[: self._before])
-            whole = bytes(self.prompt) + told if shares(self.submit) else b""
-            self.texts[block_tokens] = TextKeys(whole, block_tokens, sent_salt(self.submit))
+            submit, told = self.submit, self.life.output[: self._before]
+            self.texts[block_tokens] = text_of(submit, self.prompt, told, block_tokens, sent_salt(submit))
         return self.texts[block_tokens]
 
     @property
