@@ -110,7 +110,9 @@ class SchedulerConfig:
         need(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
         need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
-        need(self.min_chunk >= 0, "min_chunk", "0 or more")
+        for name in ("min_chunk", "long_tokens", "long_iterations", "least_gain", "quantum", "deadline_base_s",
+                     "deadline_factor", "reserve_tokens", "admission_age_s"):  # fmt: skip
+            need(getattr(self, name) >= 0, name, "0 or more")
         need(0 < self.useful_share <= 1, "useful_share", "above 0 and at most 1")
         need(self.stretch >= 0, "stretch", "0 or more")
         need(self.progress_every >= 1, "progress_every", "at least 1")
