@@ -7,12 +7,15 @@ pays for an iteration, and the time line that other prompts wait for would no lo
 alone on their instances: a group computes in lockstep, so an iteration of one instance cannot be shared without all
 others waiting.
 
-Instead a group yields in time: a much shorter prompt goes before it while it waits, and pauses it at a layer's edge
-while it runs, if that gives an earlier first token than the plan, and as long as the group stays within its share of
-yielding (`weave_groups`), which follows its relative slack as space sharing does. Entering an idle instance of a group
-that is paused already delays no other prompt and is preferred. A group that has yielded its share is not delayed again
-but for prompts that would miss their own deadlines: without that, shorts wait for minutes once groups fill the pool.
-Those also go before groups that are not much longer, if these stay in time or lose less than the prompt gains.
+Instead a group yields in time: a shorter prompt goes before it while it waits, and pauses it at a layer's edge while it
+runs, if that gives an earlier first token than the plan. To much shorter ones the group yields a share of its time
+(`weave_groups`), which follows its relative slack as space sharing does, and more to such of them as would miss their
+own deadlines: without that, shorts wait for minutes once groups fill the pool. To others it yields while it stays in
+time itself, or loses less than a late prompt gains.
+
+A prompt on one instance stops the whole group, and what waits behind that anywhere. So it enters only if it gains, in
+units of the time within which its first token is due, at least what all of them lose in units of theirs (Smith's rule).
+Entering an idle instance of a group that is paused already delays no other prompt and is preferred.
 
 It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
 be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
@@ -73,7 +76,8 @@ class WeaveOptions(tetris.TetrisOptions):
     """A prompt that the plan gives to one instance goes to its scheduler if it takes at most so long there; a longer
     one is a group of one."""
     yields_to: PositiveOrZero = 0.25
-    """A group yields to prompts that take, on one instance, at most so many times what its own would; 0: to none."""
+    """A group yields a share of its time to prompts that take, on one instance, at most so many times what its own
+    would, to others only while it stays in time; 0: to none."""
     rho_min: PositiveOrZero = 0.2
     """Least share of its time that a group yields."""
     rho_max: Annotated[float, Field(lt=1)] = 0.7
@@ -160,7 +164,7 @@ class WeavePlacement(PlacementPolicy):
         if request.max_output_tokens > 1 and not whole and not view.with_role("decode"):
             raise ConfigError("weave needs instances of role decode: groups wait for decodes on their instances")
         request, plan, prefix = self.tetris.plan_behind_prefix(request, view)
-        alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
+        alone_s = self._alone_s(request)
         if prefix is not None:
             # the time of a copy to any one instance
             alone_s += prefix.copy_s
@@ -213,8 +217,7 @@ class WeavePlacement(PlacementPolicy):
             self._prefills_end_s[instance] = self._scheduler_idle_s(instance, view) + alone_s
         # a long prompt itself, and what is not to go before one
         behind = self._context.whole_prompts and not concurrent and bool(self.groups.on(instance))
-        # with a single output token there is nothing to decode elsewhere
-        phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"
+        phase: Phase = "prefill" if request.max_output_tokens > 1 else "all"  # one token: nothing to decode elsewhere
         if prefix is not None and not self._context.copies_prefixes:
             prefix = prefix if prefix.instance == instance else None
         elif prefix is not None:
@@ -247,20 +250,20 @@ class WeavePlacement(PlacementPolicy):
             pause_intervals_s.append(self._context.pause_interval_s(span.start, span.end, shape, seconds))
             work_s += seconds
             now = start_s + seconds
-        alone_s = self._latency.prefill_s(request.cached_tokens, self._tokens(request), GroupShape(1))
-        deadline_s = request.arrival_s + self._due_s(request, work_s)
-        groups, tokens = [span.group for span in spans], request.prompt_tokens
-        return PlacedGroup(request.id, groups, starts_s, pause_intervals_s, now, work_s, alone_s, deadline_s, tokens)
+        due_s = self._due_s(request, work_s)
+        line = [span.group for span in spans], starts_s, pause_intervals_s, now, work_s, self._alone_s(request)
+        return PlacedGroup(request.id, *line, request.arrival_s + due_s, due_s, request.prompt_tokens)
+
+    def _alone_s(self, request: Request) -> float:
+        """Return the time of a whole prompt's uncached part on one instance."""
+        cached = request.cached_tokens
+        return self._latency.prefill_s(cached, request.prompt_tokens - cached, GroupShape(1))
 
     def _due_s(self, request: Request, work_s: float) -> float:
         """Return the seconds within which a request's first token is due. work_s: the prompt's own time."""
         if request.slo.ttft_s is not None:
             return request.slo.ttft_s
         return max(self._options.deadline_base_s, self._options.deadline_factor * work_s)
-
-    @staticmethod
-    def _tokens(request: Request) -> int:
-        return request.prompt_tokens - request.cached_tokens
 
     # -- before groups -----------------------------------------------------------------------------------------------
 
@@ -284,30 +287,29 @@ class WeavePlacement(PlacementPolicy):
     ) -> QueueGap | None:
         """Return the place before groups with the earliest first token, of equal ones that which stops the fewest
         instances; None if the plan is as good. times_s: see `_times_on`. plan_s: seconds until the plan's first token.
-        late_s: by how much the prompt would be late where groups keep to their shares of yielding, which they then need
-        not; None: they do."""
+        late_s: by how much the prompt would be late where groups keep to their shares; None: they do."""
         now, options = view.now_s, self._options
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[float, dict[str, tuple[float, float]]] = {alone_s: {} for alone_s in times_s.values()}
         for alone_s, placed in product(yields, self.groups.all()):
-            # below any charge, 0 included, unless the prompt is much shorter than the group's
-            left_s = -1.0  # too short to yield to this prompt
+            # while the group stays in time, or, late too, becomes no later than the prompt would be
+            left_s = max(placed.deadline_s - max(now, placed.end_s), (late_s or 0.0) - placed.yielded_s)
             if alone_s <= options.yields_to * placed.alone_s:
                 left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if late_s is None else math.inf
-            elif late_s is not None:
-                # of two of a size, one waits that stays in time, or that the wait makes less late than the other
-                left_s = max(placed.deadline_s - max(now, placed.end_s), late_s - placed.yielded_s)
+            elif late_s is None and alone_s > placed.alone_s:
+                left_s = -1.0  # below any charge, 0 included
             # without the prompt, a running or pausing group would go on now, a waiting one as planned; neither
             # before the schedulers of its instances are empty
             begins_s = now if self._can_stop(placed, view) else max(now, placed.starts_s[placed.index])
             yields[alone_s][placed.request] = max(begins_s, *(idle_s[i] for i in placed.group)), left_s
         best: QueueGap | None = None
         for i, scheduler_idle_s in idle_s.items():
-            if not self._has_room(i, request.prompt_tokens, view):
+            alone_s, room = times_s.get(i, times_s[None]), self._has_room(i, request.prompt_tokens, view)
+            gap = self._gap(i, scheduler_idle_s, alone_s, yields[alone_s], view) if room else None
+            if gap is None or gap.first_token_s >= now + plan_s or (best is not None and gap[:3] >= best[:3]):
                 continue
-            alone_s = times_s.get(i, times_s[None])
-            gap = self._gap(i, scheduler_idle_s, alone_s, yields[alone_s], view)
-            if gap is not None and gap.first_token_s < now + plan_s and (best is None or gap[:3] < best[:3]):
+            lost = sum(seconds / placed.due_s for placed, seconds in self.groups.delayed(gap.charges))
+            if now + plan_s - gap.first_token_s >= lost * self._due_s(request, alone_s):
                 best = gap
         return best
 
@@ -319,10 +321,9 @@ class WeavePlacement(PlacementPolicy):
         yields: dict[str, tuple[float, float]],
         view: ClusterSnapshot,
     ) -> QueueGap | None:
-        """Return the place before all groups of an instance; None if one of them cannot yield enough. idle_s: when
-        the instance's scheduler is empty. yields: of each group, when it would continue without this prompt, and the
-        seconds
-        that it may still yield."""
+        """Return the place before all groups of an instance; None if one of them cannot yield enough. idle_s: when the
+        instance's scheduler is empty. yields: of each group, when it would continue without this prompt, and the
+        seconds that it may still yield."""
         groups = self.groups.on(instance)
         first = groups[0]
         # groups of one prompt are nested: the instance may belong to a later, larger chunk only, and need no pause

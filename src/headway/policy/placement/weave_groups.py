@@ -15,7 +15,7 @@ from headway.policy.placement.view import ClusterSnapshot
 class PlacedGroup:
     """A prompt committed to groups of instances. All durations are predicted, all times absolute."""
 
-    __slots__ = ("alone_s", "begun", "deadline_s", "end_s", "groups", "index", "pause_intervals_s", "pausing",
+    __slots__ = ("alone_s", "begun", "deadline_s", "due_s", "end_s", "groups", "index", "pause_intervals_s", "pausing",
                  "request", "starts_s", "tokens", "work_s", "yielded_s")  # fmt: skip
 
     def __init__(
@@ -28,6 +28,7 @@ class PlacedGroup:
         work_s: float,
         alone_s: float,
         deadline_s: float,
+        due_s: float,
         tokens: int = 0,
     ) -> None:
         self.request = request
@@ -38,6 +39,7 @@ class PlacedGroup:
         self.work_s = work_s  # time of all spans together
         self.alone_s = alone_s  # time of the whole prompt on one instance
         self.deadline_s = deadline_s  # of the first token
+        self.due_s = max(due_s, 1e-9)  # from arrival to the deadline
         self.tokens = tokens  # of the prompt
         self.begun = False  # known to hold KV
         self.index = 0  # of the span that runs or comes next
@@ -98,6 +100,17 @@ class PlacedGroups:
     def occupied(self) -> Iterable[int]:
         """Return the instances that have any."""
         return sorted(i for i, spans in self._on.items() if spans)
+
+    def delayed(self, charges: Iterable[tuple[PlacedGroup, float]]) -> Iterable[tuple[PlacedGroup, float]]:
+        """Yield all prompts that delays of some hold up, and the seconds: what waits behind one on any instance begins
+        at most as much later."""
+        direct = dict(charges)
+        on: dict[int, float] = {}  # largest delay so far by instance
+        for placed in self.all():
+            seconds = direct.get(placed, max(on.get(i, 0.0) for i in placed.groups[-1]))
+            if seconds > 0:
+                yield placed, seconds
+                on.update((i, max(on.get(i, 0.0), seconds)) for i in placed.groups[-1])
 
     def add(self, placed: PlacedGroup) -> None:
         self._by_request[placed.request] = placed
