@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -26,9 +24,6 @@ INLINE_BYTES = 2 << 10
 SHORT_BYTES = 256 << 10
 """Bodies above this size are parsed in a second pool: a chat does not queue behind a document's tokenisation."""
 
-_LONG_NICENESS = 10
-"""Of the second pool's threads: they get a tenth of a core that the engine or the event loop wants."""
-
 
 class BodyReader:
     """Reader and parser of bodies, with the threads that parse and tokenise large ones. One per server."""
@@ -38,9 +33,7 @@ class BodyReader:
         # Bytes of all bodies being read or parsed; changed on the event loop only.
         self._held = 0
         self._short = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-short")
-        self._long = ThreadPoolExecutor(
-            settings.worker_threads, thread_name_prefix="headway-parse-long", initializer=_yield_cores
-        )
+        self._long = ThreadPoolExecutor(settings.worker_threads, thread_name_prefix="headway-parse-long")
 
     async def parse(
         self, request: Request, parse: Callable[[bytearray, float], T], *, most_bytes: int | None = None
@@ -104,12 +97,6 @@ class BodyReader:
         except ClientDisconnect:
             raise ApiError(499, "the client left before its request had arrived") from None
         return body
-
-
-def _yield_cores() -> None:
-    """Lower the priority of the calling thread. On Linux niceness is a thread's own."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LONG_NICENESS)
 
 
 # The rest of the body is not read, so that the connection cannot carry another request.

@@ -143,17 +143,22 @@ def _serve(
     discard_early()
     # Before the journal is opened, which may have something to log.
     setup(settings.log_level, settings.log_format)
-    app = create_app(client, load_tokenizer(model, settings), settings)
-    return serve(app, settings, force_binding=allow_public, sockets=sockets)
+    tokenizer = load_tokenizer(model, settings)
+    try:
+        return serve(create_app(client, tokenizer, settings), settings, force_binding=allow_public, sockets=sockets)
+    finally:
+        tokenizer.close()
 
 
 def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
-    """Load the tokenizer of a checkpoint's folder with the settings' chat template. Raises ConfigError."""
+    """Load a served checkpoint's tokenizer with the settings' chat template; `close` it. Raises ConfigError."""
     from headway.serving.chat_template import DEFAULT_TEMPLATE
     from headway.serving.tokenizer import ModelTokenizer
 
     memory, template = settings.tokenizer_memory, settings.chat_template
-    return ModelTokenizer.load(Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE)
+    return ModelTokenizer.load(
+        Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE, own_process=True
+    )
 
 
 def _open_hosts(file: ClusterFile, model: str, settings: ServeSettings, host_of: dict[int, int]) -> RayHosts | None:

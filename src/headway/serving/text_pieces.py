@@ -15,7 +15,7 @@ from typing import Any
 
 PIECE_CHARACTERS = 16 << 10
 """Shortest piece of a long text: some 3 ms of tokenisation."""
-_SCAN_CHARACTERS = 64 << 10
+_SCAN_CHARACTERS = 16 << 10
 """Text that one search for a cut looks at: a search holds the interpreter's lock."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

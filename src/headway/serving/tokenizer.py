@@ -1,6 +1,6 @@
 """Tokenizer of a checkpoint's folder: text to ids, ids to text, messages to text. Optional: without it, ids only.
 
-All functions block; large texts are encoded in the body reader's threads, in pieces and without the interpreter's lock.
+All functions block. A server's long texts are encoded by a process of their own, others by the body reader's threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import CheckpointError, RequestError
-from headway.serving.chat_template import ChatTemplate
 from headway.serving.detokenizer import (
     ByteLevelDetokenizer,
     IncrementalDetokenizer,
@@ -24,13 +23,18 @@ from headway.serving.detokenizer import (
 )
 from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
 from headway.serving.token_bound import characters_per_token
-from headway.serving.tokenizing_memory import TokenizingMemory
+from headway.serving.tokenizer_process import TokenizerProcess
+from headway.serving.tokenizing_memory import UNCOUNTED_CHARACTERS, TokenizingMemory
 
 if TYPE_CHECKING:
     import tokenizers
 
+    from headway.serving.chat_template import ChatTemplate
+
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
+_LONG_CHARACTERS = 256 << 10
+"""Longer texts take no core from the engine: another process encodes them, at a low priority."""
 
 log = logging.getLogger("headway.server")
 
@@ -38,19 +42,25 @@ log = logging.getLogger("headway.server")
 class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
 
-    memory: bytes that tokenising texts may take at one time.
+    memory: bytes that tokenising texts may take at one time; process: encodes long texts, None: this one does.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer | None, *, chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None, memory: int = DEFAULT_MEMORY,
+        process: TokenizerProcess | None = None,
     ) -> None:  # fmt: skip
         self._backend = backend
+        self._process = process
         self._memory = TokenizingMemory(memory)
         self._pieces: TextPieces | None = None
         # Most characters that one token stands for; None: no bound is known.
         self.characters_per_token: float | None = None
-        self._template = ChatTemplate(chat_template, special_tokens or {}) if chat_template else None
+        self._template: ChatTemplate | None = None
+        if chat_template:
+            from headway.serving.chat_template import ChatTemplate
+
+            self._template = ChatTemplate(chat_template, special_tokens or {})
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self._special = frozenset(ident for ident, token in added.items() if token.special)
         # Bytes of each token id of a byte-level BPE vocabulary; None for other tokenizers.
@@ -70,11 +80,13 @@ class ModelTokenizer:
         chat_template: str | None = None,
         memory: int = DEFAULT_MEMORY,
         default_template: str | None = None,
+        own_process: bool = False,
     ) -> ModelTokenizer:
         """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
         chat_template: a file to use instead of the folder's own, or the template's text, which has a brace;
-        default_template: source for a model without one.
+        default_template: source for a model without one; own_process: encode long texts in another process, which
+        `close` ends.
         Raises CheckpointError for an unreadable file.
         """
         config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
@@ -99,12 +111,19 @@ class ModelTokenizer:
         if template is None and default_template is not None:
             log.warning("the model has no chat template: chats use a plain one, a line `role: text` for each message")
             template = default_template
-        return cls(backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory)
+        process = TokenizerProcess(folder, memory) if own_process else None
+        special = _special_tokens(config)
+        return cls(backend, chat_template=template, special_tokens=special, memory=memory, process=process)
 
     @classmethod
     def none(cls) -> ModelTokenizer:
         """Make a tokenizer for a model without one: prompts must be token ids, and answers' text is empty."""
         return cls(None)
+
+    def close(self) -> None:
+        """End the process of long texts: they are refused from now on. Idempotent."""
+        if self._process is not None:
+            self._process.close()
 
     @property
     def has_text(self) -> bool:
@@ -123,14 +142,17 @@ class ModelTokenizer:
     def encode_long(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> array[int]:
         """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it.
 
-        Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer.
+        Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer, and
+        UnavailableError where the process of long texts fails.
         """
         if self._backend is None:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
         if most_tokens is not None:
             self._check_characters(text, most_tokens)
+        if self._process is not None and len(text) > _LONG_CHARACTERS:
+            return self._process.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
         if self._pieces is None or len(text) <= PIECE_CHARACTERS:
-            return array("i", self._encoded(text, add_special_tokens))
+            return self._encoded_piece(text, add_special_tokens)
         before, after = self._around if add_special_tokens else ([], [])
         ids = array("i", before)
         for piece in self._pieces.cut(text):
@@ -138,9 +160,15 @@ class ModelTokenizer:
                 raise RequestError(
                     f"This model's maximum context length is {most_tokens} tokens. However, the text has more", "prompt"
                 )
-            ids.extend(self._encoded(piece, add_special_tokens=False))
+            ids.extend(self._encoded_piece(piece, add_special_tokens=False))
         ids.extend(after)
         return ids
+
+    def _encoded_piece(self, text: str, add_special_tokens: bool) -> array[int]:
+        # The library makes the list of ids, and takes it apart, with the interpreter's lock.
+        if self._process is not None and len(text) > UNCOUNTED_CHARACTERS:
+            return self._process.encode(text, add_special_tokens=add_special_tokens)
+        return array("i", self._encoded(text, add_special_tokens))
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self._backend is not None

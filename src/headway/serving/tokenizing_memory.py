@@ -10,7 +10,7 @@ from headway.core.errors import RequestError
 
 BYTES_PER_CHARACTER = 512
 """Memory that tokenising one character takes at most, about: measured, 85 to 400 bytes."""
-_UNCOUNTED_CHARACTERS = 64 << 10
+UNCOUNTED_CHARACTERS = 64 << 10
 """Texts up to this length are not counted: each thread tokenises one at a time."""
 
 
@@ -31,7 +31,7 @@ class TokenizingMemory:
 
         Raises RequestError for a text that takes more than all of it.
         """
-        if characters <= _UNCOUNTED_CHARACTERS:
+        if characters <= UNCOUNTED_CHARACTERS:
             yield
             return
         wanted = characters * BYTES_PER_CHARACTER
