@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.helpers.polling import let_arrive, until
 
@@ -21,6 +22,7 @@ from headway.core.errors import RequestError, UnavailableError
 from headway.runtime import embedded
 from headway.serving.launch import load_tokenizer
 from headway.serving.load.server_process import ServerProcess
+from headway.serving.prompts import PromptReader
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 from headway.serving.tokenizer_process import QUESTION, TokenizerProcess, _ids, received
@@ -95,6 +97,23 @@ def test_a_server_sends_texts_there_that_would_hold_the_lock_or_a_core(text: str
     assert gone(number)
     with pytest.raises(UnavailableError, match="server is ending"):
         tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_many_texts_of_one_request_go_there_together(own: TokenizerProcess) -> None:
+    reader, seen = PromptReader(ModelTokenizer(HERE._backend, process=own), 1 << 20, 64), [0]
+    text, encode = "some words, " * 900, own.encode
+
+    def counted(text: str, **more: Any) -> Any:
+        seen[0] += 1
+        return encode(text, **more)
+
+    own.encode = counted  # type: ignore[method-assign]
+    for count, there in ((10, 0), (30, 30)):
+        prompts = reader.read(msgspec.Raw(json.dumps([text] * count)), add_special_tokens=True)
+        assert {prompt.data.tobytes() for prompt in prompts} == {
+            HERE.encode_long(text, add_special_tokens=True).tobytes()
+        }
+        assert seen[0] == there
 
 
 def test_without_a_server_no_process_is_started() -> None:

@@ -68,7 +68,10 @@ class PromptReader:
         items = self._many.decode(raw)
         if len(items) > self._max_prompts:
             raise RequestError(f"'{name}' holds {len(items)} prompts; at most {self._max_prompts} are allowed", name)
-        return tuple(self._one(item, add_special_tokens, name, f"{name}[{index}]") for index, item in enumerate(items))
+        together = len(memoryview(raw))
+        return tuple(
+            self._one(item, add_special_tokens, name, f"{name}[{index}]", together) for index, item in enumerate(items)
+        )
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -89,28 +92,33 @@ class PromptReader:
             raise RequestError(f"'{name}' must be an array of token ids", name)
         return self._decode_ids(raw, name, name).tolist()
 
-    def _one(self, raw: msgspec.Raw, add_special_tokens: bool, name: str, label: str) -> TokenPrompt:
+    def _one(self, raw: msgspec.Raw, add_special_tokens: bool, name: str, label: str, together: int = 0) -> TokenPrompt:
         if _starts(raw, b"["):
             return self._token_ids(raw, name, label)
         text = JsonObject({name: raw}).get(name)
         if not isinstance(text, str):
             raise RequestError(f"'{label}' must be text or an array of token ids", name)
-        return self.text(text, add_special_tokens=add_special_tokens, name=name, label=label)
+        return self.text(text, add_special_tokens=add_special_tokens, name=name, label=label, together=together)
 
-    def text(self, text: str, *, add_special_tokens: bool, name: str = "prompt", label: str = "prompt") -> TokenPrompt:
-        """Tokenize a text. label: what errors call it in the body's field `name`. Raises RequestError when empty."""
+    def text(
+        self, text: str, *, add_special_tokens: bool, name: str = "prompt", label: str = "prompt", together: int = 0
+    ) -> TokenPrompt:
+        """Tokenize a text. label: what errors call it in the body's field `name`. Raises RequestError when empty.
+
+        together: bytes of all texts of its request, where it is one of several.
+        """
         if not text:
             raise RequestError(f"'{label}' is empty", name)
-        ids = self._encode(text, name, add_special_tokens=add_special_tokens)
+        ids = self._encode(text, name, add_special_tokens=add_special_tokens, together=together)
         if not ids:
             raise RequestError(f"'{label}' is empty: the text has no tokens", name)
         return TokenPrompt.of(ids)
 
-    def _encode(self, text: str, name: str, *, add_special_tokens: bool) -> array[int]:
+    def _encode(self, text: str, name: str, *, add_special_tokens: bool, together: int = 0) -> array[int]:
         """Tokenize a text of the body's field `name`. Raises RequestError."""
         try:
             return self._tokenizer.encode_long(
-                text, add_special_tokens=add_special_tokens, most_tokens=self._most_tokens
+                text, add_special_tokens=add_special_tokens, most_tokens=self._most_tokens, together=together
             )
         except RequestError as error:
             raise RequestError(str(error), name) from None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
 _LONG_CHARACTERS = 256 << 10
-"""Longer texts take no core from the engine: another process encodes them, at a low priority."""
+"""Longer texts, or several of a request, take no core from the engine: a process of low priority encodes them."""
 
 log = logging.getLogger("headway.server")
 
@@ -139,9 +139,12 @@ class ModelTokenizer:
         """Return the token ids of a text. Raises RequestError when there is no tokenizer."""
         return self.encode_long(text, add_special_tokens=add_special_tokens).tolist()
 
-    def encode_long(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> array[int]:
+    def encode_long(
+        self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None, together: int = 0
+    ) -> array[int]:
         """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it.
 
+        together: size of all texts of its request, where it is one of several.
         Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer, and
         UnavailableError where the process of long texts fails.
         """
@@ -149,7 +152,7 @@ class ModelTokenizer:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
         if most_tokens is not None:
             self._check_characters(text, most_tokens)
-        if self._process is not None and len(text) > _LONG_CHARACTERS:
+        if self._process is not None and max(len(text), together) > _LONG_CHARACTERS:
             return self._process.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
         if self._pieces is None or len(text) <= PIECE_CHARACTERS:
             return self._encoded_piece(text, add_special_tokens)
