@@ -45,6 +45,9 @@ class CountedPool:
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         return -(-tokens // self.block_tokens) - self.held_blocks(request_id)
 
+    def most_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
     def held_blocks(self, request_id: str) -> int:
         return self.blocks.get(request_id, 0)
 

@@ -99,6 +99,10 @@ class BlockManager:
             return -(-tokens // self.block_tokens) - (0 if self.cache is None else self.cache.in_use(request))
         return -(-tokens // self.block_tokens) - lease.blocks
 
+    def most_blocks(self, tokens: int) -> int:
+        """See `KvPool`: a request shares cached blocks, and takes no more than its tokens fill."""
+        return -(-tokens // self.block_tokens)
+
     def held_blocks(self, request: str) -> int:
         """Return how many blocks a request's lease has; 0 without a lease."""
         lease = self._leases.get(request)

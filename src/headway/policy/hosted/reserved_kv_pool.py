@@ -52,6 +52,9 @@ class ReservedKvPool:
         """See `KvPool`."""
         return self._needed(request_id, tokens)
 
+    def most_blocks(self, tokens: int) -> None:
+        """See `KvPool`: blocks of windows and states are counted by vLLM alone."""
+
     def held_blocks(self, request_id: str) -> int:
         """Return the blocks pledged to a request; 0 without a pledge."""
         return self._held.get(request_id, 0)

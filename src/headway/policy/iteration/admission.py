@@ -78,6 +78,13 @@ class KvBlockAdmission:
             return blocks <= free
         return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
 
+    def all_fit(self, most_known: int) -> bool:
+        """Whether in this decision the pool surely has room for any waiting request of at most so many known tokens.
+
+        False where the pool cannot tell without being asked about each."""
+        most = self._pool.most_blocks(min(most_known + self._config.reserve_tokens, self._total_tokens))
+        return most is not None and most + self._headroom_blocks <= self.free_blocks
+
     def blocks(self, state: PrefillState) -> int:
         """Return how many free blocks a request would take to enter: the pool's answer while it holds."""
         if state.asked_again > self.decisions:

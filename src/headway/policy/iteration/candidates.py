@@ -61,13 +61,20 @@ class BlockedRun:
 class _CandidateWalk:
     """One decision's way through the queue."""
 
-    __slots__ = ("advanced", "blocked", "closed", "iterations", "now", "run", "seen", "skip", "spare")
+    __slots__ = (
+        "advanced", "all_fit", "blocked", "closed", "iterations", "now", "run", "seen", "skip", "smaller", "spare"
+    )  # fmt: skip
 
-    def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str]) -> None:
+    def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str], smaller: int) -> None:
+        """`smaller`: how many members do not yield."""
         self.now = now
         self.iterations = iterations
         self.advanced = advanced
         self.skip = skip
+        # Members that do not yield and were not looked at yet.
+        self.smaller = smaller
+        # Whether the pool has room for any member.
+        self.all_fit = False
         # Requests that were looked at, by order of arrival, and how many of them were blocked.
         self.seen: set[int] = set()
         self.blocked = 0
@@ -100,6 +107,10 @@ class PrefillCandidates:
         self.reserved_for: PrefillState | None = None
         # Whether no further long request is to be yielded in this decision, set by the caller: one gets tokens.
         self.long_taken = False
+        # Whether requests that yield find no time in this decision, set by the caller.
+        self._passes_over = False
+        # The smallest size of requests that yield.
+        self._yields_from = LONG + 1
         self._config = config
         self._queue = queue
         self._admission = admission
@@ -109,14 +120,22 @@ class PrefillCandidates:
         self._run: BlockedRun | None = None
 
     def at(
-        self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
+        self,
+        now: float,
+        iterations: int,
+        advanced: int,
+        skip: Collection[str],
+        admits_new: bool,
+        yields_from: int = LONG + 1,
     ) -> Iterable[PackCandidate]:
         """Return candidates in order, lazily: the caller admits requests while it iterates. (): there are none.
 
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
-        requests without KV may begin."""
+        requests without KV may begin. `yields_from`: see `pack`."""
         admission = self._admission
-        self.long_taken = False
+        self.long_taken = self._passes_over = False
+        self._yields_from = yields_from
+        smaller = sum(self._queue.sizes[:yields_from])
         # No request without KV enters.
         if not admits_new or len(admission.holders) >= self._config.max_num_seqs:
             return self._begun(now, iterations, skip, ())
@@ -127,9 +146,18 @@ class PrefillCandidates:
                 if not (run.closes and (asked or admission.spare_blocks(run.members[0]))):
                     if not asked:
                         return self._begun(now, iterations, (), ()) if self._queue.begun else ()
-                    return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, ()))
+                    return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, (), smaller))
             self._run = None
-        return self._in_order(_CandidateWalk(now, iterations, advanced, skip))
+        return self._in_order(_CandidateWalk(now, iterations, advanced, skip, smaller))
+
+    def pass_over(self, yielding: bool) -> None:
+        """Set whether requests that yield find no time in this decision (`pack`)."""
+        # By size only where all have the same priority: larger ones do not yield to smaller ones of a lower one.
+        self._passes_over = yielding and not self._queue.prioritised
+
+    def _gets_nothing(self, state: PrefillState) -> bool:
+        """Whether a request gets no tokens in this decision, however little it asks for."""
+        return (self._passes_over and state.size >= self._yields_from) or (self.long_taken and state.size == LONG)
 
     def _behind(self, run: BlockedRun, asked: list[PrefillState], walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates: only those of `run` that are `asked` about may fit, to the others answers still apply."""
@@ -147,7 +175,7 @@ class PrefillCandidates:
                     return
                 continue
             walk.seen.add(state.order)
-            if not (state.size == LONG and self.long_taken):
+            if not self._gets_nothing(state):
                 candidate = self._candidate(state, now, walk.iterations - state.last_progress)
                 if candidate.remaining > 0:
                     yield candidate
@@ -164,6 +192,13 @@ class PrefillCandidates:
         # Requests with KV that were looked at, for prefixes that they compute.
         ahead = set[str]()
         for state in queue.ordered(walk.now):
+            # With room for all, nothing is to be noted of a request that gets nothing.
+            if self._passes_over and (walk.all_fit or self._notes_all_fit(walk)):
+                if not walk.smaller:
+                    return
+                if state.size >= self._yields_from:
+                    continue
+            walk.smaller -= state.size < self._yields_from
             if state.order in seen:
                 continue
             holds_kv = state.holds_kv
@@ -173,18 +208,12 @@ class PrefillCandidates:
                 return
             if skip and state.request.id in skip:
                 continue
-            if not holds_kv:
-                if shares_prefixes and admission.waits_for_prefix(state, ahead):
-                    continue
-                if not self._has_room(state, walk):
-                    continue
+            waits = not holds_kv and shares_prefixes and admission.waits_for_prefix(state, ahead)
+            if waits or not (holds_kv or self._has_room(state, walk)):
+                continue
             seen.add(state.order)
-            if not (state.size == LONG and self.long_taken):
-                # A request that has not begun counts from the last progress of any prefill: it is not stalled while
-                # others advance.
-                counts = holds_kv or state.request.priority >= BACKGROUND_PRIORITY
-                stalled = walk.iterations - (state.last_progress if counts else walk.advanced)
-                candidate = self._candidate(state, walk.now, stalled)
+            if not self._gets_nothing(state):
+                candidate = self._candidate(state, walk.now, self._stalled(state, walk))
                 # 0: its shard is full and no group has taken over yet.
                 if candidate.remaining > 0:
                     yield candidate
@@ -194,6 +223,18 @@ class PrefillCandidates:
             # Re-read after the yield: the caller may have admitted this candidate.
             walk.closed = walk.closed or len(holders) >= max_holders
         self._remember(walk)
+
+    def _notes_all_fit(self, walk: _CandidateWalk) -> bool:
+        """Note and return whether the pool has room for any request."""
+        walk.all_fit = self._admission.all_fit(self._queue.most_known)
+        return walk.all_fit
+
+    @staticmethod
+    def _stalled(state: PrefillState, walk: _CandidateWalk) -> int:
+        # A request that has not begun counts from the last progress of any prefill: it is not stalled while others
+        # advance.
+        counts = state.holds_kv or state.request.priority >= BACKGROUND_PRIORITY
+        return walk.iterations - (state.last_progress if counts else walk.advanced)
 
     def _has_room(self, state: PrefillState, walk: _CandidateWalk) -> bool:
         """Whether a request without KV may begin: its KV fits, and none that has waited too long for KV is ahead."""
@@ -241,7 +282,7 @@ class PrefillCandidates:
     ) -> Iterator[PackCandidate]:
         """Yield the candidates that hold KV, but those whose order of arrival is among `seen`."""
         for state in self._queue.begun_ordered(now):
-            if state.order in seen or (state.size == LONG and self.long_taken) or state.request.id in skip:
+            if state.order in seen or self._gets_nothing(state) or state.request.id in skip:
                 continue
             candidate = self._candidate(state, now, iterations - state.last_progress)
             if candidate.remaining > 0:

@@ -77,6 +77,8 @@ class PackRules(msgspec.Struct, gc=False):
     """Longest iteration, seconds, without decodes, that completes a short prompt behind a long cached prefix."""
     cached_from: int = 0
     """Tokens from which on a short prompt's prefix is a long cached one."""
+    slack_margin: float = float("inf")
+    """No candidate has a slack below that of an earlier one by more; infinite: they are not in order of slack."""
     shared_s: float = float("inf")
     """Longest iteration, seconds, of which a request gets a share while smaller ones wait."""
 
@@ -96,6 +98,8 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
         if config.t_target_s is None and config.newcomer_wait_s is None and config.stages == 1
         else 0.0,
         cached_from=config.long_tokens,
+        # The order of LARS but for the place that an active long request keeps, and for rounding.
+        slack_margin=config.quantum + 1e-3 if config.policy == "lars" and not config.relegation else float("inf"),
         # A short that waits should not wait for what the machine finds efficient for a long one.
         shared_s=config.t_target_s or LEAST_AIM_S,
     )
@@ -116,11 +120,14 @@ def pack(
     chunking: ChunkingStrategy,
     latency: LatencyModel,
     admit: Callable[[str], bool] = lambda _: True,
+    pass_over: Callable[[bool], None] = lambda _: None,
 ) -> tuple[list[ChunkAllocation], BatchLoad]:
     """Return chunk quotas in order of urgency, and the load of these chunks together with `load`, the decodes.
 
     `yields_from`: the smallest size of requests that leave time to smaller ones, `IterationPolicy.yields_from`.
     `admit(request)` reserves KV and is called right before a request gets its first tokens; False skips the request.
+    `pass_over(whether)` is called as the iteration fills: whether candidates that yield find no time in it, so that
+    they need not be offered.
     Candidates are consumed lazily: iteration stops when nothing more can fit. At most one long request gets tokens.
     Called by `IterationPolicy.pick`, once an iteration and group.
     """
@@ -137,12 +144,14 @@ def pack(
         if tokens <= 0:
             if filling.exhausted():
                 break
+            pass_over(filling.full_for_yielding(candidate.slack))
         # Reserve KV last: a candidate that gets no time must not hold blocks.
         elif admit(candidate.request):
             filling.add(candidate, tokens, attention_s)
             # Stop before the generator is advanced: finding the next candidate may cost a KV look-up.
             if filling.bounded and filling.room <= 0:
                 break
+            pass_over(filling.full_for_yielding(candidate.slack))
     if filling.skipped is not None:
         filling.use_yielded_time(admit)
     return filling.quotas, filling.load
@@ -250,12 +259,7 @@ class _Filling:
         rules = self.rules
         budget_s = rules.t_target_s
         if self._yields(candidate):
-            # Algorithm 2 shares the whole iteration. Of what decodes leave, a prompt of several iterations goes on
-            # however long they take and however many small ones come.
-            unshared_s = 0.0 if candidate.size == LONG else min(self._unshared_s, budget_s)
-            budget_s = time_of_larger_s(
-                budget_s, rules.shared_s, candidate.slack, rules.rho_min, rules.rho_max, unshared_s
-            )
+            budget_s = self._time_of_larger_s(candidate.size, candidate.slack)
         budget_s -= candidate.reserved_s
         if candidate.longest_s < budget_s:
             # a prompt for which a client waits has its iterations to itself: after a long context one token is long
@@ -265,6 +269,27 @@ class _Filling:
             alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, candidate.past, 1)
             budget_s = min(budget_s, max(candidate.longest_s, BACKGROUND_GAIN * alone_s))
         return budget_s
+
+    def _time_of_larger_s(self, size: int, slack: float) -> float:
+        rules = self.rules
+        # Algorithm 2 shares the whole iteration. Of what decodes leave, a prompt of several iterations goes on however
+        # long they take and however many small ones come.
+        unshared_s = 0.0 if size == LONG else min(self._unshared_s, rules.t_target_s)
+        return time_of_larger_s(rules.t_target_s, rules.shared_s, slack, rules.rho_min, rules.rho_max, unshared_s)
+
+    def full_for_yielding(self, slack: float) -> bool:
+        """Whether each further candidate that yields, behind one of this slack, would be refused.
+
+        The least that a token costs exceeds the most time that any of them may have. Others may yet find time."""
+        if self.first or self.yields_from > LONG or self._decode_s is None:
+            return False
+        # With unshared time none has less than a long one has.
+        most_s = self._time_of_larger_s(self.yields_from, slack - self.rules.slack_margin)
+        # Where the time is used up, or none is yielded, a refusal may end the search (`exhausted`).
+        if not self._predicted_s() < self.rules.t_target_s > most_s:
+            return False
+        # In the order of `_exceeds`, so that rounding cannot make the bound larger than a candidate's time.
+        return self.latency.least_rows_s(self.load.tokens + 1) + self._decode_s + self.load.chunk_s > most_s
 
     def _yields(self, candidate: PackCandidate) -> bool:
         return candidate.size >= self.yields_from and candidate.yields
@@ -307,18 +332,22 @@ class _Filling:
             self.first = False
             return False
         # The time is used up: every later chunk costs more than nothing.
-        if self._load_s is None:
-            if self._decode_s is None:
-                self._load_s = load_s(self.latency, self.load)
-            else:
-                self._load_s = self.latency.rows_s(self.load.tokens) + self._decode_s + self.load.chunk_s
-        if self.load.tokens and self._load_s >= self.rules.t_target_s:
+        if self.load.tokens and self._predicted_s() >= self.rules.t_target_s:
             return True
         self.first = False
         # A candidate with a reduced budget (yielding, or in a busy group) says nothing about candidates with the full
         # one.
         self.unschedulable += self._full_time
         return self.unschedulable >= MAX_UNSCHEDULABLE
+
+    def _predicted_s(self) -> float:
+        """Return the predicted seconds of `load`."""
+        if self._load_s is None:
+            if self._decode_s is None:
+                self._load_s = load_s(self.latency, self.load)
+            else:
+                self._load_s = self.latency.rows_s(self.load.tokens) + self._decode_s + self.load.chunk_s
+        return self._load_s
 
     def add(self, candidate: PackCandidate, tokens: int, attention_s: float) -> None:
         """Add a chunk to the iteration."""

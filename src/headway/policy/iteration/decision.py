@@ -215,11 +215,12 @@ class IterationPolicy:
             speed = prefill_speed(self.latency, load, self._rules.t_target_s)
             self.relegation.choose(now, self.queue, speed, self.urgency.line)
         self.admission.decide()
-        candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
+        yields_from = self.yields_from(shorts_elsewhere, skip)
+        candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new, yields_from)
         if candidates == ():
             return IterationDecision([], load)
-        yields_from = self.yields_from(shorts_elsewhere, skip)
-        quotas, load = pack(load, candidates, yields_from, self._rules, self.chunking, self.latency, self._admit)
+        admit, pass_over = self._admit, self.candidates.pass_over
+        quotas, load = pack(load, candidates, yields_from, self._rules, self.chunking, self.latency, admit, pass_over)
         return IterationDecision(quotas, load)
 
     def began(self, iterations: int = 1) -> None:
@@ -323,10 +324,11 @@ class IterationPolicy:
         if queued:
             self.queue.remove(state)
         state.size = self.urgency.size_of_work(state.known, 0)
-        line = self.urgency.line(state)
+        self.urgency.line(state)
         state.total_s = max(state.total_s, state.work_s)
         if queued:
-            self.queue.add(state, line)
+            # Its line by the new time: `pack` takes it that the order of LARS is that of the slack.
+            self.queue.add(state, self.urgency.line(state))
 
     def _set_cached(self, state: PrefillState, cached: int) -> None:
         """Let work, class and, before its first output, deadline of a waiting request follow its uncached tokens."""

@@ -52,6 +52,9 @@ class KvPool(Protocol):
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """Return how many more blocks a request needs for `tokens` tokens in all."""
 
+    def most_blocks(self, tokens: int) -> int | None:
+        """Return the most that `needed_blocks` answers for so many tokens or fewer; None: that depends."""
+
     def held_blocks(self, request_id: str) -> int:
         """Blocks that a request holds or has been pledged; 0 for an unknown one."""
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _FIRST = 16
 """Members of many found one by one before the rest is sorted: mostly all that one decision consumes."""
 _FEW, _MANY = 12, 256
-"""So few are sorted without arrays, and up to so many all at once."""
+"""So few are sorted without arrays; up to so many only `_FIRST_OF_FEWER` are found one by one."""
+_FIRST_OF_FEWER = 5
+"""As many searches as a sort takes."""
 _AHEAD_S = (60.0, 4.0, 0.25)
 """How far ahead it is asked whether the first members stay the first, seconds."""
 
@@ -40,6 +42,10 @@ class WaitingQueue(Protocol):
     """Members that hold KV, by `order`; kept by `note_begun`."""
     begun_sizes: list[int]
     """How many of these there are of each size."""
+    prioritised: int
+    """How many members have a priority other than 0."""
+    most_known: int
+    """No member without KV has more tokens to compute or cached."""
     waiting_changes: int
     """Counts changes of the other members: while it stays, they and their lines are the same."""
 
@@ -80,7 +86,7 @@ class _QueueCounts:
     def __init__(self) -> None:
         self.sizes, self.begun_sizes = [0, 0, 0], [0, 0, 0]
         self.begun: dict[int, PrefillState] = {}
-        self.waiting_changes = 0
+        self.waiting_changes = self.prioritised = self.most_known = 0
         # By size: members by priority.
         self._priorities = Counter[int](), Counter[int](), Counter[int]()
 
@@ -91,6 +97,7 @@ class _QueueCounts:
             self.begun[member.order] = member
         else:
             del self.begun[member.order]
+            self.most_known = max(self.most_known, member.known)
         self.begun_sizes[member.size] += 1 if gained else -1
 
     def yields(self, member: PrefillState) -> bool:
@@ -103,6 +110,8 @@ class _QueueCounts:
         self.sizes[member.size] += step
         priority, priorities = member.request.priority, self._priorities[member.size]
         priorities[priority] += step
+        if priority:
+            self.prioritised += step
         # clients choose priorities: keep those that are there
         if not priorities[priority]:
             del priorities[priority]
@@ -110,6 +119,8 @@ class _QueueCounts:
             self.note_begun(member, step > 0)
         else:
             self.waiting_changes += 1
+            # A bound: it shrinks only as the queue empties.
+            self.most_known = max(self.most_known, member.known) if any(self.sizes) else 0
 
 
 def make_queue(parallel: bool) -> WaitingQueue:
@@ -193,8 +204,6 @@ class PrefillQueue(_QueueCounts):
         self._slope = np.zeros(64)
         self._order = np.zeros(64, dtype=np.int64)
         self._priority = np.zeros(64, dtype=np.int64)
-        # Members with a priority other than 0: while there are any, the key alone does not order.
-        self._prioritised = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -214,7 +223,6 @@ class PrefillQueue(_QueueCounts):
         member.slot = slot
         self._order[slot] = member.order
         self._priority[slot] = member.request.priority
-        self._prioritised += member.request.priority != 0
         self._count(member, 1)
         self.update(member, line)
 
@@ -236,7 +244,6 @@ class PrefillQueue(_QueueCounts):
         self._members.pop()
         self._lines.pop()
         member.slot = -1
-        self._prioritised -= member.request.priority != 0
         self._count(member, -1)
 
     def ordered(self, now: float) -> Iterator[PrefillState]:
@@ -251,9 +258,10 @@ class PrefillQueue(_QueueCounts):
         # Urgency of all members at once, intercept - slope * now; the copy is overwritten below.
         keys = self._intercept[:n] - self._slope[:n] * now
         taken: list[int] = []
-        if n > _MANY and not self._prioritised:
-            slot = int(keys.argmin())
-            while len(taken) < _FIRST:
+        # While there are other priorities, the key alone does not order.
+        if not self.prioritised:
+            slot, first = int(keys.argmin()), _FIRST if n > _MANY else _FIRST_OF_FEWER
+            while len(taken) < first:
                 # Mask the member that is about to be yielded, to find the one behind it.
                 key, keys[slot] = keys[slot], np.inf
                 following = int(keys.argmin())
@@ -266,7 +274,7 @@ class PrefillQueue(_QueueCounts):
                 slot = following
         # lexsort: the last key is the primary one.
         order = self._order[:n]
-        sorted_slots = np.lexsort((order, keys, self._priority[:n]) if self._prioritised else (order, keys))
+        sorted_slots = np.lexsort((order, keys, self._priority[:n]) if self.prioritised else (order, keys))
         yielded = set(taken)
         for slot in sorted_slots.tolist():
             if slot not in yielded:
@@ -292,7 +300,7 @@ class PrefillQueue(_QueueCounts):
         others[[member.slot for member in self.begun.values()]] = False
         if not others.any():
             return float("inf")
-        if self._prioritised:
+        if self.prioritised:
             return float("-inf")
         last = self._lines[max(first, key=lambda member: self.key(member, now)).slot]
         n = len(others)
