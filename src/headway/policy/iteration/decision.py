@@ -324,11 +324,10 @@ class IterationPolicy:
         if queued:
             self.queue.remove(state)
         state.size = self.urgency.size_of_work(state.known, 0)
-        self.urgency.line(state)
+        line = self.urgency.line(state)
         state.total_s = max(state.total_s, state.work_s)
         if queued:
-            # Its line by the new time: `pack` takes it that the order of LARS is that of the slack.
-            self.queue.add(state, self.urgency.line(state))
+            self.queue.add(state, line)
 
     def _set_cached(self, state: PrefillState, cached: int) -> None:
         """Let work, class and, before its first output, deadline of a waiting request follow its uncached tokens."""

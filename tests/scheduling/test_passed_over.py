@@ -1,0 +1,87 @@
+"""Prompts that yield are not looked at once none of them finds time; decisions are those of a policy that looks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tests.helpers.policy_alone import CountedPool
+
+from headway.core.request import Request, Slo
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import decode_load
+from headway.perf.latency.roofline import MachineRates, roofline
+from headway.policy.iteration.candidates import PrefillCandidates
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
+
+SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
+RATES = MachineRates(linear_flops=6e13, attention_flops=5e13, bandwidth=3e12, fixed_s=1e-3, per_decode_s=2e-8, name="x")
+LATENCY = roofline(SHAPE, RATES)
+
+
+def decisions(seed: int) -> list[Any]:
+    """Quotas of a policy in a random world of prompts of all sizes, some of them late, beside decodes."""
+    chance = random.Random(seed)
+    config = SchedulerConfig(
+        policy=chance.choice(["lars", "lars", "srpt"]), space_sharing=True, t_target_s=chance.choice([None, 0.05]),
+        long_tokens=4_000, rho_min=chance.choice([0.0, 0.2]), stretch=chance.choice([0.0, 0.15]),
+    )  # fmt: skip
+    blocks = chance.choice([1_500, 100_000])
+    policy = IterationPolicy(config, LATENCY, CountedPool(blocks, 16))
+    priorities = chance.choice([[0], [0], [0, 1]])
+    now, log = 0.0, list[Any]()
+    waiting: dict[str, int] = {}
+    for step in range(60):
+        for number in range(30 if not step else chance.choice([0, 0, 1])):
+            prompt = chance.choice([30, chance.randint(100, 1_500), chance.randint(1_000, 9_000)])
+            slo = Slo(ttft_s=chance.choice([None, None, 0.1, 2.0]))
+            name = f"r{step}.{number}"
+            policy.enter(
+                Request(
+                    id=name,
+                    arrival_s=now,
+                    prompt_tokens=prompt,
+                    max_output_tokens=4,
+                    slo=slo,
+                    priority=chance.choice(priorities),
+                )
+            )
+            waiting[name] = prompt
+        decision = policy.pick(decode_load(LATENCY, 40, 40_000), now)
+        log.append(decision)
+        for quota in decision.quotas:
+            state = policy.holders[quota.request]
+            policy.moved(quota.request, state.scheduled + quota.tokens)
+            if not state.remaining:
+                policy.decoding(quota.request)
+                policy.ended(quota.request)
+                policy.admission._pool.blocks.pop(quota.request)  # type: ignore[attr-defined]
+        policy.began()
+        now += 0.05
+    return log
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_decisions_are_those_of_a_policy_that_looks_at_each(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = decisions(seed)
+    monkeypatch.setattr(PrefillCandidates, "pass_over", lambda self, yielding: None)
+    assert found == decisions(seed)
+
+
+def test_of_many_prompts_that_yield_only_the_first_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = list[str]()
+    candidate = PrefillCandidates._candidate
+    monkeypatch.setattr(
+        PrefillCandidates,
+        "_candidate",
+        lambda self, state, *rest: looked_at.append(state.request.id) or candidate(self, state, *rest),
+    )
+    policy = IterationPolicy(SchedulerConfig(t_target_s=0.05), LATENCY, CountedPool(100_000, 16))
+    for number in range(60):
+        policy.enter(Request(id=f"several{number}", arrival_s=0.0, prompt_tokens=2_000, max_output_tokens=4))
+    policy.enter(Request(id="one", arrival_s=0.0, prompt_tokens=40, max_output_tokens=4))
+    quotas = policy.pick(decode_load(LATENCY, 40, 40_000), 0.0).quotas
+    assert [quota.request for quota in quotas] == ["several0", "one"]
+    assert len(looked_at) <= 3
