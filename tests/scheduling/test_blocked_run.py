@@ -120,10 +120,10 @@ def test_while_answers_hold_the_queue_is_not_ordered_again(monkeypatch: pytest.M
     queue = world.policy.queue
     ordered, calls = queue.ordered, 0
 
-    def counted(now: float) -> Any:
+    def counted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        return ordered(now)
+        return ordered(*args)
 
     monkeypatch.setattr(queue, "ordered", counted)
     load = decode_load(world.policy.latency, 0, 0)

@@ -325,7 +325,7 @@ class SimulatedEngine:
         """
         most = min(batch.repeat, *(self._cohorts.steps_left(cohort) for cohort in cohorts))
         single = self.spec.config.stages == 1
-        if single and self._exact and len(self.pipelines) == 1 and not hasattr(self.latency, "whole_s"):
+        if single and self._exact and len(self.pipelines) == 1 and not self.latency.coupled:
             end_s, self._counts.busy_s, repeats = repeat_decodes(
                 self.latency, batch.parts[0].decodes, cohorts[0].times, (end_s, quiet_s), most, self._counts.busy_s
             )

@@ -64,7 +64,7 @@ def holds_kv_blocks(scheduler: Any, request: Any) -> bool:
 def may_bar(scheduler: Any, waiting: Iterable[Any]) -> bool:
     """Return whether `barred` may hold some of `waiting`, in whatever order: there are slots for fewer LoRA adapters
     than are wanted, or the scheduler is paused. Running requests among `waiting` change nothing."""
-    if paused(scheduler) or scheduler.lora_config is None:
+    if scheduler.lora_config is None or paused(scheduler):
         return paused(scheduler)
     wanted = {*map(lora_of, chain(scheduler.running, past_gate(scheduler), waiting))} - {0}
     return len(wanted) > int(scheduler.lora_config.max_loras)

@@ -10,7 +10,7 @@ from headway.policy.iteration.admission import KvBlockAdmission
 from headway.policy.iteration.chunk_allocation import PackCandidate
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import LONG, ONE_ITERATION, WHOLE, PrefillState
-from headway.policy.iteration.queue import WaitingQueue
+from headway.policy.iteration.queue import SizeBound, WaitingQueue
 
 BACKGROUND_EVERY = 128
 """Iterations of other work after which a background request has tokens in one of them, where it otherwise has
@@ -62,19 +62,21 @@ class _CandidateWalk:
     """One decision's way through the queue."""
 
     __slots__ = (
-        "advanced", "all_fit", "blocked", "closed", "iterations", "now", "run", "seen", "skip", "smaller", "spare"
+        "advanced", "all_fit", "blocked", "closed", "iterations", "now", "run", "seen", "sizes", "skip", "smaller",
+        "spare",
     )  # fmt: skip
 
-    def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str], smaller: int) -> None:
-        """`smaller`: how many members do not yield."""
+    def __init__(self, now: float, iterations: int, advanced: int, skip: Collection[str]) -> None:
         self.now = now
         self.iterations = iterations
         self.advanced = advanced
         self.skip = skip
         # Members that do not yield and were not looked at yet.
-        self.smaller = smaller
+        self.smaller = 0
         # Whether the pool has room for any member.
         self.all_fit = False
+        # Sizes of members that are looked at.
+        self.sizes = SizeBound()
         # Requests that were looked at, by order of arrival, and how many of them were blocked.
         self.seen: set[int] = set()
         self.blocked = 0
@@ -109,8 +111,8 @@ class PrefillCandidates:
         self.long_taken = False
         # Whether requests that yield find no time in this decision, set by the caller.
         self._passes_over = False
-        # The smallest size of requests that yield.
-        self._yields_from = LONG + 1
+        # The smallest size of requests that yield, set by the caller before candidates are taken (`pack`).
+        self.yields_from = LONG + 1
         self._config = config
         self._queue = queue
         self._admission = admission
@@ -120,22 +122,14 @@ class PrefillCandidates:
         self._run: BlockedRun | None = None
 
     def at(
-        self,
-        now: float,
-        iterations: int,
-        advanced: int,
-        skip: Collection[str],
-        admits_new: bool,
-        yields_from: int = LONG + 1,
+        self, now: float, iterations: int, advanced: int, skip: Collection[str], admits_new: bool
     ) -> Iterable[PackCandidate]:
         """Return candidates in order, lazily: the caller admits requests while it iterates. (): there are none.
 
         `iterations`: count so far; `advanced`: the last of them in which any prefill got tokens. `admits_new`: whether
-        requests without KV may begin. `yields_from`: see `pack`."""
+        requests without KV may begin."""
         admission = self._admission
         self.long_taken = self._passes_over = False
-        self._yields_from = yields_from
-        smaller = sum(self._queue.sizes[:yields_from])
         # No request without KV enters.
         if not admits_new or len(admission.holders) >= self._config.max_num_seqs:
             return self._begun(now, iterations, skip, ())
@@ -146,9 +140,9 @@ class PrefillCandidates:
                 if not (run.closes and (asked or admission.spare_blocks(run.members[0]))):
                     if not asked:
                         return self._begun(now, iterations, (), ()) if self._queue.begun else ()
-                    return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, (), smaller))
+                    return self._behind(run, asked, _CandidateWalk(now, iterations, advanced, ()))
             self._run = None
-        return self._in_order(_CandidateWalk(now, iterations, advanced, skip, smaller))
+        return self._in_order(_CandidateWalk(now, iterations, advanced, skip))
 
     def pass_over(self, yielding: bool) -> None:
         """Set whether requests that yield find no time in this decision (`pack`)."""
@@ -157,7 +151,7 @@ class PrefillCandidates:
 
     def _gets_nothing(self, state: PrefillState) -> bool:
         """Whether a request gets no tokens in this decision, however little it asks for."""
-        return (self._passes_over and state.size >= self._yields_from) or (self.long_taken and state.size == LONG)
+        return (self._passes_over and state.size >= self.yields_from) or (self.long_taken and state.size == LONG)
 
     def _behind(self, run: BlockedRun, asked: list[PrefillState], walk: _CandidateWalk) -> Iterator[PackCandidate]:
         """Yield candidates: only those of `run` that are `asked` about may fit, to the others answers still apply."""
@@ -189,16 +183,11 @@ class PrefillCandidates:
             walk.spare = admission.spare_blocks(self.reserved_for)
         if not (seen or shares_prefixes or skip or self.reserved_for is not None):
             walk.run = []
+        walk.smaller = sum(queue.sizes[: self.yields_from])
         # Requests with KV that were looked at, for prefixes that they compute.
         ahead = set[str]()
-        for state in queue.ordered(walk.now):
-            # With room for all, nothing is to be noted of a request that gets nothing.
-            if self._passes_over and (walk.all_fit or self._notes_all_fit(walk)):
-                if not walk.smaller:
-                    return
-                if state.size >= self._yields_from:
-                    continue
-            walk.smaller -= state.size < self._yields_from
+        for state in queue.ordered(walk.now, walk.sizes):
+            walk.smaller -= state.size < self.yields_from
             if state.order in seen:
                 continue
             holds_kv = state.holds_kv
@@ -222,11 +211,20 @@ class PrefillCandidates:
                 ahead.add(state.request.id)
             # Re-read after the yield: the caller may have admitted this candidate.
             walk.closed = walk.closed or len(holders) >= max_holders
+            if self._leaves_out_yielding(walk):
+                if not walk.smaller:
+                    return
+                walk.sizes.below = self.yields_from
+            else:
+                walk.sizes.below = LONG + 1
         self._remember(walk)
 
-    def _notes_all_fit(self, walk: _CandidateWalk) -> bool:
-        """Note and return whether the pool has room for any request."""
-        walk.all_fit = self._admission.all_fit(self._queue.most_known)
+    def _leaves_out_yielding(self, walk: _CandidateWalk) -> bool:
+        """Whether requests that yield get nothing, and nothing is to be noted of them: the pool has room for any."""
+        if not self._passes_over:
+            return False
+        if not walk.all_fit and walk.spare is None:
+            walk.all_fit = self._admission.all_fit(self._queue.most_known)
         return walk.all_fit
 
     @staticmethod

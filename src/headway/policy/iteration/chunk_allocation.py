@@ -65,7 +65,7 @@ class PackRules(msgspec.Struct, gc=False):
     """Settings of `SchedulerConfig` that `pack` reads; the config explains each field."""
 
     t_target_s: float
-    """Longest iteration, seconds (`IterationPolicy.budget_s`): the only field that changes from one to the next."""
+    """Longest iteration, seconds (`IterationPolicy.budget_s`): it changes from one to the next."""
     max_tokens: int
     """Rows of one iteration, decodes included."""
     min_chunk: int
@@ -78,7 +78,8 @@ class PackRules(msgspec.Struct, gc=False):
     cached_from: int = 0
     """Tokens from which on a short prompt's prefix is a long cached one."""
     slack_margin: float = float("inf")
-    """No candidate has a slack below that of an earlier one by more; infinite: they are not in order of slack."""
+    """No candidate has a slack below that of an earlier one by more; infinite: they are not in order of slack. It grows
+    where slacks are computed anew and the order is kept."""
     shared_s: float = float("inf")
     """Longest iteration, seconds, of which a request gets a share while smaller ones wait."""
 
@@ -210,7 +211,7 @@ class _Filling:
         self.bounded = is_bounded(chunking)
         # Seconds of the decodes, the same whatever is added; None: the model's terms depend on each other, or the
         # time does not matter.
-        separable = chunking.timed and not hasattr(latency, "whole_s")
+        separable = chunking.timed and not latency.coupled
         self._decode_s = decodes_s(latency, load) if separable else None
         # Predicted seconds of `load`; None: not known yet.
         self._load_s: float | None = None

@@ -73,6 +73,7 @@ class IterationPolicy:
         self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost, self.budget.background_s)
         self._pool = pool
         self._rules = rules_of(config, aim_s)
+        self._slack_margin = self._rules.slack_margin
         self._bounded = is_bounded(self.chunking)
         self._states: dict[str, PrefillState] = {}
         self._entered = 0
@@ -202,6 +203,7 @@ class IterationPolicy:
         `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short prefills wait in other groups of
         the same lockstep batch, so a long one here yields time."""
         if not len(self.queue):
+            self._rules.slack_margin = self._slack_margin
             return IterationDecision([], load)
         if self._pool.cache is not None:
             for request_id, cached in self._pool.cache.drain_changes():
@@ -215,10 +217,10 @@ class IterationPolicy:
             speed = prefill_speed(self.latency, load, self._rules.t_target_s)
             self.relegation.choose(now, self.queue, speed, self.urgency.line)
         self.admission.decide()
-        yields_from = self.yields_from(shorts_elsewhere, skip)
-        candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new, yields_from)
+        candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
         if candidates == ():
             return IterationDecision([], load)
+        yields_from = self.candidates.yields_from = self.yields_from(shorts_elsewhere, skip)
         admit, pass_over = self._admit, self.candidates.pass_over
         quotas, load = pack(load, candidates, yields_from, self._rules, self.chunking, self.latency, admit, pass_over)
         return IterationDecision(quotas, load)
@@ -252,7 +254,12 @@ class IterationPolicy:
         line = self.urgency.assess(newcomer)
         config = self.config
         yields = (config.rho_min, config.rho_max) if config.shares_space else None
-        waiting = ((state, self.urgency.line(state)) for state in self.queue)
+        waiting = []
+        for state in self.queue:
+            before_s = state.work_s
+            waiting.append((state, self.urgency.line(state)))
+            # Where the latency model has learned, its slack moves, and its place in the queue does not.
+            self._rules.slack_margin += 2.0 * abs(state.work_s - before_s) / max(state.total_s, 1e-9)
         speed = prefill_speed(self.latency, decodes, self.budget_s(now))
         return predicted_ttft_s(newcomer, line, waiting, speed, now, yields)
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.policy.iteration.ordering import UrgencyLine
+from headway.policy.iteration.prefill import LONG
 
 if TYPE_CHECKING:
     from headway.policy.iteration.prefill import PrefillState
@@ -31,6 +32,19 @@ _AHEAD_S = (60.0, 4.0, 0.25)
 _Slots = npt.NDArray[np.bool_]
 QueueKey = tuple[int, float, int]
 """What members are ordered by: (priority, urgency, order of arrival)."""
+
+
+class SizeBound:
+    """Which members `WaitingQueue.ordered` yields; may change while it is consumed."""
+
+    __slots__ = ("below",)
+
+    def __init__(self) -> None:
+        # Members of a smaller size.
+        self.below = LONG + 1
+
+
+_ALL = SizeBound()
 
 
 class WaitingQueue(Protocol):
@@ -65,8 +79,8 @@ class WaitingQueue(Protocol):
     def yields(self, member: PrefillState) -> bool:
         """Whether a member may yield time: not where all smaller ones that are here have a lower priority."""
 
-    def ordered(self, now: float) -> Iterator[PrefillState]:
-        """Members, most urgent first. The queue must not change while this is consumed."""
+    def ordered(self, now: float, sizes: SizeBound = ...) -> Iterator[PrefillState]:
+        """Members of these sizes, most urgent first. The queue must not change while this is consumed."""
 
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """Return the members that hold KV, most urgent first. Costs nothing for the others."""
@@ -102,6 +116,8 @@ class _QueueCounts:
 
     def yields(self, member: PrefillState) -> bool:
         """See `WaitingQueue`."""
+        if not self.prioritised:
+            return True
         smaller = [min(found) for found in self._priorities[: member.size] if found]
         return not smaller or min(smaller) <= member.request.priority
 
@@ -164,10 +180,12 @@ class SortedQueue(_QueueCounts):
         member.slot = -1
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[PrefillState]:
-        """Members, most urgent first. The queue must not change while this is consumed."""
+    def ordered(self, now: float, sizes: SizeBound = _ALL) -> Iterator[PrefillState]:
+        """See `WaitingQueue`."""
         for _, _, order in self._entries:
-            yield self._members[order]
+            member = self._members[order]
+            if member.size < sizes.below:
+                yield member
 
     def begun_ordered(self, now: float) -> list[PrefillState]:
         """See `WaitingQueue`."""
@@ -246,13 +264,13 @@ class PrefillQueue(_QueueCounts):
         member.slot = -1
         self._count(member, -1)
 
-    def ordered(self, now: float) -> Iterator[PrefillState]:
-        """Members, most urgent first. The queue must not change while this is consumed."""
+    def ordered(self, now: float, sizes: SizeBound = _ALL) -> Iterator[PrefillState]:
+        """See `WaitingQueue`."""
         if len(self._members) <= _FEW:
-            return iter(self._sorted(self._members, now))
-        return self._many_ordered(now)
+            return (member for member in self._sorted(self._members, now) if member.size < sizes.below)
+        return self._many_ordered(now, sizes)
 
-    def _many_ordered(self, now: float) -> Iterator[PrefillState]:
+    def _many_ordered(self, now: float, sizes: SizeBound) -> Iterator[PrefillState]:
         """Yield `ordered`. The first of very many are found one by one, the rest is sorted."""
         n, members = len(self._members), self._members
         # Urgency of all members at once, intercept - slope * now; the copy is overwritten below.
@@ -270,14 +288,15 @@ class PrefillQueue(_QueueCounts):
                     keys[slot] = key
                     break
                 taken.append(slot)
-                yield members[slot]
+                if members[slot].size < sizes.below:
+                    yield members[slot]
                 slot = following
         # lexsort: the last key is the primary one.
         order = self._order[:n]
         sorted_slots = np.lexsort((order, keys, self._priority[:n]) if self.prioritised else (order, keys))
         yielded = set(taken)
         for slot in sorted_slots.tolist():
-            if slot not in yielded:
+            if members[slot].size < sizes.below and slot not in yielded:
                 yield members[slot]
 
     def begun_ordered(self, now: float) -> list[PrefillState]:
