@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from tests.helpers.policy_alone import CountedPool
 from headway.core.request import Request, Slo
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import decode_load
+from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.roofline import MachineRates, roofline
+from headway.policy.iteration import decision
 from headway.policy.iteration.candidates import PrefillCandidates
+from headway.policy.iteration.chunk_allocation import PackCandidate, pack
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 
@@ -21,7 +25,7 @@ RATES = MachineRates(linear_flops=6e13, attention_flops=5e13, bandwidth=3e12, fi
 LATENCY = roofline(SHAPE, RATES)
 
 
-def decisions(seed: int) -> list[Any]:
+def decisions(seed: int, priorities: list[int] | None = None) -> list[Any]:
     """Quotas of a policy in a random world of prompts of all sizes, some of them late, beside decodes."""
     chance = random.Random(seed)
     config = SchedulerConfig(
@@ -29,8 +33,9 @@ def decisions(seed: int) -> list[Any]:
         long_tokens=4_000, rho_min=chance.choice([0.0, 0.2]), stretch=chance.choice([0.0, 0.15]),
     )  # fmt: skip
     blocks = chance.choice([1_500, 100_000])
-    policy = IterationPolicy(config, LATENCY, CountedPool(blocks, 16))
-    priorities = chance.choice([[0], [0], [0, 1]])
+    learns = chance.random() < 0.5
+    policy = IterationPolicy(config, CorrectedLatency(LATENCY) if learns else LATENCY, CountedPool(blocks, 16))
+    priorities = priorities or chance.choice([[0], [0], [0, 1]])
     now, log = 0.0, list[Any]()
     waiting: dict[str, int] = {}
     for step in range(60):
@@ -49,9 +54,9 @@ def decisions(seed: int) -> list[Any]:
                 )
             )
             waiting[name] = prompt
-        decision = policy.pick(decode_load(LATENCY, 40, 40_000), now)
-        log.append(decision)
-        for quota in decision.quotas:
+        picked = policy.pick(decode_load(LATENCY, 40, 40_000), now)
+        log.append(picked)
+        for quota in picked.quotas:
             state = policy.holders[quota.request]
             policy.moved(quota.request, state.scheduled + quota.tokens)
             if not state.remaining:
@@ -59,15 +64,37 @@ def decisions(seed: int) -> list[Any]:
                 policy.ended(quota.request)
                 policy.admission._pool.blocks.pop(quota.request)  # type: ignore[attr-defined]
         policy.began()
+        if learns:
+            # Slacks follow what was learned when they are asked for, and the order of the queue does not.
+            policy.observed(picked.load, 0.05 * (1 + step % 7))
+            asked = Request(id="x", arrival_s=now, prompt_tokens=500, max_output_tokens=1)
+            log.append(policy.predicted_ttft_s(asked, decode_load(LATENCY, 40, 40_000), now))
         now += 0.05
     return log
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_decisions_are_those_of_a_policy_that_looks_at_each(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = decisions(seed)
     monkeypatch.setattr(PrefillCandidates, "pass_over", lambda self, yielding: None)
     assert found == decisions(seed)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_slack_is_below_an_earlier_one_by_more_than_the_margin(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(load: Any, candidates: Any, yields_from: int, rules: Any, *rest: Any) -> Any:
+        def each() -> Iterator[PackCandidate]:
+            most = float("-inf")
+            for candidate in candidates:
+                assert candidate.slack >= most - rules.slack_margin
+                most = max(most, candidate.slack)
+                yield candidate
+
+        return pack(load, each(), yields_from, rules, *rest)
+
+    monkeypatch.setattr(decision, "pack", checked)
+    monkeypatch.setattr(PrefillCandidates, "pass_over", lambda self, yielding: None)
+    decisions(seed, priorities=[0])
 
 
 def test_of_many_prompts_that_yield_only_the_first_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
