@@ -267,8 +267,13 @@ class PrefillQueue(_QueueCounts):
     def ordered(self, now: float, sizes: SizeBound = _ALL) -> Iterator[PrefillState]:
         """See `WaitingQueue`."""
         if len(self._members) <= _FEW:
-            return (member for member in self._sorted(self._members, now) if member.size < sizes.below)
+            return self._few_ordered(now, sizes)
         return self._many_ordered(now, sizes)
+
+    def _few_ordered(self, now: float, sizes: SizeBound) -> Iterator[PrefillState]:
+        for member in self._sorted(self._members, now):
+            if member.size < sizes.below:
+                yield member
 
     def _many_ordered(self, now: float, sizes: SizeBound) -> Iterator[PrefillState]:
         """Yield `ordered`. The first of very many are found one by one, the rest is sorted."""
