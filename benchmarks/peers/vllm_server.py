@@ -86,6 +86,19 @@ class VllmServer:
         if self._process is not None:
             os.killpg(self._process.pid, number)
 
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that its processes have taken."""
+        taken = 0.0
+        if self._process is None:
+            return taken
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                # Fields after the name: state, parent, group, …, user and system time in ticks.
+                fields = file.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:
+                    taken += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return taken
+
     def kill(self) -> None:
         """Kill all of its processes at once."""
         if self._process is not None:
@@ -105,6 +118,14 @@ class VllmServer:
             self.signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+def busy_s() -> float:
+    """Return the CPU seconds for which this machine's cores were not idle, or the host's other guests had them."""
+    user, nice, system, _idle, _waiting, interrupts, soft, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -36,8 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
     if arguments.save is not None:
         from headway.perf.latency import store
-        from headway.serving.load.live_calibration import learned_table
+        from headway.serving.load.live_calibration import learned_table, overhead_of
 
         source, _ = learned_table(replayed.table.source, replayed)
-        store.save(source, arguments.save)
+        serving = overhead_of(replayed, ())
+        # What clients see is not in the log.
+        serving = serving if source.serving is None else serving.with_way_of(source.serving)
+        store.save(msgspec.structs.replace(source, serving=serving), arguments.save)
     return 1 if replayed.differences else 0

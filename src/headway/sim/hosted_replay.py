@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.core.request import Request
-from headway.perf.latency.base import BatchLoad, load_s
+from headway.perf.latency.base import BatchLoad
+from headway.perf.latency.corrected import load_terms
 from headway.policy.hosted.driver import PolicyDriver, StepPlan
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.decision import IterationPolicy
@@ -66,6 +67,11 @@ class HostedReplay:
         self._driver = self._make_driver()
         self._requests: dict[str, _HostRequest] = {}
         self._decisions: dict[int, _RecordedStep] = {}
+        # Requests that have not ended; the end of the latest step, None while there are none; and the arrival that
+        # ended such a time, until its first step ends.
+        self._open: set[str] = set()
+        self._done_s: float | None = None
+        self._woken_at_s: float | None = None
 
     def _make_driver(self) -> PolicyDriver:
         run = self.replayed
@@ -85,6 +91,9 @@ class HostedReplay:
     def on_add(self, event: Event) -> None:
         self._answers(event)
         facts = request_of(event)
+        if not self._open:
+            self._done_s, self._woken_at_s = None, event["at_s"]
+        self._open.add(facts.id)
         running = event.get("running", False)
         request = self._requests[facts.id] = _HostRequest(facts)
         if facts.id not in self.times:  # else the policy was made anew
@@ -102,6 +111,7 @@ class HostedReplay:
         name = event["request"]
         self._driver.ended(name)
         self._requests.pop(name, None)
+        self._open.discard(name)
         self.times.ended(name, None, "aborted" if event.get("aborted") else None)
 
     def on_schedule(self, event: Event) -> None:
@@ -148,8 +158,12 @@ class HostedReplay:
             self.times.token(name, at_s)
             if name in ended:
                 self.times.ended(name, at_s, None)
-        profile_s = load_s(self.replayed.table, decision.load)
-        self.replayed.batches.append(BatchTimes(event["predicted_s"], profile_s, elapsed_s, 0.0))
+        self._open -= ended
+        waited_s = max(0.0, at_s - elapsed_s - self._done_s) if self._done_s is not None else 0.0
+        woken_s = at_s - self._woken_at_s if self._woken_at_s is not None else None
+        self._done_s, self._woken_at_s = at_s, None
+        terms = load_terms(self.replayed.table, decision.load, decision.load.chunk_scale or 1.0)
+        self.replayed.batches.append(BatchTimes(event["predicted_s"], sum(terms), elapsed_s, waited_s, terms, woken_s))
         if decision.view is not None:
             self.replayed.steps.append(
                 ReplayedStep(
