@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -88,6 +88,13 @@ class TurnTaker:
         return LoadRequest(id=f"alone-{self._sent}", prompt=text, prompt_tokens=prompt, output_tokens=output)
 
 
+def end(server: VllmServer) -> None:
+    """End a server; only a process that goes on can."""
+    with suppress(ProcessLookupError):
+        server.signal(signal.SIGCONT)
+    server.stop()
+
+
 def table(turns: list[Turn], runs: list[str], others: float) -> list[str]:
     """Return the medians of calm turns as a Markdown table, with the ratio to the first run."""
     lines = ["| alone | " + " | ".join(runs) + " | ratio |", "|---" * (len(runs) + 2) + "|"]
@@ -121,11 +128,9 @@ def main() -> int:
                 a.python, a.model, flags, a.json.with_suffix(f".{run.replace(':', '-')}.log"),
                 dtype="float32", max_model_len=a.long_tokens + 256, kv_gib=1,
             )  # fmt: skip
-            stack.callback(server.stop)
+            stack.callback(end, server)
             server.start()
             server.signal(signal.SIGSTOP)
-        # Only a process that goes on can end.
-        stack.callback(lambda: [server.signal(signal.SIGCONT) for server in servers.values()])
         taker = TurnTaker(servers, a.long_tokens)
         for what in ("chat", "long"):
             for run in runs:

