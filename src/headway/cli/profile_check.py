@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         source, _ = learned_table(replayed.table.source, replayed)
         serving = overhead_of(replayed, ())
-        # What clients see is not in the log.
-        serving = serving if source.serving is None else serving.with_way_of(source.serving)
+        # What clients saw is not in the log.
+        if source.serving is not None and source.serving.request_s:
+            serving = serving.with_way_of(source.serving)
         store.save(msgspec.structs.replace(source, serving=serving), arguments.save)
     return 1 if replayed.differences else 0
