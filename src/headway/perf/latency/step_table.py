@@ -19,6 +19,8 @@ from headway.perf.latency.table_latency import TableSource
 
 _LEAST_ROWS_SHARE = 0.2
 """Least share of a step without history that is taken for its rows rather than for attention."""
+_FAR = 4
+"""Knots whose mean slope continues the rows beyond the largest chunk."""
 
 
 class StepSample(NamedTuple):
@@ -49,6 +51,10 @@ def step_table(samples: Sequence[StepSample], fingerprint: str, provenance: str)
         attention.append((size, own, slope))
     if len(rows) < 3:
         raise ConfigError("too few steps were measured for a latency table: give --budget more seconds")
+    if len(rows) > _FAR:
+        # Beyond the largest the table goes on as its last two knots do: those of several, since one may be disturbed.
+        (size, alone), (first, first_s) = rows[-1], rows[-_FAR]
+        rows.append((2 * size, alone + max(0.0, alone - first_s) * size / (size - first)))
     # A step without rows cannot be measured: half of the smallest stands for the fixed part.
     rows[0] = (0, rows[1][1] / 2)
     decodes = _fastest((s.decodes, s.decode_kv, s.seconds) for s in samples if s.decodes and not s.chunk)
