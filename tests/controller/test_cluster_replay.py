@@ -12,13 +12,21 @@ from tests.helpers.cluster_worlds import PerToken, cluster
 from tests.helpers.controller_chaos import LAYERS, Chaos, Restless
 
 from headway.control.decision_log import RecordingController
-from headway.control.replay import ReplayResult
+from headway.control.replay import replay
 from headway.core.errors import ConfigError
-from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
+from headway.policy.placement.base import (
+    Action,
+    EnqueueRequest,
+    Event,
+    InstanceJoined,
+    PlacementPolicy,
+    RatesReplaced,
+    RequestArrived,
+)
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
-from headway.runtime.cluster.policies import RATES_NOTE, PlacementChain
+from headway.runtime.cluster.policies import PlacementChain
 from headway.sim.cluster.simulation import ClusterSimulation, simulate_cluster
 from headway.sim.noise import NoiseSpec
 from headway.sim.spec import RunSpec
@@ -54,9 +62,9 @@ def recorded(name: str, policy: PlacementPolicy) -> list[bytes]:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_simulation_replays_exactly(name: str) -> None:
     lines = recorded(name, made(name))
-    replay = ReplayResult(lines, lambda _: made(name))
-    assert replay.run() is None
-    assert replay.decisions > 2 * len(TRAFFIC)
+    decisions, difference = replay(lines, lambda about: made(name))
+    assert difference is None
+    assert decisions > 2 * len(TRAFFIC)
 
 
 class Contrary:
@@ -78,45 +86,35 @@ class Contrary:
 def test_rates_that_were_replaced_while_serving_are_replaced_in_the_replay() -> None:
     """In the middle of the run; a policy that is made afterwards, as instances come and go, has them too."""
     table = RateTable(points=((0.0, 0.9),))
-    lines, chains = list[bytes](), list[PlacementChain]()
-
-    def chain() -> PlacementChain:
-        chains.append(PlacementChain(lambda: made("tetris"), lambda name, number: True))
-        return chains[-1]
+    lines, replaced = list[bytes](), list[bool]()
+    chain = PlacementChain(lambda: made("tetris"))
 
     class Replaced(ClusterSimulation):
         def on_instant_end(self) -> None:
             if self.now > 3.0 and len(replaced) == 0:
-                replaced.append(chains[0].replace_rates(table))
-                self.controller.note(RATES_NOTE + msgspec.json.encode(table).decode())
-                chains[0].renew()
-                self.controller.note("renew")
+                replaced.append(chain.has_rates)
+                self.controller.woken(self.now, RatesReplaced(table))
+                self.controller.woken(self.now, InstanceJoined(0))
             super().on_instant_end()
 
-    def on_note(word: str) -> None:
-        if word == "renew":
-            chains[-1].renew()
-        elif heeded:
-            chains[-1].replace_rates(msgspec.json.decode(word.removeprefix(RATES_NOTE), type=RateTable))
-
-    replaced = list[bool]()
-    Replaced(cluster(4, 2), chain(), TRAFFIC, RunSpec(seed=5), record=lines.append).run_events(None)
+    Replaced(cluster(4, 2), chain, TRAFFIC, RunSpec(seed=5), record=lines.append).run_events(None)
     assert replaced == [True]
-    for heeded in (True, False):
-        difference = ReplayResult(lines, lambda _: chain(), on_note).run()
-        assert (difference is None) == heeded
-    assert not PlacementChain(lambda: made("jsq"), lambda name, number: True).replace_rates(table)
+    for others in ([], [b"RatesReplaced"]):
+        kept = [line for line in lines if not any(other in line for other in others)]
+        _, difference = replay(kept, lambda about: PlacementChain(lambda: made("tetris")))
+        assert (difference is None) == (not others)
+    assert not PlacementChain(lambda: made("jsq")).has_rates
 
 
 def test_first_different_decision_is_reported() -> None:
     lines = recorded("fifo", made("fifo"))
-    difference = ReplayResult(lines, lambda _: Contrary(made("fifo"), "r30")).run()
+    decisions, difference = replay(lines, lambda about: Contrary(made("fifo"), "r30"))
+    assert decisions > 30
     assert difference is not None
     assert difference.at_s == pytest.approx(TRAFFIC[30].arrival_s)
     (kind, fields), actions = difference.replayed  # type: ignore[misc]
     assert (kind, fields["request"]["id"]) == ("RequestArrived", "r30")
     assert actions[0][0] == "EnqueueRequest"
-    assert "decision" in str(difference)
 
 
 def test_other_predictions_in_the_log_change_decisions() -> None:
@@ -124,43 +122,43 @@ def test_other_predictions_in_the_log_change_decisions() -> None:
     lines = recorded("tetris", made("tetris"))
     later = [msgspec.json.decode(line) for line in lines]
     for line in later:
-        if "put" in line:
-            line["to"][0] *= 3.0
-    difference = ReplayResult([msgspec.json.encode(line) for line in later], lambda _: made("tetris")).run()
+        if "instance" in line:
+            line["instance"]["free_at_s"] = 3.0 * line["instance"].get("free_at_s", 0.0)
+    _, difference = replay([msgspec.json.encode(line) for line in later], lambda about: made("tetris"))
     assert difference is not None
 
 
 def test_truncated_log_replays_up_to_its_end() -> None:
     lines = recorded("fifo", made("fifo"))
-    replay = ReplayResult([*lines[:-1], lines[-1][:5]], lambda _: made("fifo"))
-    assert replay.run() is None
-    with pytest.raises(ConfigError, match="first line"):
-        ReplayResult(lines[1:], lambda _: made("fifo"))
-    with pytest.raises(ConfigError):
-        ReplayResult([], lambda _: made("fifo"))
+    assert replay([*lines[:-1], lines[-1][:5]], lambda about: made("fifo"))[1] is None
+    for others in (lines[1:], [b"torn", *lines[1:]], [lines[0].replace(b"log/5", b"log/4"), *lines[1:]], []):
+        with pytest.raises(ConfigError, match="its first line should name the schema headway"):
+            replay(others, lambda about: made("fifo"))
 
 
 @pytest.mark.parametrize("garbage", [b"GARBAGE\n", b'{"do":"arr\n', b"\0" * 99 + b"\n", b"[1]\n", b"\xff\n", b"\n"])
 def test_log_damaged_before_its_end_is_refused_with_the_line(garbage: bytes) -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 41 of the log cannot be read, and others follow"):
-        ReplayResult([*lines[:40], garbage, *lines[41:]], lambda _: made("fifo"))
+        replay([*lines[:40], garbage, *lines[41:]], lambda about: made("fifo"))
     # the same as a last line is a torn write, and left out
-    assert ReplayResult([*lines, garbage], lambda _: made("fifo")).run() is None
+    assert replay([*lines, garbage], lambda about: made("fifo"))[1] is None
 
 
-@pytest.mark.parametrize("line", [{"put": 1}, {"event": ["RequestArrived", {}], "t": 0.0}, {"remove": 99}])
+@pytest.mark.parametrize(
+    "line", [{"instance": 1}, {"event": ["RequestArrived", {}], "t": 0.0}, {"instance": {"id": 99, "node": 0}}]
+)
 def test_incomplete_line_is_refused_with_its_number(line: dict[str, object]) -> None:
     lines = recorded("fifo", made("fifo"))
     lines[40] = msgspec.json.encode(line) + b"\n"
     with pytest.raises(ConfigError, match="line 41 of the log cannot be replayed: "):
-        ReplayResult(lines, lambda _: made("fifo")).run()
+        replay(lines, lambda about: made("fifo"))
 
 
 def test_line_of_unknown_kind_is_refused_with_its_number() -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):
-        ReplayResult([*lines[:2], b'{"x": 1}', *lines[3:]], lambda _: made("fifo"))
+        replay([*lines[:2], b'{"x": 1}', *lines[3:]], lambda about: made("fifo"))
 
 
 @settings(max_examples=25)
@@ -174,6 +172,6 @@ def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
     )
     for _ in range(150):
         chaos.step()
-    replay = ReplayResult(lines, lambda replay: Restless(replay.about["seed"]))
-    assert replay.run() is None
-    assert replay.decisions > 150
+    decisions, difference = replay(lines, lambda about: Restless(about["seed"]))
+    assert difference is None
+    assert decisions > 150

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.control.replay import ReplayResult
+from headway.control.replay import replay
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
@@ -81,7 +81,7 @@ def test_a_decision_log_with_hits_replays() -> None:
     result = simulate_cluster(spec, placement_of(scenario, spec), requests, record=lines.append)
     assert [record.cached_tokens for record in result.sim.records] == [0] + [1984] * 11
     assert any(b'"cached":[' in line for line in lines)
-    assert ReplayResult(lines, lambda _: placement_of(scenario, spec)).run() is None
+    assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
 
 
 def test_options_and_roles_are_checked() -> None:

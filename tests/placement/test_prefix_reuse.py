@@ -11,7 +11,7 @@ import pytest
 
 from headway.control.backend import ActionImpossible
 from headway.control.capability_check import check_capable
-from headway.control.replay import ReplayResult
+from headway.control.replay import replay
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.hardware.links import LINKS
@@ -271,7 +271,7 @@ def test_hits_shorten_prefills_wherever_they_are(placement: str, prompt: int) ->
     assert use["queried_tokens"] == 11 * prompt
     assert use["hit_tokens"] == 9 * whole + prompt // 2
     # every decision is a function of its log
-    assert ReplayResult(lines, lambda _: placement_of(scenario, spec)).run() is None
+    assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
 
 
 @pytest.mark.parametrize("placement", ["tetris", "weave"])

@@ -59,8 +59,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ({"schema": "headway.cluster.log/4", "layers": 1}, "line 1 is not that of a cluster's log"),
-        ({"schema": "headway.cluster.log/3"}, "its first line should name the schema headway.cluster.log/4"),
+        ({"schema": "headway.cluster.log/4"}, "its first line should name the schema headway.cluster.log/5"),
         ({"event": "start"}, "says of no request and no batch"),
     ],
 )

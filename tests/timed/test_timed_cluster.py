@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.helpers.timed_cluster import scenario_of, spec_of, timed_cluster
 
 from headway.control.controller import ClusterController
 from headway.control.decision_log import RecordingController
-from headway.control.replay import ReplayResult
+from headway.control.replay import replay
 from headway.core.errors import ConfigError
 from headway.core.sampling import SamplingParams
 from headway.core.scratch_folder import ScratchFolder
@@ -110,32 +111,16 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     file = written(tmp_path, placement, options, rows)
     spec = spec_of(scenario_of(file))
     context = spec.policy_context
-    machines: list[RecordingController] = []
-
-    def recorded(*given: Any, **named: Any) -> RecordingController:
-        machines.append(RecordingController(*given, **named, sink=lines.append))
-        return machines[-1]
-
-    renew = PlacementChain.renew
-
-    def renewed(policies: PlacementChain) -> list[str]:
-        machines[-1].note("renew")
-        return renew(policies)
-
-    monkeypatch.setattr("headway.runtime.cluster.live_controller.ClusterController", recorded)
-    monkeypatch.setattr(PlacementChain, "renew", renewed)
+    recording = partial(RecordingController, sink=lines.append)
+    monkeypatch.setattr("headway.runtime.cluster.live_controller.ClusterController", recording)
     found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
     monkeypatch.undo()
-    policies: list[PlacementChain] = []
-
-    def make(replay: ReplayResult) -> PlacementChain:
-        policies.append(PlacementChain(lambda: make_placement(placement, context, options), replay.may_use))
-        return policies[-1]
-
-    replay = ReplayResult(lines, make, lambda word: (word == "renew") and policies[-1].renew())
-    assert replay.run() is None
-    assert replay.decisions > 4 * len(PROMPTS)
+    decisions, difference = replay(
+        lines, lambda about: PlacementChain(lambda: make_placement(placement, context, options))
+    )
+    assert difference is None
+    assert decisions > 4 * len(PROMPTS)
     log = b"".join(lines)
     assert b'"CommitSpans"' in log
     if placement == "pecsched" and kill is None:

@@ -32,6 +32,7 @@ from headway.policy.placement.base import (
     ActionRefused,
     CommitSpans,
     EnqueueRequest,
+    Event,
     HoldGroup,
     InstanceJoined,
     InstanceLeft,
@@ -166,26 +167,14 @@ class ClusterController:
         self.state.now = now
         self.state.touch(instances)
 
-    def woken(self, now: float) -> None:
-        """Report that the time returned by `settle` has come: the policy receives `WakeupDue`."""
+    def woken(self, now: float, event: Event | None = None) -> None:
+        """Report that the time returned by `settle` has come: the policy receives `WakeupDue`, or another event of the
+        driver."""
         self.state.now = now
-        self._pending_events.append(WakeupDue())
-
-    def may_use(self, name: str, instance: int) -> bool:
-        """Return whether a request may be given to an instance: to none that is gone, and to one that is drained only
-        with something there already."""
-        state = self.state
-        if instance in state.gone:
-            return False
-        controlled = self.requests.get(name)
-        return instance not in state.closed or (controlled is not None and instance in state.places(controlled))
-
-    def note(self, text: str) -> None:
-        """Note an act of the driver on the policy that a replay must repeat. No effect here; `RecordingController` logs
-        it, and `span_left`."""
+        self._pending_events.append(event or WakeupDue())
 
     def span_left(self, entry: SpanEntry) -> None:
-        """A span, with those batched with it, ends, pauses or is stopped."""
+        """A span, with those batched with it, ends, pauses or is stopped. For `RecordingController`."""
 
     # -- instances come and go ----------------------------------------------------------------------------------------
 

@@ -3,11 +3,9 @@ let the same policy decide again without driver and backend (`replay`). Beside t
 
 JSON lines. A header, then lines of these kinds, each named by its first key:
 
-- `put`, `add`, `remove`, `arrived`: a change of the `ClusterState` that policies read.
-- `may`: whether a request may be given to an instance that takes no new ones (`ClusterController.may_use`).
-- `note`: an act of the driver on the policy.
-- `event`: an event, with the policy's `actions` and the time `t`; `wake`: when the policy wants to be woken, asked at
-  `t`.
+- `instance`: one as policies read it from now on, and whether it is `there`; `arrived`: time of an arrival.
+- `event`: an event, with the policy's `actions`, the time `t` and the snapshot's version; `wake`: when the policy wants
+  to be woken, asked at `t`.
 - `span`: a span that has ended, paused or been stopped on its group; `sent`: a KV slice that has arrived. Times are
   `began_s` and `t`.
 """
@@ -15,24 +13,26 @@ JSON lines. A header, then lines of these kinds, each named by its first key:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
 from headway.control.backend import InstanceBackend
+from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
 from headway.control.queue_entries import SpanEntry
 from headway.control.transfer_queue import KvSlice
 from headway.core.errors import ConfigError
+from headway.core.request import Request
 from headway.policy.placement.base import Action, Event, PlacementPolicy
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
+from headway.policy.placement.view import ClusterSnapshot, ClusterState
 
-SCHEMA = "headway.cluster.log/4"
-CHANGING = ("free_at_s", "queued", "used", "running", "holder")
-"""Fields of an instance that `put` changes."""
-_KINDS = ("put", "add", "remove", "arrived", "may", "note", "event", "wake", "span", "sent")
+SCHEMA = "headway.cluster.log/5"
+_KINDS = ("instance", "arrived", "event", "wake", "span", "sent")
 Sink = Callable[[bytes], object]
 """Receives one line, with its line end: a file's `write`."""
+Write = Callable[[dict[str, Any]], object]
 
 
 class RecordingController(ClusterController):
@@ -50,32 +50,15 @@ class RecordingController(ClusterController):
     ) -> None:
         """sink: receives the log. about: data of the driver for the log's header, such as how to make the policy again.
         options: see `ClusterController`."""
-        self._sink = sink
-        # removed instances keep their entry and id, but have no node
-        lost = sorted(set(range(len(cluster.instances))).difference(*cluster.by_node.values()))
-        header = {"schema": SCHEMA, "instances": cluster.instances, "lost": lost, "links": cluster.links}
-        self._write({**header, "about": about})
-        cluster.on_change = self._state_changed
+        self._write: Write = lambda line: sink(msgspec.json.encode(line) + b"\n")
+        self._write({"schema": SCHEMA, "links": cluster.links, "about": about})
         super().__init__(cluster, backend, RecordingPolicy(policy, self._write), **options)
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._sink(msgspec.json.encode(line) + b"\n")
-
-    def _state_changed(self, change: str, what: ClusterInstance | int | float) -> None:
-        if change == "put" and isinstance(what, ClusterInstance):
-            self._write({"put": what.id, "to": [getattr(what, field) for field in CHANGING]})
-        else:
-            self._write({change: what})
-
-    def may_use(self, name: str, instance: int) -> bool:
-        may = super().may_use(name, instance)
-        # of others a replay knows the answer
-        if instance in self.state.gone or instance in self.state.closed:
-            self._write({"may": may})
-        return may
-
-    def note(self, text: str) -> None:
-        self._write({"note": text})
+    def arrive(
+        self, request: Request, now: float, backend_state: Any = None, cached: tuple[int, ...] = ()
+    ) -> ControlledRequest:
+        self._write({"arrived": now})
+        return super().arrive(request, now, backend_state, cached)
 
     def span_left(self, entry: SpanEntry) -> None:
         for member in (entry, *entry.batched_with):
@@ -91,14 +74,21 @@ class RecordingController(ClusterController):
 
 
 class RecordingPolicy:
-    """A policy that logs its decisions: events with their actions, and wake-up times."""
+    """A policy that logs what it is shown and decides."""
 
-    def __init__(self, policy: PlacementPolicy, write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, policy: PlacementPolicy, write: Write) -> None:
         self._policy, self._write = policy, write
+        self._shown: list[tuple[Any, bool]] = []
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        there = {i for ids in view.by_node.values() for i in ids}
+        before, self._shown = self._shown, [(each, each.id in there) for each in view.instances]
+        for new, old in zip_longest(self._shown, before):
+            if new != old:
+                self._write({"instance": new[0], "there": new[1]})
         actions = self._policy.on_event(event, view)
-        self._write({"event": plain(event), "actions": [plain(action) for action in actions], "t": view.now_s})
+        decided = {"event": plain(event), "actions": [plain(action) for action in actions]}
+        self._write({**decided, "t": view.now_s, "version": view.version})
         return actions
 
     def next_wakeup(self, now: float) -> float | None:
@@ -121,25 +111,20 @@ def plain(item: Event | Action) -> list[Any]:
 def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]:
     """Return a log's header and its lines, with their numbers; a torn last line is left out. Raises ConfigError, with
     the line's number, for anything that is no log of a cluster, or a damaged one."""
-    read = iter(lines)
-    try:
-        header = msgspec.json.decode(next(read))
-        if header["schema"] != SCHEMA:
-            raise KeyError(header["schema"])
-    except (StopIteration, KeyError, TypeError, UnicodeDecodeError, msgspec.DecodeError):
-        raise ConfigError(f"this is no log of a cluster: its first line should name the schema {SCHEMA}") from None
     found: list[tuple[int, dict[str, Any]]] = []
-    # number of a line that cannot be read: no error if it is the last one, cut off as it was written
-    torn = 0
-    for number, text in enumerate(read, start=2):
-        if torn:
-            raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
+    texts = list(lines)
+    for number, text in enumerate(texts, start=1):
         try:
             line = msgspec.json.decode(text, type=dict[str, Any])
         except (UnicodeDecodeError, msgspec.MsgspecError):
-            torn = number
+            if 1 < number < len(texts):
+                raise ConfigError(
+                    f"line {number} of the log cannot be read, and others follow: it is damaged"
+                ) from None
             continue
-        if next(iter(line), None) not in _KINDS:
+        if found and next(iter(line), None) not in _KINDS:
             raise ConfigError(f"line {number} of the log is not of a cluster's log")
         found.append((number, line))
-    return header, found
+    if not found or found[0][1].get("schema") != SCHEMA:
+        raise ConfigError(f"this is no log of a cluster: its first line should name the schema {SCHEMA}")
+    return found[0][1], found[1:]

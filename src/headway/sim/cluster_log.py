@@ -81,9 +81,7 @@ def read_cluster(path: Path) -> ClusterLogRun:
     """Read a router's log and those of its instances beside it. Raises ConfigError."""
     run, number = ClusterLogRun(), 1
     try:
-        header, lines = read_decisions(path.read_bytes().splitlines(keepends=True))
-        run.instances = msgspec.convert(header["instances"], list[ClusterInstance])
-        for number, line in lines:  # noqa: B007 - named in an error
+        for number, line in read_decisions(path.read_bytes().splitlines(keepends=True))[1]:  # noqa: B007 - named in an error
             _take(run, line)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -98,7 +96,11 @@ def read_cluster(path: Path) -> ClusterLogRun:
 
 
 def _take(run: ClusterLogRun, line: Mapping[str, Any]) -> None:
-    if "span" in line:
+    if "instance" in line:
+        # others of an instance's lines change its load
+        if line["instance"]["id"] == len(run.instances):
+            run.instances.append(msgspec.convert(line["instance"], ClusterInstance))
+    elif "span" in line:
         tokens, times = (line["start"], line["end"]), (line["began_s"], line["t"])
         run.spans.append(GroupSpan(line["span"], tuple(line["group"]), *tokens, *times, line["last"]))
     elif "sent" in line:

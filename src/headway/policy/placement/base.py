@@ -18,6 +18,7 @@ import msgspec
 from headway.core.request import Request
 from headway.core.span import Phase as Phase
 from headway.core.span import Span
+from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
 
 ActionName = Literal["commit", "hold", "release", "enqueue", "preempt", "resume", "transfer", "reject"]
@@ -136,6 +137,13 @@ class InstanceLost(msgspec.Struct, frozen=True):
     instance: int
 
 
+class RatesReplaced(msgspec.Struct, frozen=True):
+    """The cluster's operator has given it other improvement rates (Tetris §6). Of live clusters, whose
+    `PlacementChain` takes it: policies do not receive it."""
+
+    table: RateTable
+
+
 class WakeupDue(msgspec.Struct, frozen=True):
     """The time that `next_wakeup` returned has come, or an instance was added."""
 
@@ -153,6 +161,7 @@ Event = (
     | InstanceJoined
     | InstanceLeft
     | InstanceLost
+    | RatesReplaced
     | WakeupDue
 )
 

@@ -1,15 +1,13 @@
 """The cluster as a policy sees it (`ClusterSnapshot`), and the state that it reads (`ClusterState`).
 
 The controller keeps one `ClusterState` up to date. A `ClusterSnapshot` of it copies nothing, so that a decision over
-thousands of instances costs only what it looks at. Policies with an index of their own ask which instances have changed
-since a version.
+thousands of instances costs only what it looks at.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,7 +18,7 @@ from headway.perf.hardware.links import NetworkLink
 Role = Literal["prefill", "decode", "mixed"]
 
 
-class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model instance of `tp` × `stages` accelerators on a node."""
 
     id: int
@@ -75,12 +73,8 @@ class ClusterState:
             roles.setdefault(instance.role, []).append(instance.id)
         self.by_node = {node: tuple(ids) for node, ids in sorted(nodes.items())}
         self.by_role = {role: tuple(ids) for role, ids in roles.items()}
-        # called with each change: ("put" or "add", instance), ("remove", id), ("arrived", time)
-        self.on_change: Callable[[str, ClusterInstance | int | float], None] | None = None
         self.arrivals: list[float] = []
         self._memory_s = memory_s
-        # bounded: a policy that asks about a version older than these must look at all instances
-        self._changes: deque[tuple[int, int]] = deque(maxlen=4 * len(self.instances) + 64)  # (version, instance)
 
     def put(self, instance: ClusterInstance) -> None:
         """Replace an instance's entry. The version rises only if it differs."""
@@ -88,16 +82,12 @@ class ClusterState:
             return
         self.instances[instance.id] = instance
         self._changed(instance.id)
-        if self.on_change is not None:
-            self.on_change("put", instance)
 
     def remove(self, instance: int) -> None:
         """Take an instance out of its role and node. Its entry stays, so that ids keep their meaning."""
         self.by_role = {role: tuple(i for i in ids if i != instance) for role, ids in self.by_role.items()}
         self.by_node = {node: tuple(i for i in ids if i != instance) for node, ids in self.by_node.items()}
         self._changed(instance)
-        if self.on_change is not None:
-            self.on_change("remove", instance)
 
     def add(self, instance: ClusterInstance) -> None:
         """Add an instance: a removed one under its id, or a new one with the next id (else ConfigError)."""
@@ -105,7 +95,6 @@ class ClusterState:
         if i == len(self.instances):
             self.instances.append(instance)
             self.changed_at.append(0)
-            self._changes = deque(self._changes, maxlen=4 * len(self.instances) + 64)
         elif i > len(self.instances):
             raise ConfigError(f"instance ids count from 0 without gaps; {i} comes after {len(self.instances) - 1}")
         self.instances[i] = instance
@@ -114,40 +103,18 @@ class ClusterState:
         roles[instance.role] = tuple(sorted({*roles.get(instance.role, ()), i}))
         self.by_node, self.by_role = dict(sorted(nodes.items())), roles
         self._changed(i)
-        if self.on_change is not None:
-            self.on_change("add", instance)
 
     def arrived(self, at_s: float) -> None:
         """Record the arrival of a request. Times must not fall."""
         arrivals = self.arrivals
         arrivals.append(at_s)
-        if self.on_change is not None:
-            self.on_change("arrived", at_s)
         # trimmed only when half of it is too old: amortised constant time for each arrival
         if len(arrivals) > 1024 and arrivals[len(arrivals) // 2] < at_s - self._memory_s:
             del arrivals[: bisect_left(arrivals, at_s - self._memory_s)]
 
-    def changed_since(self, version: int) -> set[int] | None:
-        """Return ids of the instances that have changed after `version`; None when that is too long ago (any may
-        have)."""
-        changes = self._changes
-        if version >= self.version:
-            return set()
-        # the first change after `version` has been pushed out of the deque
-        if not changes or (changes[0][0] > version + 1 and len(changes) == changes.maxlen):
-            return None
-        found = set()
-        # versions rise by one with each entry: stop at the first old one
-        for at, instance in reversed(changes):
-            if at <= version:
-                break
-            found.add(instance)
-        return found
-
     def _changed(self, instance: int) -> None:
         self.version += 1
         self.changed_at[instance] = self.version
-        self._changes.append((self.version, instance))
 
 
 class ClusterSnapshot:
@@ -199,10 +166,6 @@ class ClusterSnapshot:
         since = max(self.now_s - window_s, arrivals[0])
         count = bisect_right(arrivals, self.now_s) - bisect_left(arrivals, since)
         return count / max(self.now_s - since, 1.0)
-
-    def changed_since(self, version: int) -> set[int] | None:
-        """See `ClusterState.changed_since`."""
-        return self._state.changed_since(version)
 
     def snapshot(self) -> tuple[ClusterInstance, ...]:
         """Return an immutable copy of the instances that may be kept."""

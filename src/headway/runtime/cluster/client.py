@@ -18,7 +18,7 @@ import msgspec
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import PlacementPolicy
+from headway.policy.placement.base import PlacementPolicy, RatesReplaced
 from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterLinks
 from headway.runtime.cluster.client_answer import time_limit
@@ -31,7 +31,6 @@ from headway.runtime.cluster.live_backend import LatencyOf
 from headway.runtime.cluster.live_controller import DecisionLog, LiveController
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.cluster.merged_reports import merged_info, merged_stats
-from headway.runtime.cluster.policies import RATES_NOTE
 from headway.runtime.engine.cumulative_counters import accumulate_counters
 from headway.runtime.engine.protocol import (
     EngineInfo,
@@ -281,9 +280,9 @@ class ClusterClient:
         """See `ImprovementRateAdmin`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "points")
-        if not self._live.policies.replace_rates(table):
+        if not self._live.policies.has_rates:
             raise RequestError(f"{self._placement} has no improvement rates: tetris and weave have", "points")
-        self._live.machine.note(RATES_NOTE + msgspec.json.encode(table).decode())
+        self._live.machine.woken(self._clock(), RatesReplaced(table))
 
     def leave(self, number: int) -> InstanceReport:
         """See `InstanceAdmin.leave`."""

@@ -82,7 +82,7 @@ class LiveController:
             rows,
             clock,
         )
-        self.policies = PlacementChain(make, lambda name, number: self.machine.may_use(name, number))
+        self.policies = PlacementChain(make)
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
         self.machine: ClusterController = kind(
             book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
@@ -90,9 +90,7 @@ class LiveController:
         self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
         settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
-        self.membership = LiveMembership(
-            self.machine, book, fleet, self.hands, self.policies, make, self.requests, settle, clock
-        )
+        self.membership = LiveMembership(self.machine, book, fleet, self.hands, make, self.requests, settle, clock)
         self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:
@@ -110,7 +108,7 @@ class LiveController:
     def _follow(self) -> bool:
         """Report back what came up inside calls of the controller, which is not re-entrant; True if there was any."""
         # Every part runs, whatever those before it return.
-        some = [self._take_events(), self._follow_stranded(), self._follow_kv_claims(), self._take_events()]
+        some = [self._take_events(), self._follow_unplaced(), self._follow_kv_claims(), self._take_events()]
         # Last, so that new attempts see all that was freed above.
         some.append(self.requests.begin_due())
         return any(some)
@@ -143,19 +141,16 @@ class LiveController:
                         self.requests.ended(attempt)
         return some
 
-    def _follow_stranded(self) -> bool:
-        """Requests that no policy owns: their placement raised, or named instances that are gone."""
-        stranded, self.policies.stranded[:] = list(self.policies.stranded), []
-        if stranded:
-            self.machine.note("taken")
+    def _follow_unplaced(self) -> bool:
+        """Let the requests that no policy will place arrive again."""
         some = False
-        for name in stranded:
+        for name, failed in self.policies.unplaced.items():
             attempt = self.requests.attempts.named(name)
             if attempt is not None:
                 some = True
                 # Counted as a loss, so that a policy that always fails does not retry for ever.
-                attempt.asked.runs_lost += 1
-                why = "its instances are gone, or its placement failed"
+                attempt.asked.runs_lost += failed
+                why = "its instances are gone, or its placement failed" if failed else "instances have come or gone"
                 with self._isolate(name):
                     self.requests.retry(attempt, why)
         return some

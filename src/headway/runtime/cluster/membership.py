@@ -17,7 +17,6 @@ from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.peer_health import PeerHealth
-from headway.runtime.cluster.policies import PlacementChain
 
 log = logging.getLogger("headway.cluster")
 
@@ -35,7 +34,6 @@ class LiveMembership:
         book: ClusterState,
         fleet: InstanceRegistry,
         hands: LiveBackend,
-        policies: PlacementChain,
         make: Callable[[], PlacementPolicy],
         requests: LiveRequests,
         settle: Callable[[], None],
@@ -43,7 +41,7 @@ class LiveMembership:
     ) -> None:
         """book: the state that policies see. make: returns a new policy. settle: lets the controller act."""
         self._machine, self._book, self._fleet, self._hands = machine, book, fleet, hands
-        self._policies, self._make, self._requests = policies, make, requests
+        self._make, self._requests = make, requests
         self._settle, self._clock = settle, clock
         self._watch: asyncio.TimerHandle | None = None
         self.peers = PeerHealth()
@@ -132,16 +130,11 @@ class LiveMembership:
             self._settle()
 
     def renew(self) -> None:
-        """Begin with a new policy after a change of membership; requests that the old one had not placed go to it."""
+        """Let the controller act on a change of membership, which its policies hear of."""
         # Peers meet before anything is placed: a span needs its group's connections.
         self._fleet.meet()
         requests = self._requests
         requests.not_placeable = self.refuses(self._there())
-        self._machine.note("renew")
-        for name in self._policies.renew():
-            attempt = requests.attempts.named(name)
-            if attempt is not None:
-                requests.retry(attempt, "instances have come or gone")
         requests.retries.release(requests.not_placeable is None)
         self._settle()
 

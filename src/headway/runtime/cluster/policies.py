@@ -2,7 +2,8 @@
 
 Policies keep state about instances: groups, queues, reservations. They hear of a change of membership and need not
 handle it: a new policy is made from the present instances, and gets all new requests. The older ones continue with the
-requests that they have placed, until the last of these has ended; requests that they had not placed go to the new one.
+requests that they have placed, until the last of these has ended; the driver lets those that they had not placed arrive
+again (`PlacementChain.unplaced`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from headway.policy.placement.base import (
     InstanceLeft,
     InstanceLost,
     PlacementPolicy,
+    RatesReplaced,
     ReleaseGroup,
     RequestArrived,
     RequestDropped,
@@ -31,46 +33,43 @@ from headway.policy.placement.base import (
 from headway.policy.placement.tetris_rates import LoadAwareRates, RateTable
 from headway.policy.placement.view import ClusterSnapshot
 
-RATES_NOTE = "rates "
-"""Beginning of the decision log's note of a new table, which follows it as JSON."""
-
 log = logging.getLogger("headway.cluster")
 
 
 class PlacementChain:
     """A `PlacementPolicy` made of several: each request belongs to the one that was the newest at its arrival."""
 
-    def __init__(self, make: Callable[[], PlacementPolicy], may: Callable[[str, int], bool]) -> None:
-        """make: returns a new policy. may: whether a request may be given to an instance; not to one that is gone."""
-        self._make, self._may = make, may
+    def __init__(self, make: Callable[[], PlacementPolicy]) -> None:
+        """make: returns a new policy."""
+        self._make = make
         self._newest = make()
         self._of: dict[str, PlacementPolicy] = {}
         self._has: dict[int, int] = {}
         self._alive: list[PlacementPolicy] = [self._newest]
-        self._placed: set[str] = set()
+        self._placed: dict[str, set[int]] = {}
+        """Instances that each placed request was given to, without those that have been lost since."""
         self._due: list[tuple[PlacementPolicy, float]] = []
         self._rates: RateTable | None = None
-        self.stranded: list[str] = []
-        """Requests that were to go to an instance that is gone, in order: they have to be placed again."""
+        self.unplaced: dict[str, bool] = {}
+        """Requests that no policy will place, in order, until they are dropped: the driver drops each and lets it
+        arrive again, under another name. True: its placement failed, or named an instance that is gone; False: its
+        policy has been replaced."""
 
-    def renew(self) -> list[str]:
-        """Make a new policy after a change of membership; return the requests that no policy has placed.
+    @property
+    def has_rates(self) -> bool:
+        """Whether the newest policy works with improvement rates (Tetris §6)."""
+        return isinstance(self._newest, LoadAwareRates)
 
-        The caller drops these and lets them arrive again, under other names.
-        """
+    def _renew(self) -> None:
+        """Make a new policy after a change of membership."""
         self._newest = self._make()
-        if self._rates is not None:
-            self.replace_rates(self._rates)
+        self._replace_rates()
         self._alive = [policy for policy in self._alive if self._has.get(id(policy))] + [self._newest]
-        return [name for name in self._of if name not in self._placed]
+        self.unplaced = {name: False for name in self._of if name not in self._placed} | self.unplaced
 
-    def replace_rates(self, table: RateTable) -> bool:
-        """Give the newest policy, and those made after it, other improvement rates (Tetris §6). False: it has none."""
-        if not isinstance(self._newest, LoadAwareRates):
-            return False
-        self._rates = table
-        self._newest.replace_rates(table)
-        return True
+    def _replace_rates(self) -> None:
+        if self._rates is not None and isinstance(self._newest, LoadAwareRates):
+            self._newest.replace_rates(self._rates)
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
         """See `PlacementPolicy.on_event`."""
@@ -81,9 +80,17 @@ class PlacementChain:
         if isinstance(event, WakeupDue):
             due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
             return [action for policy in due for action in self._ask(policy, event, view)]
+        if isinstance(event, RatesReplaced):
+            self._rates = event.table
+            self._replace_rates()
+            return []
         if isinstance(event, InstanceJoined | InstanceLeft | InstanceLost):
-            # A policy without requests was made from what is there now, or will never be asked for anything.
+            if isinstance(event, InstanceLost):
+                for there in self._placed.values():
+                    there.discard(event.instance)
+            # The new one finds the change in its first snapshot; one without requests will never be asked for anything.
             asked = [policy for policy in self._alive if id(policy) in self._has]
+            self._renew()
             return [action for policy in asked for action in self._ask(policy, event, view)]
         name = event.holder if isinstance(event, HoldGranted) else event.request
         policy = self._of.get(name)
@@ -91,7 +98,8 @@ class PlacementChain:
             return []
         if isinstance(event, RequestFinished | RequestDropped):
             del self._of[name]
-            self._placed.discard(name)
+            self._placed.pop(name, None)
+            self.unplaced.pop(name, None)
             wanted = self._ask(policy, event, view)
             self._left(policy)
             return wanted
@@ -116,12 +124,12 @@ class PlacementChain:
         An older policy may raise at a cluster that it does not know.
         """
         try:
-            return self._wanted(policy.on_event(event, view))
+            return self._wanted(policy.on_event(event, view), view)
         except Exception:
             log.exception("a placement failed at %s", event)
             name = event.request.id if isinstance(event, RequestArrived) else getattr(event, "request", "")
-            if name in self._of and name not in self.stranded:
-                self.stranded.append(name)
+            if name in self._of:
+                self.unplaced[name] = True
             return []
 
     def _left(self, policy: PlacementPolicy) -> None:
@@ -131,28 +139,30 @@ class PlacementChain:
             del self._has[id(policy)]
             self._alive = [one for one in self._alive if one is self._newest or id(one) in self._has]
 
-    def _wanted(self, actions: Sequence[Action]) -> list[Action]:
-        """Return the actions without those that name an instance that is gone."""
+    def _wanted(self, actions: Sequence[Action], view: ClusterSnapshot) -> list[Action]:
+        """Return the actions without those that name an instance that is gone, or is drained and new to the request."""
         wanted = []
+        there = {i for ids in view.by_node.values() for i in ids}
         for action in actions:
             name = action.holder if isinstance(action, HoldGroup | ReleaseGroup) else action.request
             # One impossible action drops all later ones of that request: they may build on it.
-            if name in self.stranded:
+            if name in self.unplaced:
                 continue
-            if all(self._may(name, i) for i in _instances(action)):
-                wanted.append(action)
-                if isinstance(action, CommitSpans | EnqueueRequest):
-                    self._placed.add(name)
-                if isinstance(action, CommitSpans):
-                    self._placed.update(span.request.id for span in action.batched_with)
-            else:
-                self.stranded.append(name)
+            named = _instances(action)
+            if not there.issuperset(named - self._placed.get(name, set())):
+                self.unplaced[name] = True
+                continue
+            wanted.append(action)
+            if isinstance(action, CommitSpans | EnqueueRequest | TransferKv):
+                batched = action.batched_with if isinstance(action, CommitSpans) else ()
+                for one in (name, *(span.request.id for span in batched)):
+                    self._placed.setdefault(one, set()).update(named)
         return wanted
 
 
-def _instances(action: Action) -> list[int]:
+def _instances(action: Action) -> set[int]:
     if isinstance(action, CommitSpans):
-        return [i for span in (*action.spans, *action.batched_with) for i in span.group]
+        return {i for span in (*action.spans, *action.batched_with) for i in span.group}
     if isinstance(action, TransferKv):
-        return [action.to]
-    return list(action.group) if isinstance(action, EnqueueRequest | HoldGroup) else []
+        return {action.to}
+    return set(action.group) if isinstance(action, EnqueueRequest | HoldGroup) else set()

@@ -56,7 +56,7 @@ class HttpController:
         state = ClusterState([each.initial_instance for each in instances.values() if each.decodes], links)
         self._prefill = PrefillServers(instances)
         self.backend = HttpBackend(instances, latency, self._open, clock)
-        self._policies = PlacementChain(make, lambda name, number: self.machine.may_use(name, number))
+        self._policies = PlacementChain(make)
         self.machine = ClusterController(state, self.backend, self._policies, layers=layers)
 
         def prefilling() -> list[int]:
@@ -283,11 +283,7 @@ class HttpController:
         return self.machine.quiet(number)
 
     def renew(self) -> None:
-        """Begin with a new policy after a change of membership; what the old one had not placed goes to it."""
-        for name in self._policies.renew():
-            controlled = self.machine.requests.get(name)
-            if controlled is not None:
-                self.retries.again(controlled.backend_state, "instances have come or gone")
+        """Let the controller act on a change of membership, which its policies hear of."""
         if self.able:
             self.retries.release()
         self.settle()
@@ -313,14 +309,14 @@ class HttpController:
         for request, why in rejected:
             request.fail(RequestError(why))
             self.requests.pop(request.submit.id, None)
-        # Requests that no policy owns: their placement raised, or named instances that are gone.
-        stranded, self._policies.stranded[:] = list(self._policies.stranded), []
-        for name in stranded:
-            controlled = self.machine.requests.get(name)
-            if controlled is not None:
-                request = controlled.backend_state
+        unplaced = [(name, failed) for name, failed in self._policies.unplaced.items() if name in self.machine.requests]
+        for name, failed in unplaced:
+            request = self.machine.requests[name].backend_state
+            if failed:
                 self._fail(request, self.retries.stranded(request))
-        return bool(paused or done or rejected or stranded)
+            else:
+                self.retries.again(request, "instances have come or gone")
+        return bool(paused or done or rejected or unplaced)
 
     def close(self) -> None:
         """Cancel all timers, and end all requests."""
