@@ -31,7 +31,7 @@ from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, SpanTaskDone
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
-    DrainEngine,
+    EndProcess,
     EngineInfo,
     EngineStats,
     IterationOutputs,
@@ -148,7 +148,7 @@ def test_engines_of_two_hosts_answer_independently() -> None:
                 assert [token for delta in deltas for token in delta.tokens] == answer([4, 5, 6], 5)
                 assert abs(deltas[-1].emitted_s - time.monotonic()) < 5.0
                 assert abs(engine.ahead_s) < 0.1, "both have one clock"
-            one.send([msgspec.msgpack.encode(DrainEngine())])
+            one.send([msgspec.msgpack.encode(EndProcess())])
             assert await one.wait_until_exited() == "(on host 1) has ended with exit code 0"
             os.kill(await pid(two), signal.SIGKILL)
             assert await two.wait_until_exited() == "(on host 2) has ended with signal 9 (SIGKILL)"

@@ -39,7 +39,7 @@ from headway.runtime.engine.instance_protocol import (
 from headway.runtime.engine.protocol import (
     AbortRequest,
     CacheChanges,
-    DrainEngine,
+    EndProcess,
     EngineInfo,
     EngineStats,
     FatalError,
@@ -49,9 +49,7 @@ from headway.runtime.engine.protocol import (
 )
 
 LAYERS = 4
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    SubmitRequest | AbortRequest | DrainEngine | ToInstance
-)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | EndProcess | ToInstance)
 
 
 def next_token(known: Sequence[int]) -> int:
@@ -213,7 +211,7 @@ class FakeProcess:
         match message:
             case SubmitRequest():
                 self._submit(message, ids)
-            case DrainEngine():
+            case EndProcess():
                 self.draining = True
                 self._do(self._drain())
             case AdmitRequest():

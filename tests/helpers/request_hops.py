@@ -36,7 +36,7 @@ from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.instance_protocol import AdmitRequest, ComputeSpan, ReserveKv, SendKv, SpanTask
-from headway.runtime.engine.protocol import DrainEngine, join_endpoints
+from headway.runtime.engine.protocol import EndProcess, join_endpoints
 from headway.runtime.engine.service import EngineService
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
@@ -150,7 +150,7 @@ def instance_visits(folder: Path) -> list[Visit]:
     server.send(encode(ReserveKv("reserved", 64)))
     server.send(encode(ComputeSpan(id="computed", index=0, run=SpanTask(0, 64, (0,)), last=True)))
     server.send(encode(SendKv(id="computed", piece=1, start=0, end=64, to=1)))
-    server.send(encode(DrainEngine()))
+    server.send(encode(EndProcess()))
     with visits() as found:
         service.run(core, agent)
     service.close()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.messages import FromRank, InstanceFromRank, StopRank
+from headway.runtime.executor.messages import EndProcess, FromRank, InstanceFromRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.rank_layout import RankPosition, places
@@ -187,7 +187,7 @@ class VirtualWire:
 
     def close(self) -> None:
         for box in self.boxes:
-            box.put([_encoder.encode(StopRank())])
+            box.put([_encoder.encode(EndProcess())])
         self.on_close()
 
     kill = close

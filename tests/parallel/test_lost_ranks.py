@@ -20,7 +20,7 @@ from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import AdmitToRank, BatchPlan, FromRank, RankAlive, RankProbe, ToRank
+from headway.runtime.executor.messages import AdmitToRank, BatchPlan, FromRank, RankAnswer, RankQuery, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_transport import Frame, RankLostError
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
@@ -114,11 +114,11 @@ def test_new_ranks_get_every_request_with_its_output() -> None:
 
 def test_a_rank_whose_report_was_lost_is_lost() -> None:
     wire, executor, _ = begin()
-    while not wire.kinds(RankProbe):
+    while not wire.kinds(RankQuery):
         assert executor.result(0.001) is None
-    wire.says.append((0, RankAlive(0)))
+    wire.says.append((0, RankAnswer(0)))
     assert executor.result(0.001) is None
-    wire.says.append((1, RankAlive(1)))
+    wire.says.append((1, RankAnswer(1)))
     with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and its report of it was lost"):
         executor.result(1.0)
 

@@ -20,14 +20,12 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import (
-    GrantSlots,
-    LayerEdge,
     SpanEnded,
     SpanFromRank,
     SpanToRank,
-    SuspendRequest,
-    WantSlots,
+    SpanWaits,
 )
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
@@ -80,8 +78,8 @@ def kinds(told: list[object]) -> list[type]:
 
 def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
     answers: Answers = {
-        ComputeSpan: [both(WantSlots("r", 50, False))],
-        GrantSlots: [both(WantSlots("r", 20, True)), both(ENDED)],
+        ComputeSpan: [both(SpanWaits("r", 50))],
+        ResumeSpan: [both(SpanWaits("r", 20, True)), both(ENDED)],
     }
     ranks = Ranks(answers)
     asked: list[tuple[int, bool]] = []
@@ -93,8 +91,8 @@ def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
     ranks.begin(room)
     assert ranks.runs.go("r", None, lambda layers: None)
     assert asked == [(50, False), (20, True)]
-    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, tuple, GrantSlots, tuple, GrantSlots]
-    assert ranks.told[-1] == GrantSlots("r", ((8, 56),))
+    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, tuple, ResumeSpan, tuple, ResumeSpan]
+    assert ranks.told[-1] == ResumeSpan("r", ((8, 56),))
 
 
 def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
@@ -114,8 +112,8 @@ def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
 
 def test_the_scheduler_runs_after_each_layer_edge() -> None:
     answers: Answers = {
-        ComputeSpan: [both(LayerEdge("r", 1))],
-        ResumeSpan: [both(LayerEdge("r", 2)), both(ENDED)],
+        ComputeSpan: [both(SpanWaits("r", layers=1))],
+        ResumeSpan: [both(SpanWaits("r", layers=2)), both(ENDED)],
     }
     ranks = Ranks(answers)
     ranks.begin()
@@ -134,9 +132,9 @@ def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
     assert ranks.runs.whole("r", 50)
     assert not ranks.runs.whole("r", 51)
     ranks.runs.forget("r")
-    assert kinds(ranks.told)[-2:] == [tuple, SuspendRequest]
+    assert kinds(ranks.told)[-2:] == [tuple, AbortRequest]
     ranks.runs.forget("r")
-    assert kinds(ranks.told).count(SuspendRequest) == 1
+    assert kinds(ranks.told).count(AbortRequest) == 1
     assert "r" not in ranks.runs
 
 
@@ -151,7 +149,7 @@ def test_one_failing_rank_ends_the_span(order: int, by: int | None, error: type[
 
 
 def test_differing_reports_of_ranks_are_an_internal_error() -> None:
-    ranks = Ranks({ComputeSpan: [[ENDED, WantSlots("r", 5, False)]]})
+    ranks = Ranks({ComputeSpan: [[ENDED, SpanWaits("r", 5)]]})
     ranks.begin()
     with pytest.raises(InvariantError, match="differ"):
         ranks.runs.go("r", None, lambda layers: None)

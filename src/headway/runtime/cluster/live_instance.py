@@ -20,7 +20,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.engine_supervisor import EngineProcess, EngineSupervisor, Message
 from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.protocol import (
-    DrainEngine,
+    EndProcess,
     EngineInfo,
     EngineSamples,
     EngineStats,
@@ -179,7 +179,7 @@ class LiveInstance:
     def drain(self) -> None:
         """Finish what is there, take nothing new, then end. The state becomes `left`."""
         if self.serves:
-            self.tell(DrainEngine())
+            self.tell(EndProcess())
         else:
             self._engine.end()
         if self.state != "failed":

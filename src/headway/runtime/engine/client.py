@@ -16,7 +16,7 @@ from headway.runtime.engine.engine_child import ENDED_IN_ORDER, EngineChild
 from headway.runtime.engine.engine_supervisor import EngineSupervisor, Message
 from headway.runtime.engine.protocol import (
     AbortRequest,
-    DrainEngine,
+    EndProcess,
     EngineInfo,
     EngineSamples,
     EngineState,
@@ -150,7 +150,7 @@ class ProcessEngineClient:
             return
         self._draining = True
         if self._state == "ready":
-            self._engine.process.send([_encoder.encode(DrainEngine())])
+            self._engine.process.send([_encoder.encode(EndProcess())])
         await self._drained.wait()
 
     async def close(self) -> None:
@@ -224,7 +224,7 @@ class ProcessEngineClient:
                 self._engine.process.send([_encoder.encode(submit), stream.prompt])
         # The drain request was lost with the engine that got it.
         if self._draining:
-            self._engine.process.send([_encoder.encode(DrainEngine())])
+            self._engine.process.send([_encoder.encode(EndProcess())])
 
     def _mark_lost(self) -> None:
         """Fail all streams for good. Counters stay; gauges of running and waiting requests become 0."""

@@ -84,9 +84,11 @@ class PauseRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResumeSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Continue a paused span, or a rank's part in it behind a `LayerEdge`. Sent to all instances of the group."""
+    """Continue a paused span, or a rank's part in it behind `SpanWaits`. Sent to all instances of the group."""
 
     id: str
+    slots: tuple[tuple[int, int], ...] = ()
+    """To a rank that needs slots of the pool: their ranges, as (first, count)."""
 
 
 class ReserveKv(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -152,6 +154,8 @@ class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     by: int | None = None
     """The instance to which the loss is attributed: one that cannot be reached from here, or this one, where something
     has failed; None: neither."""
+    transfer: bool = False
+    """From a rank, of which `by` names the end: it is a transfer (`connector.KvLost`)."""
 
 
 class KvReserved(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -56,10 +56,14 @@ class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: str
     for_good: bool = True
     """Whether the request never comes back, so that messages of peers about it may be refused."""
+    number: int | None = None
+    """To a rank, to cancel its span tasks only, also the current one: transfers of its KV continue. The request's
+    number in the plan stream where its blocks have become its own; else 0."""
 
 
-class DrainEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Finish accepted requests, reject new ones, then end. Sent on SIGTERM."""
+class EndProcess(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """To an engine, on SIGTERM: finish accepted requests, reject new ones, then end. To a rank: end at once, without
+    finishing plans."""
 
 
 class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):

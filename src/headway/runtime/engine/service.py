@@ -25,7 +25,7 @@ from headway.runtime.engine.iteration_deadline import IterationProgress
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import (
     AbortRequest,
-    DrainEngine,
+    EndProcess,
     EngineInfo,
     FatalError,
     IterationOutputs,
@@ -40,12 +40,12 @@ _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
 _STATS_POLL_MS = 50
 
-_decoder = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | DrainEngine | ToInstance)
+_decoder = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | EndProcess | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class EngineService:
-    """The engine process's sockets and loop. Ends after `DrainEngine`, or when `is_wanted` is no longer true.
+    """The engine process's sockets and loop. Ends after `EndProcess`, or when `is_wanted` is no longer true.
 
     token: authenticates this process to a server on another host; such a connection is not reopened once it has ended.
     """
@@ -209,7 +209,7 @@ class EngineService:
                 if self._agent is not None:
                     self._agent.submitted(message)
                 delta = core.submit(message, memoryview(frames[1].buffer))
-            elif isinstance(message, DrainEngine):
+            elif isinstance(message, EndProcess):
                 core.draining = True
             elif self._agent is not None:
                 self._agent.take(message, memoryview(frames[1].buffer) if len(frames) > 1 else None)

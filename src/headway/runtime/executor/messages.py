@@ -4,9 +4,9 @@ In plans requests are numbers, assigned by the engine in order of admission: a p
 
 Ranks of a cluster's instance also get the messages about spans and KV that their engine gets
 (`runtime.engine.instance_protocol`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan`
-are answered by any number of `WantSlots` and, with `beside`, `LayerEdge`, then by `SpanTaskPaused` or `SpanEnded`, or
-at any time by `SpanTaskLost`; the engine waits for an answer of each rank, for one request at a time. None grows with a
-context, except prompts, which come once, and slots by the number of their ranges.
+are answered by any number of `SpanWaits`, then by `SpanTaskPaused` or `SpanEnded`, or at any time by `SpanTaskLost`;
+the engine waits for an answer of each rank, for one request at a time. None grows with a context, except prompts, which
+come once, and slots by the number of their ranges.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest, FatalError
+from headway.runtime.engine.protocol import AbortRequest, EndProcess, FatalError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change of these messages; a rank of another number is refused."""
 
 HEARTBEAT_IDENTITY = b"beat-"
@@ -124,54 +124,24 @@ class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """One for each token; empty when no request asked for any."""
 
 
-class RankProbe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
-    """Asks a rank after a silence whether it is alive and has received all plans up to `seq`."""
-
-    seq: int
-
-
-class RankAlive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """Answers `RankProbe`: the last plan carried out is `done`. A rank that computes answers after its plan; one that
-    has not received all plans fails instead."""
-
-    done: int
-
-
-class MeasureRequest(msgspec.Struct, frozen=True, array_like=True, tag="measure"):
-    """Measure an operation while there are no requests."""
+class RankQuery(msgspec.Struct, frozen=True, array_like=True, tag="query"):
+    """Measure an operation while there are no requests, or, after a silence, tell whether all plans have come."""
 
     kind: str
-    """"chunk" (tokens, past), "decodes" (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two
-    ranks at the same time, "ask" (rows, remote group) and "visit" (rows, owner's group)."""
+    """"plans" (the newest plan's number): answered with the last one carried out, behind what the rank computes; a rank
+    that has not received all plans fails instead. Else what to measure, answered with the least seconds of the repeats:
+    "chunk" (tokens, past), "decodes" (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two ranks
+    at the same time, "ask" (rows, remote group) and "visit" (rows, owner's group)."""
     first: int
     """The first of the numbers in brackets."""
-    second: int
-    repeats: int
+    second: int = 0
+    repeats: int = 1
 
 
-class MeasureResult(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
-    """Seconds, the least of the repeats."""
+class RankAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """Answers `RankQuery`."""
 
-    seconds: float
-
-
-class StopRank(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """End at once, without finishing plans."""
-
-
-class GrantSlots(msgspec.Struct, frozen=True, array_like=True, tag="given"):
-    """Slot ranges of the pool, in answer to `WantSlots`."""
-
-    id: str
-    slots: tuple[tuple[int, int], ...]
-
-
-class SuspendRequest(msgspec.Struct, frozen=True, array_like=True, tag="cease"):
-    """Cancel a request's span tasks, also the current one. Transfers of its KV continue. number: set where its blocks
-    have become the request's own."""
-
-    id: str
-    number: int
+    value: float
 
 
 class RankHolds(msgspec.Struct, frozen=True, array_like=True, tag="there"):
@@ -181,20 +151,15 @@ class RankHolds(msgspec.Struct, frozen=True, array_like=True, tag="there"):
     tokens: int
 
 
-class WantSlots(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """Request slots of the pool (`span_executor.SlotAllocator`)."""
+class SpanWaits(msgspec.Struct, frozen=True, array_like=True, tag="want"):
+    """A rank's part in a span waits for `ResumeSpan`, and carries out batches that the engine has submitted."""
 
     id: str
-    tokens: int
-    replace: bool
-
-
-class LayerEdge(msgspec.Struct, frozen=True, array_like=True, tag="edge"):
-    """So many layers of the current chunk are done. The rank then waits for `ResumeSpan`, and carries out batches that
-    the engine has submitted."""
-
-    id: str
-    layers: int
+    tokens: int = 0
+    """Slots of the pool that it needs (`span_executor.SlotAllocator`)."""
+    replace: bool = False
+    layers: int = 0
+    """Layers of the current chunk that are done, where it waits between two; else 0."""
 
 
 class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
@@ -207,17 +172,9 @@ class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """See `SpanExecutor.whole_tokens`."""
 
 
-class RankTransferLost(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """Something of a request will not come or go (`connector.KvLost`)."""
-
-    id: str
-    why: str
-    end: int | None
-
-
-SpanToRank = AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | GrantSlots | SuspendRequest
-SpanFromRank = WantSlots | LayerEdge | SpanTaskPaused | SpanEnded | SpanTaskLost
-InstanceToRank = MeetPeers | ReserveKv | SendKv | AbortRequest | RankHolds | SpanToRank
-InstanceFromRank = KvReserved | KvArrived | RankTransferLost | SpanFromRank
-ToRank = RankWelcome | AdmitToRank | BatchPlan | RankProbe | MeasureRequest | StopRank | InstanceToRank
-FromRank = RankHello | RankReady | FatalError | PlanDone | RankAlive | MeasureResult | InstanceFromRank
+SpanToRank = AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | AbortRequest
+SpanFromRank = SpanWaits | SpanTaskPaused | SpanEnded | SpanTaskLost
+InstanceToRank = MeetPeers | ReserveKv | SendKv | RankHolds | SpanToRank
+InstanceFromRank = KvReserved | KvArrived | SpanFromRank
+ToRank = RankWelcome | AdmitToRank | BatchPlan | RankQuery | EndProcess | InstanceToRank
+FromRank = RankHello | RankReady | FatalError | PlanDone | RankAnswer | InstanceFromRank

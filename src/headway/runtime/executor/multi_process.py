@@ -24,11 +24,9 @@ from headway.runtime.executor.messages import (
     FromRank,
     InstanceFromRank,
     InstanceToRank,
-    MeasureRequest,
-    MeasureResult,
     PlanDone,
-    RankAlive,
-    RankProbe,
+    RankAnswer,
+    RankQuery,
     ToRank,
 )
 from headway.runtime.executor.plan_stream import QueryTargets
@@ -269,7 +267,7 @@ class MultiProcessExecutor:
                 # Heartbeats come from a separate thread and go on while a rank hangs in a computation.
                 if now - group.last_progress_s > self.stall_s:
                     raise RankLostError(rank, f"has carried out nothing for {self.stall_s:g} s, though it runs")
-                self._send(rank, RankProbe(group.writer.seq))
+                self._send(rank, RankQuery("plans", group.writer.seq))
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
@@ -281,12 +279,12 @@ class MultiProcessExecutor:
         """
         asked = 0
         for place in self._places:
-            message = MeasureRequest(kind, first, second, repeats)
+            message = RankQuery(kind, first, second, repeats)
             if kind == "exchange":
                 other = self.layout.kvp - 1 - place.group
                 if other == place.group:
                     continue
-                message = MeasureRequest("ask" if place.group < other else "visit", first, other, repeats)
+                message = RankQuery("ask" if place.group < other else "visit", first, other, repeats)
             self._send(place.rank, message)
             asked += 1
         slowest = 0.0
@@ -295,9 +293,9 @@ class MultiProcessExecutor:
             assert received is not None
             rank, frames = received
             reply = _decoder.decode(frames[0])
-            if not isinstance(reply, MeasureResult):
+            if not isinstance(reply, RankAnswer):
                 raise RankLostError(rank, f"answered a measurement with {reply!r}")
-            slowest = max(slowest, reply.seconds)
+            slowest = max(slowest, reply.value)
         return slowest
 
     # -- messages from ranks -----------------------------------------------------------------------------------------
@@ -308,11 +306,11 @@ class MultiProcessExecutor:
         group = self._groups[place.group]
         if isinstance(message, PlanDone):
             group.record_done(place, message, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
-        elif isinstance(message, RankAlive):
+        elif isinstance(message, RankAnswer):
             # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
             # answer.
-            if any(rank in flight.pending_ranks and flight.plan.seq <= message.done for flight in group.in_flight):
-                raise RankLostError(rank, f"has carried out plan {message.done}, and its report of it was lost")
+            if any(rank in flight.pending_ranks and flight.plan.seq <= message.value for flight in group.in_flight):
+                raise RankLostError(rank, f"has carried out plan {message.value:g}, and its report of it was lost")
         elif isinstance(message, FatalError):
             raise RankLostError(rank, f"failed: {message.error}")
         elif isinstance(message, InstanceFromRank) and self.on_control is not None:

@@ -9,19 +9,16 @@ import msgspec
 
 from headway.core.batch import GroupBatch
 from headway.core.errors import InvariantError
-from headway.runtime.engine.protocol import FatalError
+from headway.runtime.engine.protocol import EndProcess, FatalError
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.messages import (
     AdmitToRank,
     BatchPlan,
     FromRank,
     InstanceToRank,
-    MeasureRequest,
-    MeasureResult,
     PlanDone,
-    RankAlive,
-    RankProbe,
-    StopRank,
+    RankAnswer,
+    RankQuery,
     ToRank,
 )
 from headway.runtime.executor.plan_stream import PlanReader
@@ -34,7 +31,7 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
 class RankLoop:
-    """Drives one worker by the engine's plan stream until `StopRank`.
+    """Drives one worker by the engine's plan stream until `EndProcess`.
 
     A rank that has missed a plan fails, and the engine starts its ranks again. kv: moves KV to and from other
     instances; None where KV does not move.
@@ -55,7 +52,7 @@ class RankLoop:
             kv.runs.loop = self
 
     def serve(self) -> None:
-        """Run until `StopRank`. Raises what the worker raises."""
+        """Run until `EndProcess`. Raises what the worker raises."""
         while not self.stopped:
             self.step()
 
@@ -101,12 +98,9 @@ class RankLoop:
             name = str(message.request)
             self._admitted[message.request] = self._plans.seq
             self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
-        elif isinstance(message, RankProbe):
-            self._answer_probe(message)
-        elif isinstance(message, MeasureRequest):
-            seconds = measure(self._worker, message.kind, message.first, message.second, message.repeats)
-            self._send(MeasureResult(seconds))
-        elif isinstance(message, StopRank):
+        elif isinstance(message, RankQuery):
+            self._send(RankAnswer(self._answer(message)))
+        elif isinstance(message, EndProcess):
             self.stopped = True
         elif isinstance(message, InstanceToRank):
             self._control_messages.append((self._plans.seq, message, frames[0] if frames else None))
@@ -119,11 +113,13 @@ class RankLoop:
         self._worker.expect(part)
         self._queue.append((plan, part))
 
-    def _answer_probe(self, probe: RankProbe) -> None:
-        """Answer a probe. A lost newest plan is noticed here: no later plan would show the gap."""
-        if self._plans.seq < probe.seq:
-            raise InvariantError(f"plan {probe.seq} was sent, and {self._plans.seq} was the last to come")
-        self._send(RankAlive(self._computed_seq))
+    def _answer(self, query: RankQuery) -> float:
+        """Return the answer to a query. A lost newest plan is noticed here: no later plan would show the gap."""
+        if query.kind != "plans":
+            return measure(self._worker, query.kind, query.first, query.second, query.repeats)
+        if self._plans.seq < query.first:
+            raise InvariantError(f"plan {query.first} was sent, and {self._plans.seq} was the last to come")
+        return self._computed_seq
 
     def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker = self._worker

@@ -30,7 +30,7 @@ from headway import __version__
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.structured_log import setup
 from headway.runtime.attention.base import make_backend
-from headway.runtime.engine.protocol import FatalError
+from headway.runtime.engine.protocol import EndProcess, FatalError
 from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, local_rendezvous, rendezvous
 from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.messages import (
@@ -41,7 +41,6 @@ from headway.runtime.executor.messages import (
     RankHello,
     RankReady,
     RankWelcome,
-    StopRank,
     ToRank,
 )
 from headway.runtime.executor.rank_config import RankConfig
@@ -134,7 +133,7 @@ class ZmqChannel:
 
 
 def main(rank: int, endpoint: str, settings: bytes, parent: int | None = None) -> None:
-    """Serve until `StopRank`, or until the parent's process has ended. Never returns.
+    """Serve until `EndProcess`, or until the parent's process has ended. Never returns.
 
     parent: process id of what has started this process on another host than the engine's.
     """
@@ -176,7 +175,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])
-    if isinstance(welcome, StopRank):
+    if isinstance(welcome, EndProcess):
         return
     assert isinstance(welcome, RankWelcome), f"the engine's first word is {welcome!r}"
     store = store or rendezvous(config.host, welcome.store_port, config.patience_s)

@@ -16,7 +16,7 @@ import zmq
 from headway import __version__
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
-from headway.runtime.engine.protocol import FatalError
+from headway.runtime.engine.protocol import EndProcess, FatalError
 from headway.runtime.executor.messages import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
@@ -25,7 +25,6 @@ from headway.runtime.executor.messages import (
     RankHello,
     RankReady,
     RankWelcome,
-    StopRank,
 )
 from headway.runtime.executor.rank_config import RankConfig
 from headway.runtime.executor.rank_transport import Frame, RankLostError
@@ -156,7 +155,7 @@ class ProcessTransport:
         for rank, process in enumerate(self.processes):
             if process.is_alive():
                 try:
-                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(StopRank())])
+                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(EndProcess())])
                 except zmq.ZMQError:
                     process.kill()
         until = time.monotonic() + _GRACE_S

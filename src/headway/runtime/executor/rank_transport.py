@@ -35,7 +35,7 @@ class RankTransport(Protocol):
         """Return (rank, frames) of the next message; None when none comes in time. Raises RankLostError."""
 
     def close(self) -> None:
-        """Send all ranks `StopRank`, kill those that do not end, and wait until they are gone."""
+        """Send all ranks `EndProcess`, kill those that do not end, and wait until they are gone."""
 
     def kill(self) -> None:
         """Kill all ranks at once, and wait until they are gone."""

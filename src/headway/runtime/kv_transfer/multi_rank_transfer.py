@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from headway.core.batch import KvOp
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
-from headway.runtime.executor.messages import InstanceFromRank, RankHolds, RankTransferLost
+from headway.runtime.executor.messages import InstanceFromRank, RankHolds
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
 from headway.runtime.kv_transfer.peer import PeerAddress
@@ -123,8 +123,8 @@ class MultiRankKvTransfer:
                 self._opened.append(said.id)
         elif isinstance(said, KvArrived):
             self._came(rank, said)
-        elif isinstance(said, RankTransferLost):
-            self._lost.append(KvLost(said.id, said.why, said.end))
+        elif isinstance(said, SpanTaskLost) and said.transfer:
+            self._lost.append(KvLost(said.id, said.why, said.by))
         else:
             self.computes.on_message(rank, said)
 

@@ -11,15 +11,9 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import GroupBatch
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
-from headway.runtime.executor.messages import (
-    InstanceFromRank,
-    InstanceToRank,
-    RankHolds,
-    RankTransferLost,
-    SuspendRequest,
-)
+from headway.runtime.executor.messages import InstanceFromRank, InstanceToRank, RankHolds
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
@@ -97,7 +91,7 @@ class RankKvTransfer:
             self._advance(owner, self._computed.get(owner, 0))
         elif isinstance(said, RankHolds):
             self._advance(str(said.number), said.tokens)
-        elif isinstance(said, AbortRequest):
+        elif isinstance(said, AbortRequest) and said.number is None:
             if said.for_good:
                 self._peers.forget(said.id)
             self._port.forget(said.id)
@@ -105,7 +99,7 @@ class RankKvTransfer:
             self._lives.pop(said.id, None)
             self._names = {owner: name for owner, name in self._names.items() if name != said.id}
         else:
-            if isinstance(said, SuspendRequest) and said.number:
+            if isinstance(said, AbortRequest) and said.number:
                 self._names[str(said.number)] = said.id
             self.runs.on_message(said, prompt)
 
@@ -146,4 +140,4 @@ class RankKvTransfer:
                 serial = self._lives.get(one.request, _NO_LIFE)  # before it is asked whether that one's is whole
                 self._aside(KvArrived(*one, whole=not self._port.awaits(one.request), serial=serial))
             for each in lost:
-                self._aside(RankTransferLost(*each))
+                self._aside(SpanTaskLost(*each, transfer=True))

@@ -23,14 +23,12 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import (
-    GrantSlots,
-    LayerEdge,
     SpanEnded,
     SpanFromRank,
     SpanToRank,
-    SuspendRequest,
-    WantSlots,
+    SpanWaits,
 )
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.peer import PeerLostError
@@ -103,11 +101,11 @@ class MultiRankSpanExecutor:
         paused = self._saved.pop(name, None) is not None
         replies = self._ask(ResumeSpan(name) if paused else task.compute, asked)
         while True:
-            if isinstance(replies[0], WantSlots):
-                replies = self._ask(self._grant(task, _all(replies, WantSlots)), asked)
-            elif isinstance(replies[0], LayerEdge):
-                behind(_all(replies, LayerEdge)[0].layers)
-                replies = self._ask(ResumeSpan(name), asked)
+            if isinstance(replies[0], SpanWaits):
+                waits = _all(replies, SpanWaits)
+                if layers := waits[0].layers:
+                    behind(layers)
+                replies = self._ask(ResumeSpan(name) if layers else self._grant(task, waits), asked)
             elif isinstance(replies[0], SpanEnded):
                 self._ended[name] = _all(replies, SpanEnded)
                 return True
@@ -121,12 +119,12 @@ class MultiRankSpanExecutor:
                 )
                 return False
 
-    def _grant(self, task: _PreparedSpan, wants: Sequence[WantSlots]) -> GrantSlots:
+    def _grant(self, task: _PreparedSpan, wants: Sequence[SpanWaits]) -> ResumeSpan:
         # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
         slots = task.allocate_slots(max(one.tokens for one in wants), wants[0].replace)
         # Ranks must own the blocks before the slots are granted; both messages keep their order.
         self._executor.replay(self._pending_ops())
-        return GrantSlots(task.compute.id, tuple(slots))
+        return ResumeSpan(task.compute.id, tuple(slots))
 
     def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
         """See `SpanExecutor.finish`: ranks finish by themselves."""
@@ -155,7 +153,7 @@ class MultiRankSpanExecutor:
         self._tasks.pop(name, None)
         self._ended.pop(name, None)
         self._saved.pop(name, None)
-        self._send_all(SuspendRequest(name, self._executor.number(name) or 0))
+        self._send_all(AbortRequest(name, number=self._executor.number(name) or 0))
 
     def __contains__(self, name: str) -> bool:
         return name in self._known

@@ -21,14 +21,12 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
+from headway.runtime.engine.protocol import AbortRequest
 from headway.runtime.executor.messages import (
-    GrantSlots,
-    LayerEdge,
     SpanEnded,
     SpanFromRank,
     SpanToRank,
-    SuspendRequest,
-    WantSlots,
+    SpanWaits,
 )
 from headway.runtime.kv_transfer.peers import PeerLostError
 from headway.runtime.kv_transfer.pool_port import KvPort
@@ -43,7 +41,7 @@ class RankLoopCalls(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether the rank has received `StopRank`."""
+        """Whether the rank has received `EndProcess`."""
 
     def step(self) -> None:
         """See `RankLoop.step`."""
@@ -65,10 +63,10 @@ class RankSpanExecutor:
         self._runs, self._port, self._send = runs, port, send
         self._tasks: dict[str, ComputeSpan] = {}
         self._name = ""
-        self._hold = self._on = False
+        self._hold = False
+        self._resumed: list[ResumeSpan] = []
         self.over = False
         """Whether the current task is cancelled. No message is processed until it has ended."""
-        self._given: list[Sequence[tuple[int, int]]] = []
 
     def on_message(self, message: SpanToRank, prompt: memoryview | None = None) -> None:
         """Process a message of the engine; prompt: the frame behind `AdmitRequest`. Messages about forgotten requests
@@ -82,19 +80,17 @@ class RankSpanExecutor:
         elif isinstance(message, ComputeSpan):
             self._tasks[name] = message
             self._carry_out(message, self._begin)
-        elif isinstance(message, SuspendRequest):
+        elif isinstance(message, AbortRequest):
             self.forget(name)
         elif isinstance(message, ResumeSpan) and name != self._name:
             self._carry_out(self._tasks[name], self._go)
         elif name != self._name:  # the task had come to an edge, or its end, by itself
             return
-        elif isinstance(message, GrantSlots):
-            self._given.append(message.slots)
         elif isinstance(message, PauseRequest):
             # Only the group's first rank acts on it: the others follow.
             self._hold = True
         else:
-            self._on = True
+            self._resumed.append(message)
 
     def forget(self, name: str) -> None:
         """Drop a request. Its current task, if any, ends at its next check."""
@@ -124,11 +120,7 @@ class RankSpanExecutor:
         name = task.id
 
         def allocate_slots(tokens: int, replace: bool) -> Sequence[tuple[int, int]]:
-            self._given.clear()
-            self._send(WantSlots(name, tokens, replace))
-            while not self._given:
-                self._turn()
-            return self._given.pop()
+            return self._wait(SpanWaits(name, tokens, replace)).slots
 
         # KV that still moves from this place must be out before the task may write to it.
         self._port.settle(name)
@@ -143,10 +135,7 @@ class RankSpanExecutor:
             if not task.beside:
                 self._look()
                 return
-            self._on = False
-            self._send(LayerEdge(name, layers))
-            while not self._on:
-                self._turn()
+            self._wait(SpanWaits(name, layers=layers))
 
         def pause() -> bool:
             self._look()
@@ -181,9 +170,13 @@ class RankSpanExecutor:
         self._check()
         self._runs.check(self._name)
 
-    def _turn(self) -> None:
-        self.loop.step()
-        self._check()
+    def _wait(self, waits: SpanWaits) -> ResumeSpan:
+        self._resumed.clear()
+        self._send(waits)
+        while not self._resumed:
+            self.loop.step()
+            self._check()
+        return self._resumed.pop()
 
     def _check(self) -> None:
         if self.over or self.loop.stopped:
