@@ -16,7 +16,7 @@ from tests.helpers.polling import until
 
 from headway.kv.slot_ranges import slots_of
 from headway.runtime.kv_transfer import slab_memory
-from headway.runtime.kv_transfer.body_notes import KvBody, SliceEnd, decode
+from headway.runtime.kv_transfer.body_notes import KvBody, SlabFree, SliceEnd, decode
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, KvPlace, SaveKv
 from headway.runtime.kv_transfer.peers import PeerLostError
 from headway.runtime.kv_transfer.receive_queue import ReceiveQueue
@@ -42,9 +42,9 @@ class Line:
             self.pushed.append((scope, replace(said, size=0, memory=0, slab=0), bytes(body)))
             assert said.size == body.nbytes
             assert self.outlet is not None
-            self.outlet.freed(said.memory + 1, said.slab)  # of other memory
+            self.outlet.freed(SlabFree(said.memory + 1, said.slab))  # of other memory
             self.open.wait()
-            self.outlet.freed(said.memory, said.slab)
+            self.outlet.freed(SlabFree(said.memory, said.slab))
         else:
             self.pushed.append((scope, said, b""))
         if scope == "z":

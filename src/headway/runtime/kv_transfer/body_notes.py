@@ -27,41 +27,31 @@ class KvBody(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class SliceEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """All of a piece has been sent, in so many bodies. Answered by `SliceKept`."""
+    """All of a piece has been sent, in so many bodies. Comes back with `kept` when all of it is in its slots."""
 
     piece: int
     bodies: int
+    kept: bool = False
 
 
-class SliceKept(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """All of a piece is in its slots."""
-
-    piece: int
-
-
-class MemoryOffer(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Memory of the sender; `about`: how one of its `kind` is found. Answered by `MemoryAnswer`."""
+class MemoryOffer(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Memory of the sender; `about`: how one of its `kind` is found. Answered by `SlabFree` without a slab."""
 
     memory: int
     kind: str
     about: bytes
 
 
-class MemoryAnswer(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Whether the receiver can read offered memory."""
+class SlabFree(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A slab has been read, or, without one, all of offered memory is to be written."""
 
     memory: int
-    taken: bool
+    slab: int | None = None
+    taken: bool = True
+    """False: the receiver cannot read the memory."""
 
 
-class SlabFree(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """A slab has been read."""
-
-    memory: int
-    slab: int
-
-
-Note = KvBody | SliceEnd | SliceKept | MemoryOffer | MemoryAnswer | SlabFree
+Note = KvBody | SliceEnd | MemoryOffer | SlabFree
 
 decode = msgspec.msgpack.Decoder(Note).decode
 encode = msgspec.msgpack.Encoder().encode

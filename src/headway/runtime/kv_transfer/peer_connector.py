@@ -19,12 +19,9 @@ from functools import partial
 import msgspec
 
 from headway.runtime.kv_transfer.body_notes import (
-    KvBody,
-    MemoryAnswer,
-    MemoryOffer,
     Note,
+    SlabFree,
     SliceEnd,
-    SliceKept,
     decode,
     encode,
 )
@@ -129,16 +126,14 @@ class PeerConnector(KvConnector):
             return
         with self._gate:
             outlet = self._outlets.get(source)
-        if isinstance(note, KvBody | SliceEnd | MemoryOffer):
-            self._source(source).add((request, note, body))
-        elif outlet is None:
-            return
-        elif isinstance(note, SliceKept):
-            outlet.answered(SaveKv(request, note.piece, source))
-        elif isinstance(note, MemoryAnswer):
-            outlet.taken(note.memory, note.taken)
+        if isinstance(note, SlabFree):
+            if outlet is not None:
+                outlet.freed(note)
+        elif isinstance(note, SliceEnd) and note.kept:
+            if outlet is not None:
+                outlet.answered(SaveKv(request, note.piece, source))
         else:
-            outlet.freed(note.memory, note.slab)
+            self._source(source).add((request, note, body))
 
     def _source(self, number: int) -> SourceReader:
         with self._gate:

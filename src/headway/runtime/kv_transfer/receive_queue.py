@@ -9,16 +9,15 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from headway.kv.slot_ranges import SlotRanges, slot_ranges_of
 from headway.runtime.kv_transfer.body_notes import (
     KvBody,
-    MemoryAnswer,
     MemoryOffer,
     Note,
     SlabFree,
     SliceEnd,
-    SliceKept,
 )
 from headway.runtime.kv_transfer.connector import Bytes, FinishedTransfers, KvLost, KvPlace, KvReceived
 from headway.runtime.kv_transfer.packing import by_runs, scatter, spread
@@ -217,7 +216,7 @@ class SourceReader:
                 self._attach(note)
             elif isinstance(note, SliceEnd):
                 if self._inbox.end(self._source, request, note):
-                    self._tell(request, SliceKept(note.piece))
+                    self._tell(request, replace(note, kept=True))
             elif isinstance(note, KvBody):
                 self._keep(request, note, body)
                 self._tell(NO_SCOPE, SlabFree(note.memory, note.slab))
@@ -230,7 +229,7 @@ class SourceReader:
         self._detach()
         reader = None if kind is None else kind.attach(offer.about)
         self._memory = None if reader is None else _AttachedMemory(offer.memory, reader, line)
-        self._tell(NO_SCOPE, MemoryAnswer(offer.memory, reader is not None))
+        self._tell(NO_SCOPE, SlabFree(offer.memory, taken=reader is not None))
 
     def _keep(self, request: str, note: KvBody, body: memoryview) -> None:
         if self._inbox.matched(request) is None:

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from headway.runtime.kv_transfer import slab_memory
-from headway.runtime.kv_transfer.body_notes import KvBody, MemoryOffer, SliceEnd, encode
+from headway.runtime.kv_transfer.body_notes import KvBody, MemoryOffer, SlabFree, SliceEnd, encode
 from headway.runtime.kv_transfer.connector import Bytes, KvPart, SaveKv
 from headway.runtime.kv_transfer.packing import gather
 from headway.runtime.kv_transfer.peers import PeerLostError
@@ -157,19 +157,16 @@ class SendQueue:
         with self._gate:
             self._unanswered.discard(save)
 
-    def taken(self, memory: int, taken: bool) -> None:
-        """Whether offered memory can be read there."""
+    def freed(self, note: SlabFree) -> None:
+        """A slab has been read, or offered memory can be read there or not."""
         with self._gate:
-            if memory == self._memory.number:
-                self._taken = taken
-                self._gate.notify_all()
-
-    def freed(self, memory: int, slab: int) -> None:
-        """A slab has been read."""
-        with self._gate:
-            if memory == self._memory.number and 0 <= slab < len(self._memory.slabs) and slab not in self._free:
-                self._free.append(slab)
-                self._gate.notify_all()
+            if note.memory != self._memory.number:
+                return
+            if note.slab is None:
+                self._taken = note.taken
+            elif 0 <= note.slab < len(self._memory.slabs) and note.slab not in self._free:
+                self._free.append(note.slab)
+            self._gate.notify_all()
 
     # -- the thread that sends ----------------------------------------------------------------------------------------
 
@@ -231,4 +228,4 @@ class SendQueue:
 
     def _give_back(self, slab: int) -> None:
         if slab >= 0:
-            self.freed(self._memory.number, slab)
+            self.freed(SlabFree(self._memory.number, slab))
