@@ -10,7 +10,6 @@ from tests.helpers.fake_executor import FakeExecutor, answer
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.instance_protocol import KvStaged
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 PROMPT = list(range(5, 45))
@@ -51,7 +50,7 @@ def test_prefill_then_decode_equals_one_instance() -> None:
     whole = answer(PROMPT, 6)
     assert heard.tokens["a"] == whole[:1]
     assert "a" not in heard.last
-    assert core.staged == [KvStaged("a", len(PROMPT))]
+    assert core.staged == [OutputDelta(id="a", staged=len(PROMPT))]
     assert core.abort("a") is None
     assert core.stats().kv_tokens_used == 48
     take_up(core, "a", (whole[0],))

@@ -20,7 +20,6 @@ from headway.kv.staged_kv import span_kv_name
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     FromInstance,
     PauseRequest,
@@ -30,7 +29,7 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.engine.service import EngineService
 from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
 from headway.runtime.sequence_parallel.paused_state import PausedState
@@ -134,7 +133,10 @@ def world(tmp_path: Path) -> Iterator[tuple[Computing, Turning]]:
 
 def admit(loop: Turning, name: str, tokens: int = 40) -> None:
     prompt = frame([5] * tokens)
-    loop.member.take(AdmitRequest(id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=4)), prompt)
+    loop.member.take(
+        SubmitRequest(id=name, prompt_tokens=tokens, params=SamplingParams(max_tokens=4), phase="spans"),
+        prompt,
+    )
 
 
 def compute(loop: Turning, name: str, end: int = 40, index: int = 0, **fields: bool) -> None:
@@ -268,14 +270,14 @@ def test_a_decode_leaves_the_scheduler_for_a_group_that_takes_over_its_kv(world:
     (staged,) = core.staged
     lease = core.scheduler.staged_kv.lease("a")  # type: ignore[union-attr]
     assert lease is not None
-    assert staged.tokens >= 40
+    assert (staged.staged or 0) >= 40
     admit(loop, "a")
-    run = SpanTask(staged.tokens, staged.tokens + 1, (0,), in_place=True)
+    run = SpanTask(staged.staged, staged.staged + 1, (0,), in_place=True)
     loop.member.take(ComputeSpan(id="a", index=1, run=run, home=0), None)
     assert loop.work() == ["SpanTaskDone a"]
     assert lease.request == span_kv_name("a"), "its KV is where it was"
     loop.member.take(
-        ComputeSpan(id="a", index=2, run=SpanTask(staged.tokens + 1, staged.tokens + 2, (0,)), home=0), None
+        ComputeSpan(id="a", index=2, run=SpanTask(staged.staged + 1, staged.staged + 2, (0,)), home=0), None
     )
     assert loop.work()[1:] == ["SpanTaskLost a"], "there is nothing to take up any more"
     assert used(loop) == 0

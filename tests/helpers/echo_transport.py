@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.messages import AdmitToRank, BatchPlan, PlanDone, ToRank
+from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.executor.messages import BatchPlan, PlanDone, ToRank
 from headway.runtime.executor.plan_stream import PlanReader
 from headway.runtime.executor.rank_layout import places
 from headway.runtime.executor.rank_transport import Frame
@@ -43,7 +44,7 @@ class EchoTransport:
             count = part.decodes.count + sum(chunk.last for chunk in part.prefills)
             tokens = (self._token,) * count if self._places[rank].draws else ()
             self._answers.append((rank, [_encoder.encode(PlanDone(message.seq, 0.0, 0.001, tokens))]))
-        elif isinstance(message, AdmitToRank):
+        elif isinstance(message, SubmitRequest):
             assert message.prompt_tokens > 0, "a request has a prompt"
 
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:

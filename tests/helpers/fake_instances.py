@@ -19,12 +19,10 @@ from headway.core.span import cut
 from headway.kv.text_keys import block_keys
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     FromInstance,
     KvArrived,
     KvReserved,
-    KvStaged,
     MeetPeers,
     PauseRequest,
     ReserveKv,
@@ -49,7 +47,7 @@ from headway.runtime.engine.protocol import (
 )
 
 LAYERS = 4
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | EndProcess | ToInstance)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AbortRequest | EndProcess | ToInstance)
 
 
 def next_token(known: Sequence[int]) -> int:
@@ -206,16 +204,17 @@ class FakeProcess:
         if not self.alive:
             return
         message = _decoder.decode(frames[0])
-        self.cluster.log.append((self.number, message))
+        if not isinstance(message, SubmitRequest) or message.phase != "spans":
+            self.cluster.log.append((self.number, message))
         ids = array("i", bytes(frames[1])).tolist() if len(frames) > 1 else []
         match message:
+            case SubmitRequest(phase="spans"):
+                self._admit(message, ids)
             case SubmitRequest():
                 self._submit(message, ids)
             case EndProcess():
                 self.draining = True
                 self._do(self._drain())
-            case AdmitRequest():
-                self._admit(message, ids)
             case ComputeSpan():
                 self._compute(message)
             case PauseRequest(id=name) if name in self.scheduled:
@@ -233,7 +232,7 @@ class FakeProcess:
             case MeetPeers():
                 pass
 
-    def _admit(self, admit: AdmitRequest, ids: list[int]) -> None:
+    def _admit(self, admit: SubmitRequest, ids: list[int]) -> None:
         if len(ids) != admit.prompt_tokens:
             self._complain(f"admitted {admit.id} with {len(ids)} tokens")
         left = admit.params.max_tokens - len(admit.output)
@@ -337,7 +336,7 @@ class FakeProcess:
             if phase == "prefill" and not last:
                 self.cluster.kv[name] = {self.number: set(range(len(known.tokens) - 1))}
                 del self.scheduled[name]
-                self._say(KvStaged(name, len(known.tokens) - 1))
+                self._delta(OutputDelta(id=name, staged=len(known.tokens) - 1))
                 return
         self.scheduled.pop(name, None)
         self.cluster.kv.get(name, {}).pop(self.number, None)
@@ -350,7 +349,7 @@ class FakeProcess:
             task.cancel()
             tokens = len(self.decoding[name].tokens) - 1
             self.cluster.kv[name] = {self.number: set(range(tokens))}
-            self._say(KvStaged(name, tokens))
+            self._delta(OutputDelta(id=name, staged=tokens))
 
     def _leave(self, name: str) -> None:
         task = self.scheduled.pop(name, None)

@@ -16,7 +16,7 @@ from tests.helpers.instance_world import World, frame
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 
@@ -66,7 +66,7 @@ def arrived(world: World, name: str, to: int, pieces: Iterable[tuple[int, int]])
 def first_token(world: World, on: int, name: str, prompt: Sequence[int], **fields: Any) -> OutputDelta:
     """Prefill only, by the scheduler of an instance."""
     submit(world, on, name, prompt, "prefill", **fields)
-    assert world[on].wait(KvStaged, name).tokens == len(prompt)
+    assert world[on].wait(OutputDelta, name).staged == len(prompt)
     (delta,) = world[on].deltas[name]
     assert delta.finish is None
     return delta

@@ -23,7 +23,6 @@ from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     FromInstance,
     MeetPeers,
@@ -104,8 +103,10 @@ class Instance:
             message = _decoder.decode(self._socket.recv())
             if isinstance(message, IterationOutputs):
                 self.stats = message.stats or self.stats
+                self.said += (delta for delta in message.deltas if delta.staged is not None)
                 for delta in message.deltas:
-                    self.deltas.setdefault(delta.id, []).append(delta)
+                    if delta.staged is None:
+                        self.deltas.setdefault(delta.id, []).append(delta)
             elif isinstance(message, EngineInfo):
                 self.info = message
             elif isinstance(message, FatalError):
@@ -243,7 +244,8 @@ class World:
         output: tuple[int, ...] = (),
         **fields: Any,
     ) -> None:
-        admit = AdmitRequest(id=name, prompt_tokens=len(prompt), params=params, output=output, **fields)
+        fields = {"prefix_cache": False, **fields}
+        admit = SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, output=output, phase="spans", **fields)
         for number in on:
             self[number].tell(admit, frame(prompt))
 

@@ -35,8 +35,8 @@ from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.cluster.kv_migrations import LiveKvMigrations
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.engine.instance_protocol import AdmitRequest, ComputeSpan, ReserveKv, SendKv, SpanTask
-from headway.runtime.engine.protocol import EndProcess, join_endpoints
+from headway.runtime.engine.instance_protocol import ComputeSpan, ReserveKv, SendKv, SpanTask
+from headway.runtime.engine.protocol import EndProcess, SubmitRequest, join_endpoints
 from headway.runtime.engine.service import EngineService
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
@@ -146,7 +146,7 @@ def instance_visits(folder: Path) -> list[Visit]:
     ids = np.arange(64, dtype=np.int32).tobytes()
     encode, greedy = msgspec.msgpack.encode, SamplingParams(max_tokens=2)
     for name in ("reserved", "computed"):
-        server.send_multipart([encode(AdmitRequest(id=name, prompt_tokens=64, params=greedy)), ids])
+        server.send_multipart([encode(SubmitRequest(id=name, prompt_tokens=64, params=greedy, phase="spans")), ids])
     server.send(encode(ReserveKv("reserved", 64)))
     server.send(encode(ComputeSpan(id="computed", index=0, run=SpanTask(0, 64, (0,)), last=True)))
     server.send(encode(SendKv(id="computed", piece=1, start=0, end=64, to=1)))

@@ -18,11 +18,9 @@ from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.cluster.instance_agent import InstanceAgent
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     FromInstance,
     KvArrived,
     KvReserved,
-    KvStaged,
     MeetPeers,
     ReserveKv,
     SendKv,
@@ -104,7 +102,7 @@ class Pair:
         self.until(lambda: any(isinstance(word, kind) and word.id == name for word in on.words))
 
     def reserve(self, name: str, prompt: Sequence[int]) -> None:
-        admit = AdmitRequest(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1))
+        admit = SubmitRequest(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1), phase="spans")
         self.target.member.take(admit, frame_of(prompt))
         self.target.member.take(ReserveKv(name, len(prompt)), None)
         self.hear(self.target, KvReserved, name)
@@ -125,7 +123,7 @@ class Pair:
         self.reserve(name, prompt)
         self.source.submit(name, prompt, most, "prefill")
         self.send(name, edges)
-        self.hear(self.source, KvStaged, name)
+        self.hear(self.source, OutputDelta, name)
         self.arrived(name, range(len(edges)))
         first = tuple(self.source.tokens(name))
         self.target.submit(name, prompt, most, "decode", first)

@@ -15,7 +15,6 @@ from headway.core.sampling import SamplingParams
 from headway.runtime.engine.instance_protocol import (
     KvArrived,
     KvReserved,
-    KvStaged,
     PauseRequest,
     ReserveKv,
     SendKv,
@@ -43,7 +42,7 @@ def _said(world: World, on: int, name: str, least: int) -> None:
 def _stops(world: World, on: int, name: str) -> int:
     """Tokens of the KV that a decode leaves there."""
     world[on].tell(PauseRequest(name))
-    return world[on].wait(KvStaged, name).tokens
+    return world[on].wait(OutputDelta, name).staged
 
 
 def _moves(world: World, name: str, on: int, to: int, tokens: int) -> None:

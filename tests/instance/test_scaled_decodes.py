@@ -13,7 +13,6 @@ from tests.helpers.span_answers import prompt_of
 from headway.runtime.engine.instance_protocol import (
     KvArrived,
     KvReserved,
-    KvStaged,
     PauseRequest,
     ReserveKv,
     SendKv,
@@ -117,7 +116,7 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     world.ask(2, one.name, prompt, max_tokens=count, logprobs=0)
     world[2].until(lambda: len(world[2].deltas.get(one.name, ())) >= 3 or None)
     world[2].tell(PauseRequest(one.name))
-    staged = world[2].wait(KvStaged, one.name)
+    staged = world[2].wait(OutputDelta, one.name)
     one.deltas = list(world[2].deltas.pop(one.name))
     assert 3 <= len(one.said) < count, "it was taken out while it decoded"
     assert staged.tokens == len(prompt) + len(one.said) - 1
@@ -147,11 +146,11 @@ def test_a_decode_that_ends_with_the_token_under_way_is_not_staged(world: World,
     found = world[1].until(
         lambda: (
             (d := world[1].deltas.get("short"))
-            and (d[-1].finish or any(isinstance(w, KvStaged) for w in world[1].said))
+            and (d[-1].finish or any(isinstance(w, OutputDelta) for w in world[1].said))
         )
     )
     assert found
     if not world[1].deltas["short"][-1].finish:
-        assert world[1].wait(KvStaged, "short").tokens == len(prompt)
+        assert world[1].wait(OutputDelta, "short").staged == len(prompt)
     world.forget("short")
     world.clean()

@@ -13,17 +13,16 @@ from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.core.span import SpanTask
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.executor.messages import (
-    SpanEnded,
     SpanFromRank,
+    SpanTaskDone,
     SpanToRank,
     SpanWaits,
 )
@@ -69,7 +68,7 @@ def both(word: SpanFromRank) -> list[SpanFromRank]:
     return [word, word]
 
 
-ENDED = SpanEnded("r", None, False, 50)
+ENDED = SpanTaskDone(id="r", index=3, emitted=None, whole=50)
 
 
 def kinds(told: list[object]) -> list[type]:
@@ -91,7 +90,7 @@ def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
     ranks.begin(room)
     assert ranks.runs.go("r", None, lambda layers: None)
     assert asked == [(50, False), (20, True)]
-    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, tuple, ResumeSpan, tuple, ResumeSpan]
+    assert kinds(ranks.told) == [SubmitRequest, ComputeSpan, tuple, ResumeSpan, tuple, ResumeSpan]
     assert ranks.told[-1] == ResumeSpan("r", ((8, 56),))
 
 
@@ -101,7 +100,7 @@ def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
     ranks.begin()
     answers = iter([False, True])
     assert not ranks.runs.go("r", lambda: next(answers), lambda layers: None)
-    assert kinds(ranks.told) == [AdmitRequest, ComputeSpan, PauseRequest]
+    assert kinds(ranks.told) == [SubmitRequest, ComputeSpan, PauseRequest]
     tokens, layer, saved = ranks.runs.saved("r")
     assert (tokens, layer) == (16, 1)
     assert (saved.kv_bytes, saved.activation_bytes, saved.kv_bytes_at_end) == (200, 20, 400)
@@ -124,7 +123,10 @@ def test_the_scheduler_runs_after_each_layer_edge() -> None:
 
 def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:
     first = EmittedToken("r", 7, None)
-    ended: list[SpanFromRank] = [SpanEnded("r", first, False, 50), SpanEnded("r", None, False, 50)]
+    ended: list[SpanFromRank] = [
+        SpanTaskDone(id="r", index=3, emitted=first, whole=50),
+        SpanTaskDone(id="r", index=3, emitted=None, whole=50),
+    ]
     ranks = Ranks({ComputeSpan: [ended]})
     ranks.begin()
     assert ranks.runs.go("r", None, lambda layers: None)

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, KvStaged, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -35,7 +35,7 @@ def test_kv_follows_chunk_by_chunk_where_it_was_asked_for_before(trio: World, ex
     send(trio, "chunks", 1, (1,), 0, 75, 2)
     send(trio, "chunks", 2, (1,), 75, 203, 2)
     arrived(trio, "chunks", 2, [(1, 1), (2, 1)])
-    trio[1].wait(KvStaged, "chunks")
+    trio[1].wait(OutputDelta, "chunks")
     (first,) = trio[1].deltas["chunks"]
     check(rest(trio, 2, "chunks", prompt, first, max_tokens=9), *expected(prompt, 9))
     end(trio, "chunks")
@@ -173,7 +173,7 @@ def test_a_first_token_that_ends_the_request_ends_it(trio: World) -> None:
     (delta,) = trio[0].answer("one")
     assert delta.finish == "length"
     end(trio, "one")
-    assert not [word for word in trio[0].said if isinstance(word, KvStaged)]
+    assert not [word for word in trio[0].said if isinstance(word, OutputDelta)]
 
 
 def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, expected: Expected) -> None:
@@ -188,7 +188,7 @@ def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, exp
         if moment >= 2:
             send(trio, name, 1, (0,), 0, 200, 2)
         if moment >= 3:
-            trio[0].wait(KvStaged, name)
+            trio[0].wait(OutputDelta, name)
         if moment >= 4:
             arrived(trio, name, 2, [(1, 0)])
         trio.forget(name)
@@ -220,7 +220,7 @@ def test_many_migrations_run_at_once(trio: World, expected: Expected) -> None:
                 if isinstance(word, KvReserved):
                     trio[source].tell(SendKv(id=name, piece=1, start=0, end=len(names[name]), to=2))
                 elif isinstance(word, KvArrived):
-                    trio[source].wait(KvStaged, name)
+                    trio[source].wait(OutputDelta, name)
                     firsts[name] = trio[source].deltas[name][0]
                     submit(trio, 2, name, names[name], "decode", firsts[name].tokens, max_tokens=6)
             if trio[2].deltas.get(name) and trio[2].deltas[name][-1].finish is not None:

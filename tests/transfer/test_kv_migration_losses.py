@@ -26,13 +26,12 @@ from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 
 from headway.runtime.engine.instance_protocol import (
-    KvStaged,
     PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 2.0
@@ -112,7 +111,7 @@ def test_a_receiver_that_hangs_delays_no_other(trio: World, expected: Expected) 
     trio[2].signal(signal.SIGSTOP)
     submit(trio, 0, "h", prompt, "prefill")
     send(trio, "h", 1, (0,), 0, 77, 2)
-    trio[0].wait(KvStaged, "h", SOON_S)
+    trio[0].wait(OutputDelta, "h", SOON_S)
     hands_over(trio, expected, "h1", 0, 1, but=(2,))
     trio.meet(without=(2,))
     assert "instance 2 has left the cluster" in trio[0].wait(SpanTaskLost, "h", SOON_S).why
@@ -159,7 +158,7 @@ def test_a_slow_socket_delays_and_loses_nothing(trio: World, expected: Expected,
     relay.hold.clear()
     submit(trio, 0, "slow", prompt, "prefill", max_tokens=5)
     send(trio, "slow", 1, (0,), 0, 150, 2)
-    trio[0].wait(KvStaged, "slow")
+    trio[0].wait(OutputDelta, "slow")
     hands_over(trio, expected, "beside", 0, 1, but=(2,))
     trio[2].hear(0.1)
     assert trio[2].said == []

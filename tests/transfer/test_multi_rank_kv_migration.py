@@ -13,8 +13,8 @@ from tests.helpers.hand_overs import arrived, check, end, first_token, params, p
 from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.polling import let_arrive, until
 
-from headway.runtime.engine.instance_protocol import KvReserved, KvStaged, ReserveKv
-from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
+from headway.runtime.engine.instance_protocol import KvReserved, ReserveKv
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1
@@ -48,7 +48,7 @@ def test_kv_follows_chunk_by_chunk_to_any_number_of_ranks(
     send(world, name, 1, (source,), 0, 75, target)
     send(world, name, 2, (source,), 75, 203, target)
     arrived(world, name, target, [(1, source), (2, source)])
-    world[source].wait(KvStaged, name)
+    world[source].wait(OutputDelta, name)
     (first,) = world[source].deltas[name]
     check(rest(world, target, name, prompt, first, max_tokens=9), *expected(prompt, 9))
     end(world, name)

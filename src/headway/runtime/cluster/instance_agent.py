@@ -25,7 +25,6 @@ from headway.runtime.cluster.agent_protocols import EngineLoop, KvTransferManage
 from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     KvReserved,
     MeetPeers,
@@ -54,7 +53,7 @@ class _EndedError(Exception):
 
 
 class _AgentRequest(NamedTuple):
-    admit: AdmitRequest
+    admit: SubmitRequest
     prompt: memoryview
     live: OutputTracker
 
@@ -111,10 +110,10 @@ class InstanceAgent:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def take(self, message: ToInstance | AbortRequest, prompt: memoryview | None) -> None:
-        """Handle a message of the controller. prompt: the frame behind `AdmitRequest`. Unknown ids are ignored."""
+        """Handle a message of the controller. prompt: the frame behind `SubmitRequest`. Unknown ids are ignored."""
         if isinstance(message, MeetPeers):
             self._peers.meet(message.peers)
-        elif isinstance(message, AdmitRequest):
+        elif isinstance(message, SubmitRequest):
             assert prompt is not None
             self._admit(message, prompt)
         elif isinstance(message, ComputeSpan):
@@ -176,7 +175,7 @@ class InstanceAgent:
             for message in self._moves.turn():
                 loop.send(message, measured=isinstance(message, KvReserved))
 
-    def _admit(self, admit: AdmitRequest, prompt: memoryview) -> None:
+    def _admit(self, admit: SubmitRequest, prompt: memoryview) -> None:
         info = self._core.info
         if admit.id in self._requests:
             return

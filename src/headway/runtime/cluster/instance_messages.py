@@ -14,7 +14,6 @@ from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
     KvReserved,
-    KvStaged,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
@@ -95,6 +94,9 @@ class InstanceMessages:
         if delta.finish == "error" and (drains or lacks_kv):
             self._requests.retry(attempt, delta.error or "refused")
             return True
+        if delta.staged is not None:
+            self._staged(number, attempt)
+            return True
         first = not attempt.said and bool(delta.tokens or delta.finish)
         # The client gets the tokens before any decision that follows from them.
         attempt.asked.tell(delta)
@@ -139,8 +141,6 @@ class InstanceMessages:
             case KvArrived(source=source):
                 self._membership.peers.worked((number, source))
                 self._hands.moves.arrived(attempt, message)
-            case KvStaged():
-                self._staged(number, attempt)
         return True
 
     def _task_done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> None:
@@ -154,9 +154,9 @@ class InstanceMessages:
 
     def _staged(self, number: int, attempt: RequestAttempt) -> None:
         # Two causes: a decode that was told to halt, or a prefill-only request with its first token.
-        if attempt.at == number and attempt.halts:
+        if attempt.halts:
             self._hands.stays.staged(attempt, number)
-        elif attempt.at == number:
+        else:
             attempt.at, attempt.whole = None, {number}
             self._hands.load(number).left(attempt.request.id)
             if attempt.entry is None:

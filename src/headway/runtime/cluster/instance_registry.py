@@ -12,7 +12,7 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.cached_keys import shareable, shares, text_of
 from headway.runtime.cluster.cluster_request import ClusterRequest
 from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.engine.instance_protocol import AdmitRequest, MeetPeers
+from headway.runtime.engine.instance_protocol import MeetPeers
 from headway.runtime.engine.protocol import AbortRequest
 
 
@@ -62,14 +62,8 @@ class InstanceRegistry:
         if not new:
             return
         asked = attempt.asked
-        admit = AdmitRequest(
-            id=attempt.wire,
-            prompt_tokens=asked.submit.prompt_tokens,
-            params=asked.submit.params,
-            output=tuple(asked.told),
-            prefix_cache=shares(asked.submit),
-            cache_salt=asked.submit.cache_salt,
-        )
+        shared = {"output": tuple(asked.told), "prefix_cache": shares(asked.submit)}
+        admit = msgspec.structs.replace(asked.submit, id=attempt.wire, phase="spans", **shared)
         attempt.admitted.update(new)
         self.tell(new, admit, asked.prompt)
 

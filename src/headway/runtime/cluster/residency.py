@@ -6,7 +6,7 @@ with the most free tokens, whose scheduler batches it with other decodes. While 
 `group_decode: in-place`, the group decodes in place (`GroupDecodeSteps`).
 
 A pause or a new group takes effect after the token under way. A decode leaves a scheduler with its KV (`PauseRequest`,
-`KvStaged`); KV that a group holds is gathered, or stays with the instances that continue.
+`OutputDelta.staged`); KV that a group holds is gathered, or stays with the instances that continue.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class LiveResidency:
         """Take a decode off its scheduler. Where KV cannot move it continues there, whatever the policy wants."""
         at = attempt.at
         attempt.stopping = attempt.stopping or at is not None
-        # One `PauseRequest` is enough; `KvStaged` or the last delta answers it.
+        # One `PauseRequest` is enough; a delta with `staged`, or the last one, answers it.
         if at is None or attempt.halts:
             return
         if not self._fleet[at].moves_kv:

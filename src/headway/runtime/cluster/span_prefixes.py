@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.kv.text_keys import TextKeys
-from headway.runtime.engine.instance_protocol import AdmitRequest
+from headway.runtime.engine.protocol import SubmitRequest
 
 
 class CachedSlots(NamedTuple):
@@ -26,7 +26,7 @@ class SpanPrefixes:
         self._block_manager, self._cache = block_manager, block_manager.cache
 
     @contextmanager
-    def held(self, admit: AdmitRequest, prompt: memoryview, tokens: int, beside: int) -> Iterator[CachedSlots]:
+    def held(self, admit: SubmitRequest, prompt: memoryview, tokens: int, beside: int) -> Iterator[CachedSlots]:
         """Keep what is cached of a prompt's first `tokens` tokens from eviction within the `with` block: nothing where
         `beside` tokens, the copy's, have no room then."""
         if self._cache is None or not admit.prefix_cache:
@@ -44,7 +44,7 @@ class SpanPrefixes:
         finally:
             self._cache.end(tip)
 
-    def leave(self, admit: AdmitRequest, prompt: memoryview, lease: KvLease) -> None:
+    def leave(self, admit: SubmitRequest, prompt: memoryview, lease: KvLease) -> None:
         """Let the blocks of a lease, which has a prompt's KV in the order of its tokens, stay cached once it is
         freed."""
         if self._cache is None or not admit.prefix_cache:
@@ -55,13 +55,13 @@ class SpanPrefixes:
         self._block_manager.note_computed(name, known)
         self._cache.forget(name)
 
-    def _keys(self, admit: AdmitRequest, prompt: memoryview) -> list[bytes]:
+    def _keys(self, admit: SubmitRequest, prompt: memoryview) -> list[bytes]:
         text = TextKeys(prompt, self._block_manager.block_tokens, admit.cache_salt)
         for token in admit.output:
             text.append(token)
         return text.keys
 
 
-def known_tokens(admit: AdmitRequest) -> int:
+def known_tokens(admit: SubmitRequest) -> int:
     """Return the tokens of a request's prompt and of the output that it came with."""
     return admit.prompt_tokens + len(admit.output)

@@ -24,7 +24,6 @@ from headway.perf.latency.recorded import describe
 from headway.policy.iteration.base import InstanceScheduler
 from headway.policy.iteration.grouped_scheduler import relegations
 from headway.policy.iteration.predicted_ttft import refuse_late
-from headway.runtime.engine.instance_protocol import KvStaged
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import ScheduledOutput
 from headway.runtime.engine.prefix_lookups import PrefixLookups
@@ -59,7 +58,7 @@ class EngineCore:
         """Fed by `log`; None: no live page."""
         self.kv_incomplete: Callable[[str, int], bool] = lambda request_id, tokens: False
         """Whether KV of a request's first tokens, which a decode needs, is missing. Set by the KV transfers."""
-        self.staged: list[KvStaged] = []
+        self.staged: list[OutputDelta] = []
         """Finished requests of phase "prefill", and decodes that stopped to continue elsewhere. The caller of `step`
         sends them after the step's deltas and empties the list."""
         self._clock = clock
@@ -132,6 +131,7 @@ class EngineCore:
             slo=submit.slo,
             priority=submit.priority,
         )
+        assert submit.phase != "spans", "its agent takes it"
         # The executor first: `add` may reject the request, and only then is there something to undo.
         self.executor.admit(submit.id, prompt, submit.params, submit.output, submit.phase == "decode")
         try:
@@ -179,7 +179,7 @@ class EngineCore:
         for event in events:
             del self._live[event.request]
             self.executor.forget(event.request)
-            self.staged.append(KvStaged(event.request, event.tokens))
+            self.staged.append(OutputDelta(id=event.request, staged=event.tokens))
 
     # -- one step -----------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.core.sampling import SamplingParams
+from headway.core.executor import EmittedToken
 from headway.core.span import SpanTask as SpanTask
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.runtime.kv_transfer.peer import PeerAddress as PeerAddress
 
 
@@ -26,22 +26,6 @@ class MeetPeers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     peers: tuple[PeerAddress, ...]
 
 
-class AdmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """A request whose spans will be computed here, or whose KV will arrive here.
-
-    The prompt's token ids follow once, as the next frame (int32, little-endian).
-    """
-
-    id: str
-    prompt_tokens: int
-    params: SamplingParams
-    output: tuple[int, ...] = ()
-    """Output tokens emitted before; the first token drawn here is the next one."""
-    prefix_cache: bool = False
-    """Whether spans may begin with cached KV of other requests, and leave theirs."""
-    cache_salt: str = ""
-
-
 class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Compute a span task of a request together with the rest of its group. Sent to all instances of the group."""
 
@@ -51,7 +35,7 @@ class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     run: SpanTask
     drawn: tuple[int, ...] = ()
     """Tokens that end with the task's last one, as many as may be unknown here: those drawn by other instances since
-    `AdmitRequest`."""
+    `SubmitRequest`."""
     before: tuple[SpanTask, ...] = ()
     """Tasks computed before this one, in order: the layout of the KV follows from them."""
     last: bool = False
@@ -76,8 +60,8 @@ class PauseRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     A span task stops at the next layer edge of the piece that is being computed: sent to the group's first instance,
     and answered by all of the group with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun. A
-    decode leaves the scheduler after the token under way: answered by `KvStaged`, or by the last delta where the
-    request ends with that token.
+    decode leaves the scheduler after the token under way: answered by a delta with `staged`, or by the last one
+    where the request ends with that token.
     """
 
     id: str
@@ -121,14 +105,18 @@ class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
     id: str
     index: int
-    began_s: float
-    ended_s: float
+    began_s: float = 0.0
+    ended_s: float = 0.0
     cached_tokens: int = 0
     """Tokens before the task that came from a prefix cache (`ComputeSpan.cached`)."""
     saved_s: float = 0.0
     """Seconds that these would have taken alone, on this instance."""
     delta: OutputDelta | None = None
     """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
+    # From a rank, in place of times and delta (`SpanExecutor.finish` and `whole_tokens`).
+    emitted: EmittedToken | None = None
+    moved: bool = False
+    whole: int = 0
 
 
 class SpanTaskPaused(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -166,17 +154,6 @@ class KvReserved(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Of the `ReserveKv` that is answered."""
 
 
-class KvStaged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request has left the scheduler, which keeps its KV of `tokens` tokens.
-
-    Either it is of phase "prefill" and its first token was sent before this, or it has halted (`PauseRequest`). The KV
-    is kept until `AbortRequest`, a submission of phase "decode", or a task with this instance as `home`.
-    """
-
-    id: str
-    tokens: int
-
-
 class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A slice of KV has arrived completely. Sent by the receiver, once per sender."""
 
@@ -193,5 +170,5 @@ class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From a rank: of the `ReserveKv` whose blocks it has filled."""
 
 
-ToInstance = MeetPeers | AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
-FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | KvReserved | KvStaged | KvArrived
+ToInstance = MeetPeers | SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
+FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | KvReserved | KvArrived

@@ -27,7 +27,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     id: str
     prompt_tokens: int
     params: SamplingParams
-    received_s: float
+    received_s: float = 0.0
     """`time.monotonic()` when the server had read the request: queue time counts from here."""
     slo: Slo = Slo()
     priority: int = 0
@@ -43,8 +43,9 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
     """Accepted before, by an engine that is gone: no queue limit refuses it."""
     output: tuple[int, ...] = ()
     """Tokens that the client already has; the answer continues after them."""
-    phase: Phase = "all"
-    """"prefill" ends with the first token and keeps the KV (`instance_protocol.KvStaged`), unless that token ends the
+    phase: Phase | Literal["spans"] = "all"
+    """"spans": the request's spans will be computed here, or its KV will arrive here; its scheduler does not have it.
+    "prefill" ends with the first token and keeps the KV (`OutputDelta.staged`), unless that token ends the
     request. "decode": KV of all tokens but the last, `output` included, is staged under the id, and no queue limit
     refuses it."""
 
@@ -95,6 +96,10 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the latency model says these would have taken alone."""
     prefilled_tokens: int = 0
     """Of a request with `pin`: how many of its tokens have been computed; all of them once it is pinned."""
+    staged: int | None = None
+    """The request has left the scheduler, which keeps its KV of so many tokens: it is of phase "prefill" and its first
+    token was sent before this, or it has been paused. Kept until `AbortRequest`, a submission of phase "decode", or a
+    span task with this instance as `home`."""
     stored: bool | None = None
     """Of a request with `pin`: whether its KV is on disk now, too. False: it could not be written."""
 

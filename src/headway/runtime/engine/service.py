@@ -40,7 +40,7 @@ _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
 _STATS_POLL_MS = 50
 
-_decoder = msgspec.msgpack.Decoder(SubmitRequest | AbortRequest | EndProcess | ToInstance)
+_decoder = msgspec.msgpack.Decoder(AbortRequest | EndProcess | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -119,6 +119,8 @@ class EngineService:
         deltas = list(self._receive(core))
         if step:
             deltas += core.step(0.0 if self._executor_waits_on else None)
+        deltas += core.staged
+        core.staged.clear()
         # Check the scheduler's invariants at each transition to idle, when it delays no request.
         if core.idle and not self._was_idle:
             core.scheduler.check()
@@ -137,10 +139,6 @@ class EngineService:
             samples = core.sampler.take() if due and core.sampler is not None else None
             changes = take_changes(core.scheduler.block_managers[0])
             self._send(IterationOutputs(deltas=tuple(deltas), stats=stats, samples=samples, cache=changes))
-        # After the deltas: a receiver of `KvStaged` has all tokens of the request by then.
-        for staged in core.staged:
-            self._send(staged)
-        core.staged.clear()
         if agent is not None:  # KV that this iteration computed may be sent
             agent.turn(self)
         if not step and not self._server_is_there:
@@ -205,7 +203,7 @@ class EngineService:
             self._stats_due_soon = True
             message = _decoder.decode(frames[0].buffer)
             delta: OutputDelta | None = None
-            if isinstance(message, SubmitRequest):
+            if isinstance(message, SubmitRequest) and message.phase != "spans":
                 if self._agent is not None:
                     self._agent.submitted(message)
                 delta = core.submit(message, memoryview(frames[1].buffer))

@@ -1,10 +1,11 @@
 """Messages between the engine and its ranks: msgspec arrays, never pickle. No torch.
 
-In plans requests are numbers, assigned by the engine in order of admission: a plan never carries a client's id.
+In plans requests are numbers, assigned by the engine in order of admission: a plan never carries a client's id. A
+`SubmitRequest` to a rank has its number as id, and is followed by the prompt only where the rank needs it.
 
 Ranks of a cluster's instance also get the messages about spans and KV that their engine gets
 (`runtime.engine.instance_protocol`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan`
-are answered by any number of `SpanWaits`, then by `SpanTaskPaused` or `SpanEnded`, or at any time by `SpanTaskLost`;
+are answered by any number of `SpanWaits`, then by `SpanTaskPaused` or `SpanTaskDone`, or at any time by `SpanTaskLost`;
 the engine waits for an answer of each rank, for one request at a time. None grows with a context, except prompts, which
 come once, and slots by the number of their ranges.
 """
@@ -13,10 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.core.executor import EmittedToken
-from headway.core.sampling import SamplingParams, TokenLogprobs
+from headway.core.sampling import TokenLogprobs
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     KvArrived,
     KvReserved,
@@ -25,10 +24,11 @@ from headway.runtime.engine.instance_protocol import (
     ReserveKv,
     ResumeSpan,
     SendKv,
+    SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest, EndProcess, FatalError
+from headway.runtime.engine.protocol import AbortRequest, EndProcess, FatalError, SubmitRequest
 
 PROTOCOL_VERSION = 7
 """Raised with every change of these messages; a rank of another number is refused."""
@@ -68,19 +68,6 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     kv_bytes: int
     peer_address: str | None = None
     """Where other instances reach this rank, if KV moves."""
-
-
-class AdmitToRank(msgspec.Struct, frozen=True, array_like=True, tag="admit"):
-    """A new request."""
-
-    request: int
-    prompt_tokens: int
-    params: SamplingParams | None = None
-    """None for ranks that do not sample."""
-    has_prompt: bool = False
-    """The token ids follow as the next frame."""
-    output: tuple[int, ...] = ()
-    """Tokens generated already, when restarted ranks continue the request."""
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
@@ -162,19 +149,9 @@ class SpanWaits(msgspec.Struct, frozen=True, array_like=True, tag="want"):
     """Layers of the current chunk that are done, where it waits between two; else 0."""
 
 
-class SpanEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """A span task is done (`SpanExecutor.finish`)."""
-
-    id: str
-    emitted: EmittedToken | None
-    moved: bool
-    whole: int
-    """See `SpanExecutor.whole_tokens`."""
-
-
-SpanToRank = AdmitRequest | ComputeSpan | PauseRequest | ResumeSpan | AbortRequest
-SpanFromRank = SpanWaits | SpanTaskPaused | SpanEnded | SpanTaskLost
+SpanToRank = SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | AbortRequest
+SpanFromRank = SpanWaits | SpanTaskPaused | SpanTaskDone | SpanTaskLost
 InstanceToRank = MeetPeers | ReserveKv | SendKv | RankHolds | SpanToRank
 InstanceFromRank = KvReserved | KvArrived | SpanFromRank
-ToRank = RankWelcome | AdmitToRank | BatchPlan | RankQuery | EndProcess | InstanceToRank
+ToRank = RankWelcome | BatchPlan | RankQuery | EndProcess | InstanceToRank
 FromRank = RankHello | RankReady | FatalError | PlanDone | RankAnswer | InstanceFromRank

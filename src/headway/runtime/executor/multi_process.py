@@ -18,9 +18,8 @@ from headway.core.errors import InvariantError, LostError
 from headway.core.executor import EmittedToken, StepResult
 from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.engine.protocol import FatalError
+from headway.runtime.engine.protocol import FatalError, SubmitRequest
 from headway.runtime.executor.messages import (
-    AdmitToRank,
     FromRank,
     InstanceFromRank,
     InstanceToRank,
@@ -334,9 +333,13 @@ class MultiProcessExecutor:
     def _admit_to_rank(self, place: RankPosition, request: TrackedRequest) -> None:
         # A sampling rank reads the prompt only for a repetition penalty.
         reads = place.embeds or (place.draws and request.params.repetition_penalty != 1.0)
-        params = request.params if place.draws else None
         request.known_outputs[place.group] = len(request.output)
-        message = AdmitToRank(request.number, len(request.prompt) // 4, params, reads, tuple(request.output))
+        message = SubmitRequest(
+            id=str(request.number),
+            prompt_tokens=len(request.prompt) // 4,
+            params=request.params,
+            output=tuple(request.output),
+        )
         frames: list[Frame] = [_encoder.encode(message)]
         self._put(place.rank, [*frames, request.prompt] if reads else frames)
 

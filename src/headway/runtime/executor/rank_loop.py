@@ -9,10 +9,9 @@ import msgspec
 
 from headway.core.batch import GroupBatch
 from headway.core.errors import InvariantError
-from headway.runtime.engine.protocol import EndProcess, FatalError
+from headway.runtime.engine.protocol import EndProcess, FatalError, SubmitRequest
 from headway.runtime.executor.measure import measure
 from headway.runtime.executor.messages import (
-    AdmitToRank,
     BatchPlan,
     FromRank,
     InstanceToRank,
@@ -93,11 +92,10 @@ class RankLoop:
     def _on_message(self, message: ToRank, frames: list[memoryview]) -> None:
         if isinstance(message, BatchPlan):
             self._enqueue(message)
-        elif isinstance(message, AdmitToRank):
-            prompt = frames[0] if message.has_prompt else None
-            name = str(message.request)
-            self._admitted[message.request] = self._plans.seq
-            self._worker.admit(name, message.prompt_tokens, prompt, message.params, message.output)
+        elif isinstance(message, SubmitRequest) and message.phase != "spans":
+            self._admitted[int(message.id)] = self._plans.seq
+            prompt = frames[0] if frames else None
+            self._worker.admit(message.id, message.prompt_tokens, prompt, message.params, message.output)
         elif isinstance(message, RankQuery):
             self._send(RankAnswer(self._answer(message)))
         elif isinstance(message, EndProcess):

@@ -74,7 +74,7 @@ class RankKvTransfer:
 
     def on_message(self, said: InstanceToRank, prompt: memoryview | None) -> None:
         """The engine's word, in order with the plans that have been carried out. prompt: the frame behind
-        `AdmitRequest`."""
+        `SubmitRequest`."""
         if isinstance(said, MeetPeers):
             self._peers.meet(said.peers)
         elif isinstance(said, ReserveKv):

@@ -16,16 +16,15 @@ from headway.core.errors import HeadwayError, InvariantError
 from headway.core.executor import EmittedToken
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     PauseRequest,
     ResumeSpan,
+    SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.executor.messages import (
-    SpanEnded,
     SpanFromRank,
     SpanToRank,
     SpanWaits,
@@ -62,7 +61,7 @@ class MultiRankSpanExecutor:
         self._ranks = executor.layout.accelerators
         self._known: set[str] = set()
         self._tasks: dict[str, _PreparedSpan] = {}
-        self._ended: dict[str, list[SpanEnded]] = {}
+        self._ended: dict[str, list[SpanTaskDone]] = {}
         self._saved: dict[str, SpanTaskPaused] = {}
         self._name = ""
         self._replies: dict[int, SpanFromRank] = {}
@@ -76,7 +75,7 @@ class MultiRankSpanExecutor:
     def admit(self, name: str, prompt: memoryview, params: SamplingParams, output: tuple[int, ...]) -> None:
         """See `SpanExecutor.admit`."""
         self._known.add(name)
-        admit = AdmitRequest(id=name, prompt_tokens=prompt.nbytes // 4, params=params, output=output)
+        admit = SubmitRequest(id=name, prompt_tokens=prompt.nbytes // 4, params=params, output=output, phase="spans")
         self._executor.send_control(admit, prompt)
 
     def begin(
@@ -106,8 +105,8 @@ class MultiRankSpanExecutor:
                 if layers := waits[0].layers:
                     behind(layers)
                 replies = self._ask(ResumeSpan(name) if layers else self._grant(task, waits), asked)
-            elif isinstance(replies[0], SpanEnded):
-                self._ended[name] = _all(replies, SpanEnded)
+            elif isinstance(replies[0], SpanTaskDone):
+                self._ended[name] = _all(replies, SpanTaskDone)
                 return True
             else:
                 stopped = _all(replies, SpanTaskPaused)

@@ -14,16 +14,15 @@ from typing import Protocol
 
 from headway.core.errors import HeadwayError
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     PauseRequest,
     ResumeSpan,
+    SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.executor.messages import (
-    SpanEnded,
     SpanFromRank,
     SpanToRank,
     SpanWaits,
@@ -69,10 +68,10 @@ class RankSpanExecutor:
         """Whether the current task is cancelled. No message is processed until it has ended."""
 
     def on_message(self, message: SpanToRank, prompt: memoryview | None = None) -> None:
-        """Process a message of the engine; prompt: the frame behind `AdmitRequest`. Messages about forgotten requests
+        """Process a message of the engine; prompt: the frame behind `SubmitRequest`. Messages about forgotten requests
         are ignored."""
         name = message.id
-        if isinstance(message, AdmitRequest):
+        if isinstance(message, SubmitRequest):
             assert prompt is not None
             self._runs.admit(name, prompt, message.params, message.output)
         elif name not in self._runs:
@@ -163,7 +162,8 @@ class RankSpanExecutor:
         if moved:
             self._port.settle(name)
         self._port.layers_are_there(name)
-        self._send(SpanEnded(name, emitted, moved, self._runs.whole_tokens(name)))
+        whole = self._runs.whole_tokens(name)
+        self._send(SpanTaskDone(id=name, index=self._tasks[name].index, emitted=emitted, moved=moved, whole=whole))
 
     def _look(self) -> None:
         self.loop.poll()
