@@ -28,7 +28,7 @@ from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, SpanTaskDone
+from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SpanTaskDone
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     EndProcess,
@@ -332,7 +332,7 @@ def test_times_of_another_clock_are_moved_and_nothing_else_is() -> None:
     assert after.delta == OutputDelta(id="a", tokens=(1,), emitted_s=9.0, first_scheduled_s=8.0)
     arrived = KvArrived(id="a", piece=1, source=0, began_s=1.0, ended_s=2.0)
     assert by_our_clock(arrived, 1.0) == KvArrived(id="a", piece=1, source=0, began_s=2.0, ended_s=3.0)
-    assert by_our_clock(KvReserved("a"), 1.0) == KvReserved("a")
+    assert by_our_clock(ReserveKv("a", 1), 1.0) == ReserveKv("a", 1)
 
 
 def test_two_endpoints_join_into_one_string_and_split_again() -> None:

@@ -22,7 +22,6 @@ from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     FromInstance,
     KvArrived,
-    KvReserved,
     MeetPeers,
     PauseRequest,
     ReserveKv,
@@ -281,7 +280,7 @@ class FakeProcess:
             del self.line[name]
             self.requests[name].room = tokens
             self.beat()
-            self._say(KvReserved(name, self.serials[name]))
+            self._say(ReserveKv(name, tokens, self.serials[name]))
 
     def used(self) -> int:
         """Tokens of KV that are here, or that room is kept for."""

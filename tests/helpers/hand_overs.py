@@ -16,7 +16,7 @@ from tests.helpers.instance_world import World, frame
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Phase
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 
@@ -46,7 +46,7 @@ def submit(
 def reserve(world: World, on: int, name: str, tokens: int) -> None:
     """Ask for room, and wait until there is."""
     world[on].tell(ReserveKv(name, tokens))
-    world[on].wait(KvReserved, name)
+    world[on].wait(ReserveKv, name)
 
 
 def send(world: World, name: str, piece: int, sources: Iterable[int], start: int, end: int, to: int) -> None:

@@ -20,7 +20,6 @@ from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
-    KvReserved,
     MeetPeers,
     ReserveKv,
     SendKv,
@@ -105,7 +104,7 @@ class Pair:
         admit = SubmitRequest(id=name, prompt_tokens=len(prompt), params=SamplingParams(max_tokens=1), phase="spans")
         self.target.member.take(admit, frame_of(prompt))
         self.target.member.take(ReserveKv(name, len(prompt)), None)
-        self.hear(self.target, KvReserved, name)
+        self.hear(self.target, ReserveKv, name)
 
     def send(self, name: str, edges: Sequence[tuple[int, int]]) -> None:
         for piece, (start, end) in enumerate(edges):

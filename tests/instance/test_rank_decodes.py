@@ -14,7 +14,6 @@ from tests.helpers.span_answers import Expected, prompt_of
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.instance_protocol import (
     KvArrived,
-    KvReserved,
     PauseRequest,
     ReserveKv,
     SendKv,
@@ -47,7 +46,7 @@ def _stops(world: World, on: int, name: str) -> int:
 
 def _moves(world: World, name: str, on: int, to: int, tokens: int) -> None:
     world[to].tell(ReserveKv(name, tokens))
-    world[to].wait(KvReserved, name)
+    world[to].wait(ReserveKv, name)
     world[on].tell(SendKv(id=name, piece=5, start=0, end=tokens, to=to))
     world[to].wait(KvArrived, name)
 

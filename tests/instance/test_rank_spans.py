@@ -28,7 +28,6 @@ from headway.core.span import cut
 from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     KvArrived,
-    KvReserved,
     PauseRequest,
     ReserveKv,
     SendKv,
@@ -96,7 +95,7 @@ def hand_over(world: World, name: str, prompt: list[int], parts: Sequence[Part],
     """All runs of a prompt, whose KV goes on: as it is computed, or all at the end."""
     everybody = sorted({number for part in parts for number in part.group})
     world[to].tell(ReserveKv(name, len(prompt)))
-    world[to].wait(KvReserved, name)
+    world[to].wait(ReserveKv, name)
     world.admit(name, prompt, everybody, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0, max_tokens=6))
     edges = [(run.start, run.end, run.group) for run in runs(parts)]
     sent = 0
@@ -284,7 +283,7 @@ def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expecte
     world[1].tell(ReserveKv("full", most))
     world.admit("full", prompt_of(40), (1,), GREEDY)
     world[1].tell(ReserveKv("full", most))
-    world[1].wait(KvReserved, "full")
+    world[1].wait(ReserveKv, "full")
     for name in ("w1", "w2"):
         world.admit(name, prompt_of(200), (0, 1), GREEDY)
         world.compute(name, [Part(200, (0, 1))], 0)

@@ -12,7 +12,6 @@ from tests.helpers.span_answers import prompt_of
 
 from headway.runtime.engine.instance_protocol import (
     KvArrived,
-    KvReserved,
     PauseRequest,
     ReserveKv,
     SendKv,
@@ -100,7 +99,7 @@ def test_kv_by_heads_decoded_by_a_group_is_gathered(world: World, expected: Expe
     known = 90 + len(one.said) - 1
     world.admit(one.name, one.prompt, [2], one.params, one.said)
     world[2].tell(ReserveKv(one.name, known))
-    world[2].wait(KvReserved, one.name)
+    world[2].wait(ReserveKv, one.name)
     for number in (0, 1):
         world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
     for _ in range(2):
@@ -127,7 +126,7 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     known = len(prompt) + len(one.said) - 1
     world.admit(one.name, prompt, [2], one.params, one.said)
     world[2].tell(ReserveKv(one.name, known))
-    world[2].wait(KvReserved, one.name)
+    world[2].wait(ReserveKv, one.name)
     for number in (0, 1):
         world[number].tell(SendKv(id=one.name, piece=number, start=0, end=known, to=2))
     for _ in range(2):

@@ -20,7 +20,7 @@ from headway.runtime.build.engine import assemble, latency_source, profile_mark
 from headway.runtime.build.multi_process import build_many
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor import measure as measuring
-from headway.runtime.executor.messages import RankAnswer, RankQuery
+from headway.runtime.executor.messages import PlanDone, RankQuery
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
@@ -76,7 +76,7 @@ def test_the_slower_pair_counts() -> None:
         def receive(self, timeout_s: float | None) -> Any:
             rank, asked = self.asked.pop()
             seconds = {0: 0.25, 1: 0.5}.get(rank, 0.0)
-            return rank, [msgspec.msgpack.encode(RankAnswer(seconds if asked.kind == "ask" else 0.0))]
+            return rank, [msgspec.msgpack.encode(PlanDone(0, measured_s=seconds if asked.kind == "ask" else 0.0))]
 
     executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4), 8)  # type: ignore[arg-type]
     assert executor.measure("exchange", 1, 0, 1) == 0.5

@@ -20,7 +20,7 @@ from headway.core.sampling import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import BatchPlan, FromRank, RankAnswer, RankQuery, ToRank
+from headway.runtime.executor.messages import BatchPlan, FromRank, PlanDone, RankQuery, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.rank_transport import Frame, RankLostError
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
@@ -115,9 +115,9 @@ def test_a_rank_whose_report_was_lost_is_lost() -> None:
     wire, executor, _ = begin()
     while not wire.kinds(RankQuery):
         assert executor.result(0.001) is None
-    wire.says.append((0, RankAnswer(0)))
+    wire.says.append((0, PlanDone(0, measured_s=0.0)))
     assert executor.result(0.001) is None
-    wire.says.append((1, RankAnswer(1)))
+    wire.says.append((1, PlanDone(1, measured_s=0.0)))
     with pytest.raises(RankLostError, match="worker 1 has carried out plan 1, and its report of it was lost"):
         executor.result(1.0)
 

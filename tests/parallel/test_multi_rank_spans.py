@@ -24,7 +24,6 @@ from headway.runtime.executor.messages import (
     SpanFromRank,
     SpanTaskDone,
     SpanToRank,
-    SpanWaits,
 )
 from headway.runtime.kv_transfer.peer import PeerLostError
 from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
@@ -77,8 +76,8 @@ def kinds(told: list[object]) -> list[type]:
 
 def test_a_reservation_follows_the_block_operations_that_made_it() -> None:
     answers: Answers = {
-        ComputeSpan: [both(SpanWaits("r", 50))],
-        ResumeSpan: [both(SpanWaits("r", 20, True)), both(ENDED)],
+        ComputeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, slots=50))],
+        ResumeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, slots=20, replace=True)), both(ENDED)],
     }
     ranks = Ranks(answers)
     asked: list[tuple[int, bool]] = []
@@ -111,8 +110,8 @@ def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
 
 def test_the_scheduler_runs_after_each_layer_edge() -> None:
     answers: Answers = {
-        ComputeSpan: [both(SpanWaits("r", layers=1))],
-        ResumeSpan: [both(SpanWaits("r", layers=2)), both(ENDED)],
+        ComputeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, layer=1))],
+        ResumeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, layer=2)), both(ENDED)],
     }
     ranks = Ranks(answers)
     ranks.begin()
@@ -151,7 +150,7 @@ def test_one_failing_rank_ends_the_span(order: int, by: int | None, error: type[
 
 
 def test_differing_reports_of_ranks_are_an_internal_error() -> None:
-    ranks = Ranks({ComputeSpan: [[ENDED, SpanWaits("r", 5)]]})
+    ranks = Ranks({ComputeSpan: [[ENDED, SpanTaskPaused(id="r", index=3, waits=True, slots=5)]]})
     ranks.begin()
     with pytest.raises(InvariantError, match="differ"):
         ranks.runs.go("r", None, lambda layers: None)

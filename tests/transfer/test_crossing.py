@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.engine.instance_protocol import KvReserved, ReserveKv
+from headway.runtime.engine.instance_protocol import ReserveKv
 from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -28,12 +28,12 @@ def test_crossing_reservations_cause_no_deadlock(checkpoint: Path, expected: Exp
         world[1].tell(ReserveKv("a", 90))
         world[0].tell(ReserveKv("b", 90))
         with pytest.raises(AssertionError, match="has said"):
-            world[1].wait(KvReserved, "a", 1.0)
+            world[1].wait(ReserveKv, "a", 1.0)
         with pytest.raises(AssertionError, match="has said"):
-            world[0].wait(KvReserved, "b", 0.2)
+            world[0].wait(ReserveKv, "b", 0.2)
         for one in world.instances:
             one.tell(AbortRequest("b"))
-        world[1].wait(KvReserved, "a")
+        world[1].wait(ReserveKv, "a")
         send(world, "a", 1, (0,), 0, 90, 1)
         arrived(world, "a", 1, [(1, 0)])
         first = firsts["a"]

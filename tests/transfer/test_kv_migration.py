@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -143,12 +143,12 @@ def test_the_first_reservation_is_granted_first_and_completely(trio: World, expe
         trio[2].tell(ReserveKv(name, tokens))
     trio.ask(2, "bystander", prompt_of(20, 8), max_tokens=30)
     trio[2].answer("bystander")
-    assert not [word for word in trio[2].said if isinstance(word, KvReserved)]
+    assert not [word for word in trio[2].said if isinstance(word, ReserveKv)]
     trio[2].tell(ReserveKv("never", 801))
     assert "801 tokens do not fit the KV cache of 800" in trio[2].wait(SpanTaskLost, "never").why
     trio.forget("first")
     for name in ("second", "third"):
-        trio[2].wait(KvReserved, name)
+        trio[2].wait(ReserveKv, name)
     send(trio, "second", 1, (0,), 0, 300, 2)
     arrived(trio, "second", 2, [(1, 0)])
     check(rest(trio, 2, "second", prompt, first, max_tokens=5), *expected(prompt, 5))
@@ -183,7 +183,7 @@ def test_a_request_forgotten_during_its_transfer_leaves_nothing(trio: World, exp
         name = f"forgotten {moment}"
         trio[2].tell(ReserveKv(name, 200))
         if moment >= 1:
-            trio[2].wait(KvReserved, name)
+            trio[2].wait(ReserveKv, name)
             submit(trio, 0, name, prompt, "prefill")
         if moment >= 2:
             send(trio, name, 1, (0,), 0, 200, 2)
@@ -217,7 +217,7 @@ def test_many_migrations_run_at_once(trio: World, expected: Expected) -> None:
             source = int(name[1:]) % 2
             for word in [word for word in trio[2].said if word.id == name]:
                 trio[2].said.remove(word)
-                if isinstance(word, KvReserved):
+                if isinstance(word, ReserveKv):
                     trio[source].tell(SendKv(id=name, piece=1, start=0, end=len(names[name]), to=2))
                 elif isinstance(word, KvArrived):
                     trio[source].wait(OutputDelta, name)

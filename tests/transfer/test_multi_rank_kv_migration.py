@@ -13,7 +13,7 @@ from tests.helpers.hand_overs import arrived, check, end, first_token, params, p
 from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.polling import let_arrive, until
 
-from headway.runtime.engine.instance_protocol import KvReserved, ReserveKv
+from headway.runtime.engine.instance_protocol import ReserveKv
 from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
@@ -104,9 +104,9 @@ def test_reservations_are_granted_in_order_and_dropped_with_the_request(world: W
     first = first_token(world, ONE, "next", prompt, max_tokens=5)
     send(world, "large", 1, (ONE,), 0, 1, TWO)  # nobody knows it there: nothing is sent
     world[TWO].hear(0.2)
-    assert not [word for word in world[TWO].said if isinstance(word, KvReserved)]
+    assert not [word for word in world[TWO].said if isinstance(word, ReserveKv)]
     world[TWO].tell(AbortRequest("large"))
-    world[TWO].wait(KvReserved, "next")
+    world[TWO].wait(ReserveKv, "next")
     send(world, "next", 1, (ONE,), 0, 500, TWO)
     arrived(world, "next", TWO, [(1, ONE)])
     check(rest(world, TWO, "next", prompt, first, max_tokens=5), *expected(prompt, 5))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, ReserveKv
-from headway.runtime.executor.messages import RankHolds
+import msgspec
+
+from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv
 from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.kv_transfer.connector import SaveKv
 from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer
 
 
@@ -31,13 +33,13 @@ def test_a_reservation_counts_only_messages_of_its_own_life() -> None:
     ranks.receive("r", 20, ())
     first, second = (word.serial for word in told if isinstance(word, ReserveKv))
     for rank in (0, 1):
-        ranks._hear(rank, KvReserved("r", first))
+        ranks._hear(rank, ReserveKv("r", 10, first))
         ranks._hear(rank, KvArrived("r", 1, 5, 0.0, 1.0, True, first))
     assert not ranks.opened()
     assert ranks.awaits("r")
     assert not ranks.finished().received
     for rank in (0, 1):
-        ranks._hear(rank, KvReserved("r", second))
+        ranks._hear(rank, ReserveKv("r", 20, second))
         ranks._hear(rank, KvArrived("r", 2, 5, 0.0, 1.0, True, second))
     assert ranks.opened() == ["r"]
     assert not ranks.awaits("r")
@@ -48,7 +50,7 @@ def test_a_forgotten_reservation_is_not_reported() -> None:
     ranks, told = _ranks()
     ranks.receive("r", 10, ())
     for rank in (0, 1):
-        ranks._hear(rank, KvReserved("r", told[0].serial))
+        ranks._hear(rank, told[0])
     ranks.forget("r")
     assert not ranks.opened()
 
@@ -56,4 +58,11 @@ def test_a_forgotten_reservation_is_not_reported() -> None:
 def test_ranks_are_told_which_kv_is_there() -> None:
     ranks, told = _ranks()
     ranks.tokens_are_there("r", 40, ())
-    assert told == [RankHolds(7, 40)]
+    assert not told, "nothing is to be sent"
+    ranks.send(SaveKv("r", 0, 3), 0, 50)
+    ranks.tokens_are_there("r", 40, ())
+    ranks.send(SaveKv("r", 1, 3), 0, 50)
+    ranks.layers_are_there("r")
+    ranks.layers_are_there("r")
+    first = SendKv(id="r", piece=0, start=0, end=50, to=3, number=7, there=40)
+    assert told == [first, msgspec.structs.replace(first, piece=1, there=0)]

@@ -24,7 +24,7 @@ from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.build.engine_process import WallClock
 from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.instance_protocol import FromInstance, KvReserved, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import FromInstance, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
@@ -139,7 +139,7 @@ def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End
     assert engine.words == [
         SpanTaskLost("a", "a waits for room already, or is computed here"),
         SpanTaskLost("c", "193 tokens do not fit the KV cache of 192"),
-        KvReserved("a"),
+        ReserveKv("a", 100),
     ]
     engine.words.clear()
     staged_kv = engine.core.scheduler.staged_kv
@@ -147,7 +147,7 @@ def test_room_is_reserved_once_and_only_as_far_as_it_exists(ends: tuple[End, End
     engine.desk.forget("a")
     staged_kv.release("a")
     engine.step()
-    assert engine.words == [KvReserved("b")]
+    assert engine.words == [ReserveKv("b", 100)]
 
 
 def test_operations_that_no_batch_carries_are_carried_out(ends: tuple[End, End]) -> None:

@@ -1,7 +1,7 @@
 """The one account of KV room on instances: what they report as used, and what is reserved and not reported yet.
 
 Live and simulated clusters decide by it. A live instance's report is its snapshot, ten per second; reservations count
-from the decision until a snapshot shows their blocks. An engine sends a snapshot before `KvReserved` and before
+from the decision until a snapshot shows their blocks. An engine sends a snapshot before `ReserveKv` and before
 `SpanTaskDone` of a span that took blocks: from then on the snapshot counts. A simulated instance reports at once.
 """
 

@@ -26,9 +26,9 @@ from headway.runtime.cluster.span_prefixes import SpanPrefixes, known_tokens
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
-    KvReserved,
     MeetPeers,
     PauseRequest,
+    ReserveKv,
     ResumeSpan,
     SpanTaskDone,
     SpanTaskLost,
@@ -173,7 +173,7 @@ class InstanceAgent:
                     self._moves.granted(name)
         if self._moves is not None:
             for message in self._moves.turn():
-                loop.send(message, measured=isinstance(message, KvReserved))
+                loop.send(message, measured=isinstance(message, ReserveKv))
 
     def _admit(self, admit: SubmitRequest, prompt: memoryview) -> None:
         info = self._core.info

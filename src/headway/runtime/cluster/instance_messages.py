@@ -13,7 +13,7 @@ from headway.runtime.cluster.membership import LiveMembership
 from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
-    KvReserved,
+    ReserveKv,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
@@ -136,7 +136,7 @@ class InstanceMessages:
             case SpanTaskLost(why=why, by=by):
                 self._requests.retry(attempt, f"instance {number}: {why}", later=True)
                 self._membership.suspect(number, by, attempt.asked.submit.id, why)
-            case KvReserved(serial=serial):
+            case ReserveKv(serial=serial):
                 self._hands.moves.reserved(attempt, number, serial)
             case KvArrived(source=source):
                 self._membership.peers.worked((number, source))

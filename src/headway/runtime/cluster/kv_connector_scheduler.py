@@ -17,7 +17,6 @@ from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
-    KvReserved,
     ReserveKv,
     SendKv,
     SpanTaskLost,
@@ -108,9 +107,9 @@ class KvConnectorScheduler:
         for name in self._port.sending():
             self._advance(name)
         received, lost = self._port.finished()
-        # `KvReserved` only once the worker's side is open: a sender may push as soon as it is sent.
+        # `ReserveKv` only once the worker's side is open: a sender may push as soon as it is sent.
         words, self._words = self._words, []
-        words += [KvReserved(name, self._asked.pop(name).serial) for name in self._port.opened() if name in self._asked]
+        words += [self._asked.pop(name) for name in self._port.opened() if name in self._asked]
         words += [KvArrived(*one) for one in received]
         words += [SpanTaskLost(one.request, one.why, None if one.end is None else instance_of(one.end)) for one in lost]
         if self._block_manager.pending_ops > _UNTOLD:

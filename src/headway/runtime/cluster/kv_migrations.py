@@ -136,7 +136,7 @@ class LiveKvMigrations:
             self._fleet.tell((target,), ReserveKv(attempt.wire, attempt.kv_tokens, self._asked))
 
     def reserved(self, attempt: RequestAttempt, target: int, serial: int) -> None:
-        """Handle `KvReserved`: send what waits for that reservation. Answers to an earlier serial are ignored."""
+        """Handle `ReserveKv`: send what waits for that reservation. Answers to an earlier serial are ignored."""
         reserved = attempt.room.get(target)
         if reserved is not None and serial == reserved.serial:
             reserved.granted = True

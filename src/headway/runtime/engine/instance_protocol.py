@@ -76,19 +76,20 @@ class ResumeSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReserveKv(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reserve blocks for the KV of an admitted request. Answered by `KvReserved`, in order of request."""
+    """Reserve blocks for the KV of an admitted request. Comes back when they are, in order of request, behind a stats
+    snapshot that shows them as used."""
 
     id: str
     tokens: int
     serial: int = 0
-    """Returned in the answer: an instance that a request has left may get another reservation of it."""
+    """An instance that a request has left may get another reservation of it."""
     number: int = 0
 
 
 class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """Send the KV of tokens [start, end) that is here, or will be after the task under way, to instance `to`.
 
-    Layer by layer, as soon as each is computed. Only to an instance that has answered `KvReserved`.
+    Layer by layer, as soon as each is computed. Only to an instance that has answered `ReserveKv`.
     """
 
     id: str
@@ -98,6 +99,8 @@ class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=Tru
     end: int
     to: int
     number: int = 0
+    there: int = 0
+    """To a rank: tokens that are there under that number, if any; it may know of more."""
 
 
 class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
@@ -120,18 +123,24 @@ class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, t
 
 
 class SpanTaskPaused(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
-    """A span task has paused. Bytes are those that this instance keeps (`runtime.sequence_parallel.paused_state`)."""
+    """A span task has stopped until `ResumeSpan`. Bytes are those that this instance keeps
+    (`runtime.sequence_parallel.paused_state`)."""
 
     id: str
     index: int
-    tokens: int
+    tokens: int = 0
     """Position before which all tokens are complete in all layers."""
-    layer: int
+    layer: int = 0
     """Number of layers that are complete of the piece after that position."""
-    kv_bytes: int
-    activation_bytes: int
-    kv_bytes_at_end: int
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+    kv_bytes_at_end: int = 0
     """KV bytes of the whole task, once it is complete."""
+    waits: bool = False
+    """From a rank, which is not to pause: it waits for `slots` of the pool (`span_executor.SlotAllocator`), or, between
+    two layers, carries out batches that the engine has submitted."""
+    slots: int = 0
+    replace: bool = False
 
 
 class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -144,14 +153,6 @@ class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
     has failed; None: neither."""
     transfer: bool = False
     """From a rank, of which `by` names the end: it is a transfer (`connector.KvLost`)."""
-
-
-class KvReserved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks for a request's KV are reserved. Sent behind a stats snapshot that shows them as used."""
-
-    id: str
-    serial: int = 0
-    """Of the `ReserveKv` that is answered."""
 
 
 class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -171,4 +172,4 @@ class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToInstance = MeetPeers | SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
-FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | KvReserved | KvArrived
+FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | ReserveKv | KvArrived

@@ -5,20 +5,20 @@ In plans requests are numbers, assigned by the engine in order of admission: a p
 
 Ranks of a cluster's instance also get the messages about spans and KV that their engine gets
 (`runtime.engine.instance_protocol`), each to be taken behind all plans sent before it. `ComputeSpan` and `ResumeSpan`
-are answered by any number of `SpanWaits`, then by `SpanTaskPaused` or `SpanTaskDone`, or at any time by `SpanTaskLost`;
-the engine waits for an answer of each rank, for one request at a time. None grows with a context, except prompts, which
-come once, and slots by the number of their ranges.
+are answered by `SpanTaskPaused`, `SpanTaskDone` or, at any time, `SpanTaskLost`; the engine waits for an answer of each
+rank, for one request at a time. None grows with a context, except prompts, which come once, and slots by the number of
+their ranges.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from headway import __version__
 from headway.core.sampling import TokenLogprobs
 from headway.runtime.engine.instance_protocol import (
     ComputeSpan,
     KvArrived,
-    KvReserved,
     MeetPeers,
     PauseRequest,
     ReserveKv,
@@ -30,7 +30,7 @@ from headway.runtime.engine.instance_protocol import (
 )
 from headway.runtime.engine.protocol import AbortRequest, EndProcess, FatalError, SubmitRequest
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised with every change of these messages; a rank of another number is refused."""
 
 HEARTBEAT_IDENTITY = b"beat-"
@@ -40,25 +40,8 @@ CONTROL_IDENTITY = b"control-"
 """Prefix of the identity of its connection for messages that do not wait for what it computes."""
 
 
-class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A rank's first message."""
-
-    protocol: int
-    version: str
-    rank: int
-    pid: int
-    store_port: int = 0
-    """The port of the rendezvous store, from rank 0 of several hosts; else 0."""
-
-
-class RankWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """All ranks have connected: join the others at the store, and load the model."""
-
-    store_port: int
-
-
-class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The rank has its weights and its KV pool."""
+class LoadedRank(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's weights and its KV pool."""
 
     mark: str
     """The checkpoint's fingerprint, which all ranks must share."""
@@ -68,6 +51,22 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     kv_bytes: int
     peer_address: str | None = None
     """Where other instances reach this rank, if KV moves."""
+
+
+class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A rank's first message, and, with what it has `loaded`, its answer to `RankWelcome`."""
+
+    protocol: int = PROTOCOL_VERSION
+    version: str = __version__
+    store_port: int = 0
+    """The port of the rendezvous store, from rank 0 of several hosts; else 0."""
+    loaded: LoadedRank | None = None
+
+
+class RankWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """All ranks have connected: join the others at the store, and load the model."""
+
+    store_port: int
 
 
 class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
@@ -99,59 +98,38 @@ class BatchPlan(msgspec.Struct, frozen=True, array_like=True, tag="p"):
 
 
 class PlanDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """A rank has carried out plan `seq`."""
+    """A rank has carried out plan `seq`, or answers `RankQuery`."""
 
     seq: int
-    start_s: float
+    """Of an answer: the last plan carried out."""
+    start_s: float = 0.0
     """When computing began and ended, by CLOCK_MONOTONIC of the rank's host."""
-    end_s: float
+    end_s: float = 0.0
     tokens: tuple[int, ...] = ()
     """The sampled tokens, decodes first, then finished prompts; only from the rank that samples."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """One for each token; empty when no request asked for any."""
+    measured_s: float | None = None
+    """In answer to `RankQuery`: what was measured, else 0."""
 
 
 class RankQuery(msgspec.Struct, frozen=True, array_like=True, tag="query"):
     """Measure an operation while there are no requests, or, after a silence, tell whether all plans have come."""
 
     kind: str
-    """"plans" (the newest plan's number): answered with the last one carried out, behind what the rank computes; a rank
-    that has not received all plans fails instead. Else what to measure, answered with the least seconds of the repeats:
-    "chunk" (tokens, past), "decodes" (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two ranks
-    at the same time, "ask" (rows, remote group) and "visit" (rows, owner's group)."""
+    """"plans" (the newest plan's number): answered behind what the rank computes; a rank that has not received it fails
+    instead. Else what to measure, answered with the least seconds of the repeats: "chunk" (tokens, past), "decodes"
+    (count, past), "forward" (rows), "product" (rows), "read" (MiB), or, by two ranks at the same time, "ask" (rows,
+    remote group) and "visit" (rows, owner's group)."""
     first: int
     """The first of the numbers in brackets."""
     second: int = 0
     repeats: int = 1
 
 
-class RankAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """Answers `RankQuery`."""
-
-    value: float
-
-
-class RankHolds(msgspec.Struct, frozen=True, array_like=True, tag="there"):
-    """So many tokens of a request are there under its number; the rank may know of more."""
-
-    number: int
-    tokens: int
-
-
-class SpanWaits(msgspec.Struct, frozen=True, array_like=True, tag="want"):
-    """A rank's part in a span waits for `ResumeSpan`, and carries out batches that the engine has submitted."""
-
-    id: str
-    tokens: int = 0
-    """Slots of the pool that it needs (`span_executor.SlotAllocator`)."""
-    replace: bool = False
-    layers: int = 0
-    """Layers of the current chunk that are done, where it waits between two; else 0."""
-
-
 SpanToRank = SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | AbortRequest
-SpanFromRank = SpanWaits | SpanTaskPaused | SpanTaskDone | SpanTaskLost
-InstanceToRank = MeetPeers | ReserveKv | SendKv | RankHolds | SpanToRank
-InstanceFromRank = KvReserved | KvArrived | SpanFromRank
+SpanFromRank = SpanTaskPaused | SpanTaskDone | SpanTaskLost
+InstanceToRank = MeetPeers | ReserveKv | SendKv | SpanToRank
+InstanceFromRank = ReserveKv | KvArrived | SpanFromRank
 ToRank = RankWelcome | BatchPlan | RankQuery | EndProcess | InstanceToRank
-FromRank = RankHello | RankReady | FatalError | PlanDone | RankAnswer | InstanceFromRank
+FromRank = RankHello | FatalError | PlanDone | InstanceFromRank

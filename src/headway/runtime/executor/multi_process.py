@@ -24,7 +24,6 @@ from headway.runtime.executor.messages import (
     InstanceFromRank,
     InstanceToRank,
     PlanDone,
-    RankAnswer,
     RankQuery,
     ToRank,
 )
@@ -292,9 +291,9 @@ class MultiProcessExecutor:
             assert received is not None
             rank, frames = received
             reply = _decoder.decode(frames[0])
-            if not isinstance(reply, RankAnswer):
+            if not isinstance(reply, PlanDone) or reply.measured_s is None:
                 raise RankLostError(rank, f"answered a measurement with {reply!r}")
-            slowest = max(slowest, reply.value)
+            slowest = max(slowest, reply.measured_s)
         return slowest
 
     # -- messages from ranks -----------------------------------------------------------------------------------------
@@ -303,13 +302,13 @@ class MultiProcessExecutor:
         message = _decoder.decode(frames[0])
         place = self._places[rank]
         group = self._groups[place.group]
-        if isinstance(message, PlanDone):
+        if isinstance(message, PlanDone) and message.measured_s is None:
             group.record_done(place, message, 0.0 if self.hosts is None else self.hosts.ahead_s(rank))
-        elif isinstance(message, RankAnswer):
+        elif isinstance(message, PlanDone):
             # Messages of a rank keep their order, so the report of a plan computed before must have arrived before this
             # answer.
-            if any(rank in flight.pending_ranks and flight.plan.seq <= message.value for flight in group.in_flight):
-                raise RankLostError(rank, f"has carried out plan {message.value:g}, and its report of it was lost")
+            if any(rank in flight.pending_ranks and flight.plan.seq <= message.seq for flight in group.in_flight):
+                raise RankLostError(rank, f"has carried out plan {message.seq}, and its report of it was lost")
         elif isinstance(message, FatalError):
             raise RankLostError(rank, f"failed: {message.error}")
         elif isinstance(message, InstanceFromRank) and self.on_control is not None:

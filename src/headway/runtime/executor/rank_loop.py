@@ -16,7 +16,6 @@ from headway.runtime.executor.messages import (
     FromRank,
     InstanceToRank,
     PlanDone,
-    RankAnswer,
     RankQuery,
     ToRank,
 )
@@ -97,7 +96,7 @@ class RankLoop:
             prompt = frames[0] if frames else None
             self._worker.admit(message.id, message.prompt_tokens, prompt, message.params, message.output)
         elif isinstance(message, RankQuery):
-            self._send(RankAnswer(self._answer(message)))
+            self._send(PlanDone(self._computed_seq, measured_s=self._answer(message)))
         elif isinstance(message, EndProcess):
             self.stopped = True
         elif isinstance(message, InstanceToRank):
@@ -117,7 +116,7 @@ class RankLoop:
             return measure(self._worker, query.kind, query.first, query.second, query.repeats)
         if self._plans.seq < query.first:
             raise InvariantError(f"plan {query.first} was sent, and {self._plans.seq} was the last to come")
-        return self._computed_seq
+        return 0.0
 
     def _carry_out(self, plan: BatchPlan, part: GroupBatch) -> None:
         worker = self._worker

@@ -26,7 +26,6 @@ import torch
 import zmq
 from torch._C._distributed_c10d import Store
 
-from headway import __version__
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.structured_log import setup
 from headway.runtime.attention.base import make_backend
@@ -36,10 +35,9 @@ from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.messages import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
-    PROTOCOL_VERSION,
     FromRank,
+    LoadedRank,
     RankHello,
-    RankReady,
     RankWelcome,
     ToRank,
 )
@@ -171,7 +169,7 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
         # Rank 0 creates the store before it reports the port; the others join after the welcome, which carries it.
         store = made = rendezvous(config.host, None, config.patience_s)
         port = made.port
-    _send(channel, RankHello(PROTOCOL_VERSION, __version__, rank, os.getpid(), port))
+    _send(channel, RankHello(store_port=port))
     frames = channel.receive(wait=True)
     assert frames is not None
     welcome = _decoder.decode(frames[0])
@@ -212,7 +210,8 @@ def _serve(rank: int, config: RankConfig, channel: ZmqChannel, endpoint: str) ->
             lambda message: send_control(_encoder.encode(message)),
         )
     address = None if kv is None else kv.address
-    _send(channel, RankReady(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address))
+    loaded = LoadedRank(decoder.fingerprint, dtype, torch.get_num_threads(), held, worker.pool.nbytes, address)
+    _send(channel, RankHello(loaded=loaded))
     RankLoop(worker, channel, kv).serve()
     links.close()
 

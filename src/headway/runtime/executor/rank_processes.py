@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -22,8 +22,8 @@ from headway.runtime.executor.messages import (
     HEARTBEAT_IDENTITY,
     PROTOCOL_VERSION,
     FromRank,
+    LoadedRank,
     RankHello,
-    RankReady,
     RankWelcome,
 )
 from headway.runtime.executor.rank_config import RankConfig
@@ -31,8 +31,6 @@ from headway.runtime.executor.rank_transport import Frame, RankLostError
 from headway.runtime.launcher.heartbeat import HeartbeatMonitor
 from headway.runtime.launcher.rank_launcher import RANK, end_words, launch
 from headway.runtime.launcher.ray_hosts import RayHosts, RemoteProcess
-
-M = TypeVar("M", RankHello, RankReady)
 
 _GRACE_S = 3.0
 """How long `close` waits for ranks to stop before it kills them."""
@@ -83,13 +81,13 @@ class ProcessTransport:
         """See `RankTransport.waits_on`."""
         return (self._socket, *(process.sentinel for process in self.processes))
 
-    def start(self) -> list[RankReady]:
+    def start(self) -> list[LoadedRank]:
         """Wait until all ranks have connected and loaded. Returns their reports, by rank.
 
         Raises ConfigError, with the rank's own message, when one cannot start.
         """
         try:
-            hellos = self._gather(RankHello)
+            hellos = self._gather()
             for rank, hello in enumerate(hellos):
                 if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
                     raise ConfigError(
@@ -98,7 +96,7 @@ class ProcessTransport:
                     )
             for rank in range(len(hellos)):
                 self.send(rank, (_encoder.encode(RankWelcome(hellos[0].store_port)),))
-            ready = self._gather(RankReady)
+            ready = [hello.loaded for hello in self._gather() if hello.loaded is not None]
             if len({one.mark for one in ready}) > 1:
                 raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
             # Until here the longer start time-out applied.
@@ -179,9 +177,9 @@ class ProcessTransport:
         if silent is not None:
             raise RankLostError(silent, f"sent no heartbeat for {self._pulse.timeout_s:g} s: it hangs or is cut off")
 
-    def _gather(self, kind: type[M]) -> list[M]:
-        """Receive one message of that kind from every rank; return them by rank."""
-        replies: dict[int, M] = {}
+    def _gather(self) -> list[RankHello]:
+        """Receive a hello from every rank; return them by rank."""
+        replies: dict[int, RankHello] = {}
         while len(replies) < len(self.processes):
             message = self.receive(None)
             assert message is not None
@@ -189,7 +187,7 @@ class ProcessTransport:
             reply = _decoder.decode(frames[0])
             if isinstance(reply, FatalError):
                 raise ConfigError(reply.error if reply.final else f"worker {rank} failed while starting: {reply.error}")
-            if not isinstance(reply, kind):
+            if not isinstance(reply, RankHello):
                 raise ConfigError(f"worker {rank} sent {reply!r} while starting")
             replies[rank] = reply
         return [replies[rank] for rank in sorted(replies)]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from headway.core.batch import KvOp
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, MeetPeers, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
-from headway.runtime.executor.messages import InstanceFromRank, RankHolds
+from headway.runtime.executor.messages import InstanceFromRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived, SaveKv
 from headway.runtime.kv_transfer.peer import PeerAddress
@@ -36,6 +38,7 @@ class MultiRankKvTransfer:
         self._lives: dict[str, int] = {}
         self._life = 0
         self._coming: dict[tuple[str, int, int], dict[int, KvArrived]] = {}
+        self._unsent: SendKv | None = None
         self._received: list[KvReceived] = []
         self._lost: list[KvLost] = []
         self.computes = MultiRankSpanExecutor(executor, untold)
@@ -67,24 +70,23 @@ class MultiRankKvTransfer:
         return bool(self._awaited.get(request))
 
     def send(self, save: SaveKv, start: int, end: int) -> None:
-        """See `KvPort.send`."""
-        number = self._executor.number(save.request)
-        self._executor.send_control(
-            SendKv(id=save.request, piece=save.piece, start=start, end=end, to=save.to, number=number or 0)
-        )
+        """See `KvPort.send`: goes to the ranks with what is there, which follows at once."""
+        self._unsent = SendKv(id=save.request, piece=save.piece, start=start, end=end, to=save.to)
 
     def sending(self) -> list[str]:
         """Nothing: ranks see by themselves when more is there."""
         return []
 
     def layers_are_there(self, request: str) -> None:
-        """Ranks see by themselves."""
+        """See `KvPort.layers_are_there`: ranks see by themselves which."""
+        self.tokens_are_there(request, 0, ())
 
     def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
-        """See `KvPort.tokens_are_there`: called once behind `send`. What ranks compute later they see by themselves."""
-        number = self._executor.number(request)
-        if number is not None:
-            self._executor.send_control(RankHolds(number, tokens))
+        """See `KvPort.tokens_are_there`. What ranks compute later they see by themselves."""
+        send, self._unsent = self._unsent, None
+        if send is not None:
+            number = self._executor.number(request) or 0
+            self._executor.send_control(msgspec.structs.replace(send, number=number, there=tokens))
 
     def settle(self, request: str) -> None:
         """Ranks see by themselves when slots are about to be overwritten."""
@@ -113,9 +115,9 @@ class MultiRankKvTransfer:
 
     def _hear(self, rank: int, said: InstanceFromRank) -> None:
         # Late messages of an earlier reservation under the same name must not count for this one.
-        if isinstance(said, KvReserved | KvArrived) and said.serial != self._lives.get(said.id):
+        if isinstance(said, ReserveKv | KvArrived) and said.serial != self._lives.get(said.id):
             return
-        if isinstance(said, KvReserved):
+        if isinstance(said, ReserveKv):
             closed = self._closed.get(said.id, set())
             closed.discard(rank)
             if self._closed.get(said.id) == set():

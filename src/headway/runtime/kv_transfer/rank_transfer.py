@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 
 from headway.core.batch import GroupBatch
-from headway.runtime.engine.instance_protocol import KvArrived, KvReserved, MeetPeers, ReserveKv, SendKv, SpanTaskLost
+from headway.runtime.engine.instance_protocol import KvArrived, MeetPeers, ReserveKv, SendKv, SpanTaskLost
 from headway.runtime.engine.protocol import AbortRequest
-from headway.runtime.executor.messages import InstanceFromRank, InstanceToRank, RankHolds
+from headway.runtime.executor.messages import InstanceFromRank, InstanceToRank
 from headway.runtime.executor.rank_config import RankPeer
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.connector import SaveKv, make_connector
@@ -81,16 +81,14 @@ class RankKvTransfer:
             self._names[str(said.number)] = said.id
             self._lives[said.id] = said.serial
             self._port.receive(said.id, said.tokens, self._worker.tables.runs(str(said.number)))
-            self._say(KvReserved(said.id, said.serial))
+            self._say(said)
         elif isinstance(said, SendKv):
             owner = str(said.number)
             if said.number:
                 self._names[owner] = said.id
             self._port.send(SaveKv(said.id, said.piece, said.to), said.start, said.end)
             self._port.layers_are_there(said.id)
-            self._advance(owner, self._computed.get(owner, 0))
-        elif isinstance(said, RankHolds):
-            self._advance(str(said.number), said.tokens)
+            self._advance(owner, max(said.there, self._computed.get(owner, 0)))
         elif isinstance(said, AbortRequest) and said.number is None:
             if said.for_good:
                 self._peers.forget(said.id)

@@ -27,7 +27,6 @@ from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.executor.messages import (
     SpanFromRank,
     SpanToRank,
-    SpanWaits,
 )
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.peer import PeerLostError
@@ -100,16 +99,18 @@ class MultiRankSpanExecutor:
         paused = self._saved.pop(name, None) is not None
         replies = self._ask(ResumeSpan(name) if paused else task.compute, asked)
         while True:
-            if isinstance(replies[0], SpanWaits):
-                waits = _all(replies, SpanWaits)
-                if layers := waits[0].layers:
-                    behind(layers)
-                replies = self._ask(ResumeSpan(name) if layers else self._grant(task, waits), asked)
-            elif isinstance(replies[0], SpanTaskDone):
+            if isinstance(replies[0], SpanTaskDone):
                 self._ended[name] = _all(replies, SpanTaskDone)
                 return True
+            stopped = _all(replies, SpanTaskPaused)
+            if len({one.waits for one in stopped}) > 1:
+                raise InvariantError(f"ranks of one instance differ in a run: {replies}")
+            if stopped[0].slots:
+                replies = self._ask(self._grant(task, stopped), asked)
+            elif stopped[0].waits:
+                behind(stopped[0].layer)
+                replies = self._ask(ResumeSpan(name), asked)
             else:
-                stopped = _all(replies, SpanTaskPaused)
                 self._saved[name] = msgspec.structs.replace(
                     stopped[0],
                     kv_bytes=sum(one.kv_bytes for one in stopped),
@@ -118,9 +119,9 @@ class MultiRankSpanExecutor:
                 )
                 return False
 
-    def _grant(self, task: _PreparedSpan, wants: Sequence[SpanWaits]) -> ResumeSpan:
+    def _grant(self, task: _PreparedSpan, wants: Sequence[SpanTaskPaused]) -> ResumeSpan:
         # Ranks ask for the same number of slots, or for fewer where their shares differ by a token.
-        slots = task.allocate_slots(max(one.tokens for one in wants), wants[0].replace)
+        slots = task.allocate_slots(max(one.slots for one in wants), wants[0].replace)
         # Ranks must own the blocks before the slots are granted; both messages keep their order.
         self._executor.replay(self._pending_ops())
         return ResumeSpan(task.compute.id, tuple(slots))

@@ -25,7 +25,6 @@ from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.executor.messages import (
     SpanFromRank,
     SpanToRank,
-    SpanWaits,
 )
 from headway.runtime.kv_transfer.peers import PeerLostError
 from headway.runtime.kv_transfer.pool_port import KvPort
@@ -119,7 +118,7 @@ class RankSpanExecutor:
         name = task.id
 
         def allocate_slots(tokens: int, replace: bool) -> Sequence[tuple[int, int]]:
-            return self._wait(SpanWaits(name, tokens, replace)).slots
+            return self._wait(task, 0, tokens, replace).slots
 
         # KV that still moves from this place must be out before the task may write to it.
         self._port.settle(name)
@@ -134,7 +133,7 @@ class RankSpanExecutor:
             if not task.beside:
                 self._look()
                 return
-            self._wait(SpanWaits(name, layers=layers))
+            self._wait(task, layers)
 
         def pause() -> bool:
             self._look()
@@ -170,8 +169,10 @@ class RankSpanExecutor:
         self._check()
         self._runs.check(self._name)
 
-    def _wait(self, waits: SpanWaits) -> ResumeSpan:
+    def _wait(self, task: ComputeSpan, layer: int, slots: int = 0, replace: bool = False) -> ResumeSpan:
+        """Return what the engine answers; carry out its plans meanwhile."""
         self._resumed.clear()
+        waits = SpanTaskPaused(id=task.id, index=task.index, layer=layer, waits=True, slots=slots, replace=replace)
         self._send(waits)
         while not self._resumed:
             self.loop.step()
