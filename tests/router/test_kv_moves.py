@@ -32,7 +32,7 @@ class _Fleet:
         attempt.admitted.update(numbers)
 
     def tell(self, numbers: Sequence[int], message: Any) -> None:
-        self.told.append(message)
+        self.told += [message] * len(numbers)
 
     def leave(self, attempt: RequestAttempt, but: Iterable[int]) -> None:
         attempt.admitted &= set(but)

@@ -25,12 +25,13 @@ class KvMigrations:
             if not 0 <= action.index < len(controlled.entries):
                 raise ActionImpossible(f"{action.request} has no span {action.index}")
             entry = controlled.entries[action.index]
-            if entry.state in ("running", "done"):
+            begun = entry.state in ("running", "done")
+            if begun:
                 self._check_there(action.request, entry.group)
-                self._announce(entry, action.to)
-            else:
-                # the handshake's time ranks the transfer: not before there is something to send
-                controlled.transfer_targets[action.index] = action.to
+            # the handshake's time ranks the transfer: not before there is something to send
+            controlled.transfer_targets[action.index] = action.to
+            if begun:
+                self.begun(entry)
             return
         # KV lies where the request was last resident, else where its last span was committed
         group = controlled.group or (controlled.entries[-1].group if controlled.entries else ())
@@ -52,10 +53,8 @@ class KvMigrations:
     def begun(self, entry: SpanEntry) -> None:
         """Announce the KV of a span that begins, if a transfer of it was asked for."""
         to = entry.controlled.transfer_targets.pop(entry.index, None)
-        if to is not None:
-            self._announce(entry, to)
-
-    def _announce(self, entry: SpanEntry, to: int) -> None:
+        if to is None:
+            return
         span, share, prefix = entry.span, len(entry.group), entry.controlled.prefix
         # the group sends its copy of a cached prefix along, unless the target is where that came from
         start = 0 if prefix is not None and entry.index == 0 and to != prefix.instance else span.start

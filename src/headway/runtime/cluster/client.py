@@ -191,7 +191,6 @@ class ClusterClient:
         try:
             with time_limit(submit, partial(self._expire, asked)):
                 live.requests.ask(asked)
-                self._roster.look(live.membership)
                 last = False
                 while not last:
                     delta = await asked.answer.get()
@@ -199,7 +198,6 @@ class ClusterClient:
                     yield delta
         finally:
             live.requests.leave(asked)
-            self._roster.look(live.membership)
 
     def _accepts(self, submit: SubmitRequest) -> LiveController:
         """Return the controller, or raise the error of a request that cannot be accepted."""
@@ -235,7 +233,6 @@ class ClusterClient:
         assert self._live is not None
         asked.tell(OutputDelta(id=asked.submit.id, finish="timeout"))
         self._live.requests.leave(asked, "it has timed out")
-        self._roster.look(self._live.membership)
 
     async def drain(self) -> None:
         self._drains = True

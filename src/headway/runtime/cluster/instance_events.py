@@ -16,7 +16,7 @@ from headway.runtime.engine.protocol import EngineInfo, EngineSamples, OutputDel
 
 
 class InstanceEvents:
-    """The `InstanceListener` of a cluster. After each event, drained instances with nothing on them are ended."""
+    """The `InstanceListener` of a cluster."""
 
     def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
         """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
@@ -62,25 +62,22 @@ class InstanceEvents:
             self._fleet[number].fail(why)
             return
         self._live.membership.joined(number)
-        self.roster.look(self._live.membership)
 
     def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            attempt = self._live.requests.attempts.get(message.id)
-            if self.receive_samples is not None and attempt is not None:
-                # Before the controller, which may forget the attempt.
-                samples = samples_of(number, message, attempt)
-                if samples is not None:
-                    self.receive_samples(number, samples)
-            self._live.messages.said(number, message)
-            self.roster.look(self._live.membership)
+        """See `InstanceListener`. Messages about attempts that were given up are late."""
+        attempt = None if self._live is None else self._live.requests.attempts.get(message.id)
+        if self._live is None or attempt is None:
+            return
+        # Before the controller, which may forget the attempt.
+        samples = samples_of(number, message, attempt)
+        if self.receive_samples is not None and samples is not None:
+            self.receive_samples(number, samples)
+        self._live.messages.said(number, attempt, message)
 
     def heard(self, number: int, delta: OutputDelta) -> None:
         """See `InstanceListener`."""
         if self._live is not None:
             self._live.messages.heard(number, delta)
-            self.roster.look(self._live.membership)
 
     def measured(self, number: int) -> None:
         """See `InstanceListener`."""
@@ -102,7 +99,6 @@ class InstanceEvents:
             # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
             if leaves:
                 self._fleet[number].drain()
-            self.roster.look(membership)
 
     def ended(self, number: int) -> None:
         """See `InstanceListener`."""

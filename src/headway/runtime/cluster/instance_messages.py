@@ -51,17 +51,30 @@ class InstanceMessages:
         if changed:
             self._settle()
 
-    def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceListener`."""
-        attempt = self._requests.attempts.get(message.id)
-        # Late: of an attempt that was given up.
-        if attempt is None:
-            return
-        changed = True
+    def said(self, number: int, attempt: RequestAttempt, message: FromInstance) -> None:
+        """Handle a message about an attempt; see `InstanceListener`."""
         with self._requests.isolate(attempt, f"a message about {message.id}"):
-            changed = self._message(number, attempt, message)
-        if changed:
-            self._settle()
+            match message:
+                case SpanTaskDone():
+                    self._task_done(number, attempt, message)
+                case SpanTaskPaused():
+                    entry = self._hands.runs.paused(number, attempt, message)
+                    if entry is not None:
+                        layer, tokens, share = self._hands.paused(entry)
+                        self._machine.span_paused(entry, layer, self._clock(), tokens, share)
+                # Late: the request has gone on without whatever was lost there.
+                case SpanTaskLost() if not attempt.may_lose(number):
+                    return
+                # Later, not at once: a peer's loss is often noticed before the end of its process is.
+                case SpanTaskLost(why=why, by=by):
+                    self._requests.retry(attempt, f"instance {number}: {why}", later=True)
+                    self._membership.suspect(number, by, attempt.asked.submit.id, why)
+                case ReserveKv(serial=serial):
+                    self._hands.moves.reserved(attempt, number, serial)
+                case KvArrived(source=source):
+                    self._membership.peers.worked((number, source))
+                    self._hands.moves.arrived(attempt, message)
+        self._settle()
 
     def measured(self, number: int) -> None:
         """See `InstanceListener`."""
@@ -118,29 +131,6 @@ class InstanceMessages:
             self.complete(self._hands.runs.first_token(attempt, delta))
         elif attempt.finished and attempt.controlled.resident:
             self.decoded(attempt, True)
-        return True
-
-    def _message(self, number: int, attempt: RequestAttempt, message: FromInstance) -> bool:
-        match message:
-            case SpanTaskDone():
-                self._task_done(number, attempt, message)
-            case SpanTaskPaused():
-                entry = self._hands.runs.paused(number, attempt, message)
-                if entry is not None:
-                    layer, tokens, share = self._hands.paused(entry)
-                    self._machine.span_paused(entry, layer, self._clock(), tokens, share)
-            # Late: the request has gone on without whatever was lost there.
-            case SpanTaskLost() if not attempt.may_lose(number):
-                return False
-            # Later, not at once: a peer's loss is often noticed before the end of its process is.
-            case SpanTaskLost(why=why, by=by):
-                self._requests.retry(attempt, f"instance {number}: {why}", later=True)
-                self._membership.suspect(number, by, attempt.asked.submit.id, why)
-            case ReserveKv(serial=serial):
-                self._hands.moves.reserved(attempt, number, serial)
-            case KvArrived(source=source):
-                self._membership.peers.worked((number, source))
-                self._hands.moves.arrived(attempt, message)
         return True
 
     def _task_done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> None:

@@ -107,15 +107,7 @@ class InstanceRoster:
             if why is not None:
                 raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
             membership.close(number)
-            self.look(membership)
         return self._report(instance, membership, membership.placed())
-
-    def look(self, membership: LiveMembership) -> None:
-        """End the drained instances on which nothing is left. Called after every event."""
-        for number in list(membership.leaving):
-            if membership.quiet(number):
-                membership.leaving.discard(number)
-                self._fleet[number].drain()
 
     def remove(self, instance: LiveInstance) -> None:
         """Remove an instance from the cluster, and keep its counters."""

@@ -8,7 +8,7 @@ batch that has begun may have to wait for other members' tasks; so do its slices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from headway.control.controlled_request import ControlledRequest
@@ -95,7 +95,7 @@ class LiveKvMigrations:
         self,
         attempt: RequestAttempt,
         target: int,
-        holders: Iterable[int],
+        holders: Sequence[int],
         start: int,
         end: int,
         then: Callable[[], None],
@@ -108,11 +108,11 @@ class LiveKvMigrations:
         self.under_way += 1
         attempt.moving[self._serial] = KvMovement(set(holders), then)
         self.reserve(attempt, target)
-        for source in holders:
-            attempt.unsent.append(
-                (source, SendKv(id=attempt.wire, piece=self._serial, start=start, end=end, to=target))
-            )
-        self._flush(attempt)
+        send = SendKv(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)
+        if attempt.room[target].granted:
+            self._fleet.tell(holders, send)
+        else:
+            attempt.unsent += ((source, send) for source in holders)
 
     def announced(self, controlled: ControlledRequest, target: int, now: float) -> None:
         """Reserve blocks on a target ahead of the transfer, unless the KV will have grown by then."""
@@ -144,7 +144,10 @@ class LiveKvMigrations:
             self._fleet.kv.kept(target, attempt.request.id, _WHAT)
             if all(each.granted for each in attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
-            self._flush(attempt)
+            for source, send in attempt.unsent:
+                if send.to == target:
+                    self._fleet.tell((source,), send)
+            attempt.unsent = [one for one in attempt.unsent if one[1].to != target]
 
     def arrived(self, attempt: RequestAttempt, message: KvArrived) -> None:
         """Handle `KvArrived`: one holder's part of a movement is there; the last one calls `then`."""
@@ -171,16 +174,6 @@ class LiveKvMigrations:
         attempt.moving.clear()
         attempt.early.clear()
         self.settled(attempt)
-
-    def _flush(self, attempt: RequestAttempt) -> None:
-        """Send the queued slices whose target has reserved blocks."""
-        waiting = []
-        for source, send in attempt.unsent:
-            if attempt.room[send.to].granted:
-                self._fleet.tell((source,), send)
-            else:
-                waiting.append((source, send))
-        attempt.unsent = waiting
 
     def _there(self, attempt: RequestAttempt, piece: KvSlice) -> None:
         """Report an arrived slice, once its span is complete on all of its group."""

@@ -111,6 +111,7 @@ class LiveController:
         some = [self._take_events(), self._follow_unplaced(), self._follow_kv_claims(), self._take_events()]
         # Last, so that new attempts see all that was freed above.
         some.append(self.requests.begin_due())
+        self.membership.end_drained()
         return any(some)
 
     def _take_events(self) -> bool:

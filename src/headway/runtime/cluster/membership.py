@@ -120,6 +120,13 @@ class LiveMembership:
         self.leaving.add(number)
         self.renew()
 
+    def end_drained(self) -> None:
+        """End the drained instances on which nothing is left."""
+        for number in list(self.leaving):
+            if self.quiet(number):
+                self.leaving.discard(number)
+                self._fleet[number].drain()
+
     def reserve(self, number: int) -> None:
         """Extend the cluster state by an instance that is starting under a new number."""
         if number == len(self._book.instances):

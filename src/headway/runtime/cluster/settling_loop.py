@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from headway.control.controller import ClusterController
 
@@ -42,11 +43,26 @@ class SettlingLoop:
             return
         # The event that raised is usually consumed by then: a second try handles the rest.
         for _ in range(2):
+            self._settling = True
             try:
-                self._settle()
-                return
+                # To a fixed point: what `follow` reports back to the controller can make further actions possible.
+                while True:
+                    now = self._clock()
+                    # Remaining prefill time shrinks with the clock, not with an event: before policies look.
+                    self._machine.changed(self._working(), now)
+                    wake_s = self._machine.settle(now)
+                    if not self._follow():
+                        break
             except Exception:
                 log.exception("the controller has failed at the consequences of an event")
+                continue
+            finally:
+                self._settling = False
+            # One timer at most: the newest wake-up time replaces the one before, also where it is later.
+            self.close()
+            if wake_s is not None:
+                self._set_alarm(wake_s - self._clock(), partial(self._wake, wake_s))
+            return
         self._set_alarm(TRY_AGAIN_S, self.settle)
 
     def close(self) -> None:
@@ -54,24 +70,6 @@ class SettlingLoop:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-
-    def _settle(self) -> None:
-        self._settling = True
-        try:
-            # To a fixed point: what `follow` reports back to the controller can make further actions possible.
-            while True:
-                now = self._clock()
-                # Remaining prefill time shrinks with the clock, not with an event: refresh it before policies look.
-                self._machine.changed(self._working(), now)
-                wake_s = self._machine.settle(now)
-                if not self._follow():
-                    break
-        finally:
-            self._settling = False
-        # One timer at most: the newest wake-up time replaces the one before, also where it is later.
-        self.close()
-        if wake_s is not None:
-            self._set_alarm(wake_s - self._clock(), lambda: self._wake(wake_s))
 
     def _set_alarm(self, delay_s: float, act: Callable[[], None]) -> None:
         self.close()
