@@ -10,19 +10,26 @@ from headway.runtime.cluster.instance_registry import InstanceRegistry
 from headway.runtime.cluster.instance_roster import Another, InstanceRoster
 from headway.runtime.cluster.live_controller import LiveController
 from headway.runtime.cluster.merged_reports import merged_info
-from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.instance_protocol import FromInstance
 from headway.runtime.engine.protocol import EngineInfo, EngineSamples, OutputDelta
 
 
 class InstanceEvents:
-    """The `InstanceListener` of a cluster."""
+    """The `InstanceListener` of a cluster. What instances report about requests goes to `LiveController.messages`."""
+
+    said: Callable[[int, FromInstance], None]
+    heard: Callable[[int, OutputDelta], None]
+    measured: Callable[[int], None]
 
     def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
         """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
         self._fleet, self._is_lost = fleet, is_lost
         self.roster = InstanceRoster(fleet, self, another)
         self._live: LiveController | None = None
+        # Nothing can be about a request before there is a controller.
+        self.said = lambda number, message: None
+        self.heard = lambda number, delta: None
+        self.measured = lambda number: None
         self._info: EngineInfo | None = None
         self._ready: dict[int, asyncio.Future[None]] = {}
         self.receive_samples: Callable[[int, EngineSamples], None] | None = None
@@ -39,6 +46,8 @@ class InstanceEvents:
     def begin(self, live: LiveController, info: EngineInfo) -> None:
         """Bring events before a controller from now on. info: what instances that join later have to agree with."""
         self._live, self._info = live, info
+        self.said, self.heard, self.measured = live.messages.said, live.messages.heard, live.messages.measured
+        live.messages.sampled = self.sampled
 
     def close(self) -> None:
         """End the tasks of all instances, and the wait for them."""
@@ -62,27 +71,6 @@ class InstanceEvents:
             self._fleet[number].fail(why)
             return
         self._live.membership.joined(number)
-
-    def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceListener`. Messages about attempts that were given up are late."""
-        attempt = None if self._live is None else self._live.requests.attempts.get(message.id)
-        if self._live is None or attempt is None:
-            return
-        # Before the controller, which may forget the attempt.
-        samples = samples_of(number, message, attempt)
-        if self.receive_samples is not None and samples is not None:
-            self.receive_samples(number, samples)
-        self._live.messages.said(number, attempt, message)
-
-    def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            self._live.messages.heard(number, delta)
-
-    def measured(self, number: int) -> None:
-        """See `InstanceListener`."""
-        if self._live is not None:
-            self._live.messages.measured(number)
 
     def sampled(self, number: int, samples: EngineSamples) -> None:
         """See `InstanceListener`."""

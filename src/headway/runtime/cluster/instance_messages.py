@@ -10,6 +10,7 @@ from headway.runtime.cluster.attempt import RequestAttempt
 from headway.runtime.cluster.live_backend import LiveBackend
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.membership import LiveMembership
+from headway.runtime.cluster.span_samples import samples_of
 from headway.runtime.engine.instance_protocol import (
     FromInstance,
     KvArrived,
@@ -18,7 +19,7 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import EngineSamples, OutputDelta
 
 
 class InstanceMessages:
@@ -38,6 +39,8 @@ class InstanceMessages:
     ) -> None:
         self._machine, self._hands, self._requests, self._membership = machine, hands, requests, membership
         self._settle, self._clock = settle, clock
+        self.sampled: Callable[[int, EngineSamples], None] = lambda number, samples: None
+        """Called with samples of what instances compute outside of their schedulers."""
 
     def heard(self, number: int, delta: OutputDelta) -> None:
         """See `InstanceListener`."""
@@ -51,8 +54,15 @@ class InstanceMessages:
         if changed:
             self._settle()
 
-    def said(self, number: int, attempt: RequestAttempt, message: FromInstance) -> None:
-        """Handle a message about an attempt; see `InstanceListener`."""
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `InstanceListener`."""
+        attempt = self._requests.attempts.get(message.id)
+        # Late: of an attempt that was given up.
+        if attempt is None:
+            return
+        # Before the controller, which may forget the attempt.
+        if (samples := samples_of(number, message, attempt)) is not None:
+            self.sampled(number, samples)
         with self._requests.isolate(attempt, f"a message about {message.id}"):
             match message:
                 case SpanTaskDone():

@@ -72,14 +72,28 @@ class PlacementChain:
             self._newest.replace_rates(self._rates)
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See `PlacementPolicy.on_event`."""
+        """See `PlacementPolicy.on_event`. Where a policy raises, its request is placed again, by the newest one: an
+        older policy may raise at a cluster that it does not know."""
+        wanted: list[Action] = []
+        for policy in self._concerned(event, view):
+            try:
+                wanted += self._wanted(policy.on_event(event, view), view)
+            except Exception:
+                log.exception("a placement failed at %s", event)
+                name = event.request.id if isinstance(event, RequestArrived) else getattr(event, "request", "")
+                if name in self._of:
+                    self.unplaced[name] = True
+        return wanted
+
+    def _concerned(self, event: Event, view: ClusterSnapshot) -> Sequence[PlacementPolicy]:
+        """Take in an event; return the policies that are to receive it."""
         if isinstance(event, RequestArrived):
             self._of[event.request.id] = self._newest
             self._has[id(self._newest)] = self._has.get(id(self._newest), 0) + 1
-            return self._ask(self._newest, event, view)
+            return [self._newest]
         if isinstance(event, WakeupDue):
             due, self._due = [policy for policy, at in self._due if at <= view.now_s], []
-            return [action for policy in due for action in self._ask(policy, event, view)]
+            return due
         if isinstance(event, RatesReplaced):
             self._rates = event.table
             self._replace_rates()
@@ -91,7 +105,7 @@ class PlacementChain:
             # The new one finds the change in its first snapshot; one without requests will never be asked for anything.
             asked = [policy for policy in self._alive if id(policy) in self._has]
             self._renew()
-            return [action for policy in asked for action in self._ask(policy, event, view)]
+            return asked
         name = event.holder if isinstance(event, HoldGranted) else event.request
         policy = self._of.get(name)
         if policy is None:
@@ -100,10 +114,8 @@ class PlacementChain:
             del self._of[name]
             self._placed.pop(name, None)
             self.unplaced.pop(name, None)
-            wanted = self._ask(policy, event, view)
             self._left(policy)
-            return wanted
-        return self._ask(policy, event, view)
+        return [policy]
 
     def next_wakeup(self, now: float) -> float | None:
         """See `PlacementPolicy.next_wakeup`."""
@@ -111,26 +123,12 @@ class PlacementChain:
         for policy in self._alive:
             try:
                 at = policy.next_wakeup(now)
-            except Exception:  # as in `_ask`; it is heard again with the next event
+            except Exception:  # as in `on_event`; it is heard again with the next event
                 log.exception("a placement failed at saying when to wake it")
                 continue
             if at is not None:
                 self._due.append((policy, at))
         return min((at for _, at in self._due), default=None)
-
-    def _ask(self, policy: PlacementPolicy, event: Event, view: ClusterSnapshot) -> list[Action]:
-        """Return a policy's actions; if it raises, its request is placed again, by the newest policy.
-
-        An older policy may raise at a cluster that it does not know.
-        """
-        try:
-            return self._wanted(policy.on_event(event, view), view)
-        except Exception:
-            log.exception("a placement failed at %s", event)
-            name = event.request.id if isinstance(event, RequestArrived) else getattr(event, "request", "")
-            if name in self._of:
-                self.unplaced[name] = True
-            return []
 
     def _left(self, policy: PlacementPolicy) -> None:
         """Count the end of one of a policy's requests; drop the policy after its last one, unless it is the newest."""
