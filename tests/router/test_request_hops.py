@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.helpers.request_hops import controller_visits, hops, instance_visits
 
-MOST_HOPS, MOST_FILES = 50, 22
+MOST_HOPS, MOST_FILES = 47, 22
 
 
 def test_a_request_goes_through_few_functions_until_its_first_kv_is_sent(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ class ClusterClient:
         asked = ClusterRequest(submit, prompt)
         try:
             with time_limit(submit, partial(self._expire, asked)):
-                live.requests.ask(asked)
+                live.requests.begin(asked)
+                live.settle()
                 last = False
                 while not last:
                     delta = await asked.answer.get()

@@ -88,7 +88,7 @@ class LiveController:
             book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
         )
         self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
-        settle = self._loop.settle
+        self.settle = settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
         self.membership = LiveMembership(self.machine, book, fleet, self.hands, make, self.requests, settle, clock)
         self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)

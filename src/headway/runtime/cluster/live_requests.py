@@ -57,12 +57,6 @@ class LiveRequests:
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
-    def ask(self, asked: ClusterRequest) -> None:
-        """Accept a request, and place it if that is possible now."""
-        self.asked[asked.submit.id] = asked
-        self.begin(asked)
-        self._settle()
-
     def leave(self, asked: ClusterRequest, why: str = "its client left") -> None:
         """Drop a request whose output is not awaited any more. Harmless when the request has ended."""
         if self.asked.pop(asked.submit.id, None) is None:
@@ -93,7 +87,8 @@ class LiveRequests:
     # -- attempts -----------------------------------------------------------------------------------------------------
 
     def begin(self, asked: ClusterRequest) -> None:
-        """Begin the first or another attempt at a request; fail the request if the controller raises."""
+        """Accept a request, and begin the first or another attempt at it; fail it if the controller raises."""
+        self.asked[asked.submit.id] = asked
         # Without a usable set of instances a policy would raise: the request waits for the next change of membership.
         if self.not_placeable is not None:
             self.retries.wait(asked)

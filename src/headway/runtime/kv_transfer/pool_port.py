@@ -7,7 +7,7 @@ Not a loop of its own: `runtime.cluster.kv_connector_scheduler` says when more i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -101,31 +101,31 @@ class KvPort:
         if pieces is None or kept is None:
             return
         for piece in list(pieces):
-            while piece.tokens < piece.end and self._some(piece, kept):
-                pass
+            for layer, part in self._next_parts(piece, kept):
+                self._connector.save_kv_layer(piece.save, layer, part)
             if piece.tokens >= piece.end:
                 self._finish(piece)
 
-    def _some(self, piece: _SliceInFlight, kept: StoredKv) -> bool:
-        """Send what can be sent of the tokens that are next, by their layers; whether all of them have been."""
-        if piece.parts is None:
-            there = 1 + max((int(held.positions.max(initial=-1)) for held in kept.layout.values()), default=-1)
-            until = min(piece.end, kept.whole if piece.tokens < kept.whole else there)
-            if until <= piece.tokens:  # what computes them has not begun
-                return False
-            piece.until, piece.layers = until, 0
-            piece.parts = self._parts(piece, kept.layout, kept.shard)
-        # Tokens of earlier tasks have all layers; those of the task under way only the layers computed so far.
-        layers = self._pool.layers if piece.until <= kept.whole else kept.layers
-        for layer in range(piece.layers, layers):
-            for part in piece.parts:
-                self._connector.save_kv_layer(piece.save, layer, part)
-        piece.layers = max(piece.layers, layers)
-        if piece.layers < self._pool.layers:
-            return False
-        # All layers of these tokens are sent: the next tokens may lie in another layout.
-        piece.tokens, piece.parts = piece.until, None
-        return True
+    def _next_parts(self, piece: _SliceInFlight, kept: StoredKv) -> Iterator[tuple[int, KvPart]]:
+        """Yield what can be sent now of a slice, by layer."""
+        while piece.tokens < piece.end:
+            if piece.parts is None:
+                there = 1 + max((int(held.positions.max(initial=-1)) for held in kept.layout.values()), default=-1)
+                until = min(piece.end, kept.whole if piece.tokens < kept.whole else there)
+                if until <= piece.tokens:  # what computes them has not begun
+                    return
+                piece.until, piece.layers = until, 0
+                piece.parts = self._parts(piece, kept.layout, kept.shard)
+            # Tokens of earlier tasks have all layers; those of the task under way only the layers computed so far.
+            layers = self._pool.layers if piece.until <= kept.whole else kept.layers
+            for layer in range(piece.layers, layers):
+                for part in piece.parts:
+                    yield layer, part
+            piece.layers = max(piece.layers, layers)
+            if piece.layers < self._pool.layers:
+                return
+            # All layers of these tokens are sent: the next tokens may lie in another layout.
+            piece.tokens, piece.parts = piece.until, None
 
     def tokens_are_there(self, request: str, tokens: int, blocks: Slots) -> None:
         """KV of the first `tokens` tokens, in their order in these runs of blocks."""

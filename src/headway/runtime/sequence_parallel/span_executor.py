@@ -120,9 +120,20 @@ class SpanExecutor:
     def go(self, name: str, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
         """Compute from where the task stands. Returns False when it was paused.
 
-        behind: called after each layer of each chunk with the number of its completed layers.
+        behind: called after each layer of each chunk with the number of its completed layers. A pause requested in the
+        last layer of a chunk takes effect before the next chunk.
         """
-        return self._parts[name].go(pause, behind)
+        part = self._parts[name]
+        prefill, transport = part.prefill, part.transport
+        assert transport is not None
+        while prefill.run(pause=pause, behind=behind, look=transport.look):
+            if part.last_chunk:
+                return True
+            asked = prefill.asked
+            part.next_chunk()
+            if asked:
+                return False
+        return False
 
     def finish(self, name: str) -> tuple[EmittedToken | None, bool]:
         """Complete the task after its last layer. Returns the sampled token, if any, and whether KV changed its place.
@@ -241,21 +252,17 @@ class _SpanMember:
         wanted = None if len(self._chunks) == 1 else ()
         self.prefill.begin(spec, self._resident.tokens(spec.start, spec.tokens), wanted, held)
 
-    def go(self, pause: Callable[[], bool] | None, behind: Callable[[int], None]) -> bool:
-        """See `SpanExecutor.go`. A pause requested in the last layer of a chunk takes effect before the next chunk."""
-        prefill, transport = self.prefill, self.transport
-        assert transport is not None
-        while prefill.run(pause=pause, behind=behind, look=transport.look):
-            if len(self._chunks) == 1:
-                return True
-            asked = prefill.asked
-            prefill.finish()
-            self._chunks.popleft()
-            self._moves = False
-            self._take_up(prefill.held)
-            if asked:
-                return False
-        return False
+    @property
+    def last_chunk(self) -> bool:
+        """Whether the current chunk is the task's last."""
+        return len(self._chunks) == 1
+
+    def next_chunk(self) -> None:
+        """Complete the current chunk, and begin the next one."""
+        self.prefill.finish()
+        self._chunks.popleft()
+        self._moves = False
+        self._take_up(self.prefill.held)
 
     def saved(self) -> tuple[int, int, PausedState]:
         """See `SpanExecutor.saved`."""
