@@ -46,7 +46,7 @@ from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, node
 from headway.runtime.cluster.launch import launcher
 from headway.runtime.cluster.live_instance import LiveInstance
 from headway.runtime.engine.instance_protocol import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
-from headway.runtime.engine.protocol import EngineClient, SubmitRequest
+from headway.runtime.engine.protocol import EngineClient, EngineInfo, SubmitRequest
 from headway.serving.cluster_settings import instance_configs
 from headway.serving.load.machine import machine
 from headway.serving.serve_settings import ServeSettings
@@ -94,13 +94,17 @@ class Watcher(ClusterClient):
         self.proceeds: list[tuple[int, str, float]] = []
         for each in self.fleet:
             each.hear = lambda *what: self.proceeds.append(what)  # type: ignore[attr-defined]
+
+    async def _start(self) -> EngineInfo:
+        info = await super()._start()
         pass_on = self._events.said
 
         def said(number: int, message: FromInstance) -> None:
             self._keep(number, message)
             pass_on(number, message)
 
-        self._events.said = said  # type: ignore[method-assign]
+        self._events.said = said
+        return info
 
     def _keep(self, number: int, message: FromInstance) -> None:
         if isinstance(message, SpanTaskDone):

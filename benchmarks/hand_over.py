@@ -39,10 +39,8 @@ from headway.core.span import Strategy
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.engine_child import EngineChild
 from headway.runtime.engine.instance_protocol import (
-    AdmitRequest,
     ComputeSpan,
     KvArrived,
-    KvReserved,
     MeetPeers,
     PeerAddress,
     ReserveKv,
@@ -145,10 +143,10 @@ class Bench:
             second_s, two = await self.token(PREFILLS, name)
         else:
             second.tell(ReserveKv(name, self.tokens))
-            await second.hear(KvReserved, name)
+            await second.hear(ReserveKv, name)
             send = SendKv(id=name, piece=1, start=0, end=self.tokens, to=DECODES)
             if kind == "layers":
-                first.tell(AdmitRequest(id=name, prompt_tokens=self.tokens, params=self.params), self.prompt)
+                self.submit(PREFILLS, name, "spans")
                 run = SpanTask(0, self.tokens, (PREFILLS,), Strategy(attn="ring"))
                 first.tell(ComputeSpan(id=name, index=0, run=run, last=True))
                 first.tell(send)
