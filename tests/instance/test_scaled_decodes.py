@@ -118,8 +118,8 @@ def test_a_decode_leaves_a_scheduler_for_a_group_and_comes_back_gathered(world: 
     staged = world[2].wait(OutputDelta, one.name)
     one.deltas = list(world[2].deltas.pop(one.name))
     assert 3 <= len(one.said) < count, "it was taken out while it decoded"
-    assert staged.tokens == len(prompt) + len(one.said) - 1
-    one.parts, one.held = [Part(staged.tokens, (2,))], {2}
+    assert staged.staged == len(prompt) + len(one.said) - 1
+    one.parts, one.held = [Part(staged.staged, (2,))], {2}
     one.step((0, 2), home=2)
     for group in ((0, 2), (0, 1, 2), (1, 0)):
         one.step(group)
