@@ -109,15 +109,18 @@ def test_a_pause_is_reported_once_with_the_bytes_of_all_ranks() -> None:
 
 
 def test_the_scheduler_runs_after_each_layer_edge() -> None:
+    """And only there: not where ranks ask for slots, even for none."""
+    edges = [both(SpanTaskPaused(id="r", index=3, waits=True, layer=layer)) for layer in (1, 2)]
     answers: Answers = {
-        ComputeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, layer=1))],
-        ResumeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True, layer=2)), both(ENDED)],
+        ComputeSpan: [both(SpanTaskPaused(id="r", index=3, waits=True))],
+        ResumeSpan: [*edges, both(ENDED)],
     }
-    ranks = Ranks(answers)
-    ranks.begin()
+    ranks, asked = Ranks(answers), list[int]()
+    ranks.begin(lambda tokens, anew: [asked.append(tokens)][:0])
     layers: list[int] = []
     assert ranks.runs.go("r", None, layers.append)
     assert layers == [1, 2]
+    assert asked == [0]
 
 
 def test_kv_taken_over_by_the_request_is_reported_before_its_decode() -> None:

@@ -68,7 +68,7 @@ class PauseRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResumeSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Continue a paused span, or a rank's part in it behind `SpanWaits`. Sent to all instances of the group."""
+    """Continue a paused span, or a rank's part in it that waits. Sent to all instances of the group."""
 
     id: str
     slots: tuple[tuple[int, int], ...] = ()
@@ -137,8 +137,8 @@ class SpanTaskPaused(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     kv_bytes_at_end: int = 0
     """KV bytes of the whole task, once it is complete."""
     waits: bool = False
-    """From a rank, which is not to pause: it waits for `slots` of the pool (`span_executor.SlotAllocator`), or, between
-    two layers, carries out batches that the engine has submitted."""
+    """From a rank, which is not to pause: it waits for `slots` of the pool (`span_executor.SlotAllocator`), or, with a
+    `layer`, carries out batches that the engine has submitted."""
     slots: int = 0
     replace: bool = False
 

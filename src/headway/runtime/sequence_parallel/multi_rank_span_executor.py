@@ -105,11 +105,11 @@ class MultiRankSpanExecutor:
             stopped = _all(replies, SpanTaskPaused)
             if len({one.waits for one in stopped}) > 1:
                 raise InvariantError(f"ranks of one instance differ in a run: {replies}")
-            if stopped[0].slots:
-                replies = self._ask(self._grant(task, stopped), asked)
-            elif stopped[0].waits:
+            if stopped[0].waits and stopped[0].layer:
                 behind(stopped[0].layer)
                 replies = self._ask(ResumeSpan(name), asked)
+            elif stopped[0].waits:
+                replies = self._ask(self._grant(task, stopped), asked)
             else:
                 self._saved[name] = msgspec.structs.replace(
                     stopped[0],
