@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,76 @@ from headway.policy.iteration.decision import IterationPolicy
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
 RATES = MachineRates(linear_flops=6e13, attention_flops=5e13, bandwidth=3e12, fixed_s=1e-3, per_decode_s=2e-8, name="x")
 LATENCY = roofline(SHAPE, RATES)
+
+
+class SharedPrefixes:
+    """A prefix cache that holds nothing, where some prompts begin as those that are computed now."""
+
+    def __init__(self) -> None:
+        self.computing: dict[str, None] = {}
+        self.begins_as: dict[str, str] = {}
+
+    def drain_changes(self) -> list[str]:
+        return []
+
+    def cached_tokens(self, request: str) -> int | None:
+        return None if request in self.computing else 0
+
+    def computed_by(self, request: str) -> str | None:
+        other = self.begins_as.get(request)
+        return other if other in self.computing else None
+
+    def restored(self, request: str) -> bool:
+        return False
+
+
+class SharingPool(CountedPool):
+    """A pool with such a cache."""
+
+    answers_hold = False
+
+    def __init__(self) -> None:
+        super().__init__(100_000, 16)
+        self.prefixes = SharedPrefixes()
+
+    @property
+    def cache(self) -> Any:
+        return self.prefixes
+
+    def pledge(self, request: str, *rest: Any) -> bool:
+        pledged = bool(super().pledge(request, *rest))
+        if pledged:
+            self.prefixes.computing[request] = None
+        return pledged
+
+
+def sharing_decisions(seed: int) -> list[Any]:
+    """Quotas where short prompts begin as long ones that are computed."""
+    chance, pool = random.Random(seed), SharingPool()
+    config = SchedulerConfig(policy="lars", space_sharing=True, t_target_s=0.05, long_tokens=4_000)
+    policy, longs, log = IterationPolicy(config, LATENCY, pool), list[str](), list[Any]()
+    for step in range(40):
+        for number in range(chance.choice([0, 1, 2]) if step else 6):
+            prompt = chance.choice([30, chance.randint(100, 1_500), chance.randint(4_500, 9_000)])
+            name = f"r{step}.{number}"
+            if prompt > 4_000:
+                longs.append(name)
+            elif longs and chance.random() < 0.5:
+                pool.prefixes.begins_as[name] = chance.choice(longs)
+            slo = Slo(ttft_s=chance.choice([None, 0.1, 2.0]))
+            policy.enter(Request(id=name, arrival_s=0.05 * step, prompt_tokens=prompt, max_output_tokens=4, slo=slo))
+        picked = policy.pick(decode_load(LATENCY, 40, 40_000), 0.05 * step)
+        log.append(picked.quotas)
+        for quota in picked.quotas:
+            state = policy.holders[quota.request]
+            policy.moved(quota.request, state.scheduled + quota.tokens)
+            if not state.remaining:
+                policy.decoding(quota.request)
+                policy.ended(quota.request)
+                pool.blocks.pop(quota.request)
+                pool.prefixes.computing.pop(quota.request, None)
+        policy.began()
+    return log
 
 
 def decisions(seed: int, priorities: list[int] | None = None) -> list[Any]:
@@ -73,11 +143,22 @@ def decisions(seed: int, priorities: list[int] | None = None) -> list[Any]:
     return log
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_decisions_are_those_of_a_policy_that_looks_at_each(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = decisions(seed)
+@pytest.mark.parametrize("seed", [*range(24), 185])
+@pytest.mark.parametrize("decided", [decisions, sharing_decisions])
+def test_decisions_are_those_of_a_policy_that_looks_at_each(
+    decided: Callable[[int], list[Any]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = decided(seed)
     monkeypatch.setattr(PrefillCandidates, "pass_over", lambda self, yielding: None)
-    assert found == decisions(seed)
+    assert found == decided(seed)
+
+
+def test_the_largest_prompt_counts_only_while_it_is_there() -> None:
+    policy = IterationPolicy(SchedulerConfig(t_target_s=0.05), LATENCY, CountedPool(100_000, 16))
+    policy.enter(Request(id="large", arrival_s=0.0, prompt_tokens=100_000, max_output_tokens=4))
+    policy.pick(decode_load(LATENCY, 0, 0), 0.0)
+    policy.ended("large")
+    assert policy.queue.most_known == 0
 
 
 @pytest.mark.parametrize("seed", range(24))

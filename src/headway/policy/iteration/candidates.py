@@ -221,7 +221,9 @@ class PrefillCandidates:
 
     def _leaves_out_yielding(self, walk: _CandidateWalk) -> bool:
         """Whether requests that yield get nothing, and nothing is to be noted of them: the pool has room for any."""
-        if not self._passes_over:
+        # Of those with KV, others may wait for prefixes that they compute.
+        waited_for = self._admission.shares_prefixes and any(self._queue.begun_sizes[self.yields_from :])
+        if waited_for or not self._passes_over:
             return False
         if not walk.all_fit and walk.spare is None:
             walk.all_fit = self._admission.all_fit(self._queue.most_known)

@@ -287,7 +287,7 @@ class _Filling:
         # With unshared time none has less than a long one has.
         most_s = self._time_of_larger_s(self.yields_from, slack - self.rules.slack_margin)
         # Where the time is used up, or none is yielded, a refusal may end the search (`exhausted`).
-        if not self._predicted_s() < self.rules.t_target_s > most_s:
+        if not self._predicted_s() < self.rules.t_target_s > most_s * (1.0 + 1e-9):
             return False
         # In the order of `_exceeds`, so that rounding cannot make the bound larger than a candidate's time.
         return self.latency.least_rows_s(self.load.tokens + 1) + self._decode_s + self.load.chunk_s > most_s

@@ -135,8 +135,9 @@ class _QueueCounts:
             self.note_begun(member, step > 0)
         else:
             self.waiting_changes += 1
-            # A bound: it shrinks only as the queue empties.
-            self.most_known = max(self.most_known, member.known) if any(self.sizes) else 0
+            self.most_known = max(self.most_known, member.known)
+        if not any(self.sizes):
+            self.most_known = 0  # a bound: it shrinks only as the queue empties
 
 
 def make_queue(parallel: bool) -> WaitingQueue:

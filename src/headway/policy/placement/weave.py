@@ -10,8 +10,8 @@ others waiting.
 Instead a group yields in time: a shorter prompt goes before it while it waits, and pauses it at a layer's edge while it
 runs, if that gives an earlier first token than the plan. To much shorter ones the group yields a share of its time
 (`weave_groups`), which follows its relative slack as space sharing does, and more to such of them as would miss their
-own deadlines: without that, shorts wait for minutes once groups fill the pool. To others it yields while it stays in
-time itself, or loses less than a late prompt gains.
+own deadlines: without that, shorts wait for minutes once groups fill the pool. To other shorter ones it yields while
+it stays in time itself; to late ones of any size also until it has yielded as much as they would be late.
 
 A prompt on one instance stops the whole group, and what waits behind that anywhere. So it enters only if it gains, in
 units of the time within which its first token is due, at least what all of them lose in units of theirs (Smith's rule).
@@ -292,7 +292,7 @@ class WeavePlacement(PlacementPolicy):
         idle_s = {i: self._scheduler_idle_s(i, view) for i in self.groups.occupied()}
         yields: dict[float, dict[str, tuple[float, float]]] = {alone_s: {} for alone_s in times_s.values()}
         for alone_s, placed in product(yields, self.groups.all()):
-            # while the group stays in time, or, late too, becomes no later than the prompt would be
+            # while the group stays in time, or has not yielded as much as the prompt would be late
             left_s = max(placed.deadline_s - max(now, placed.end_s), (late_s or 0.0) - placed.yielded_s)
             if alone_s <= options.yields_to * placed.alone_s:
                 left_s = placed.yieldable_s(now, options.rho_min, options.rho_max) if late_s is None else math.inf

@@ -102,15 +102,19 @@ class PlacedGroups:
         return sorted(i for i, spans in self._on.items() if spans)
 
     def delayed(self, charges: Iterable[tuple[PlacedGroup, float]]) -> Iterable[tuple[PlacedGroup, float]]:
-        """Yield all prompts that delays of some hold up, and the seconds: what waits behind one on any instance begins
+        """Return all prompts that delays of some hold up, and the seconds: what waits behind one on any instance begins
         at most as much later."""
-        direct = dict(charges)
-        on: dict[int, float] = {}  # largest delay so far by instance
-        for placed in self.all():
-            seconds = direct.get(placed, max(on.get(i, 0.0) for i in placed.groups[-1]))
-            if seconds > 0:
-                yield placed, seconds
-                on.update((i, max(on.get(i, 0.0), seconds)) for i in placed.groups[-1])
+        delays = {placed: seconds for placed, seconds in charges if seconds > 0}
+        spreading = list(delays)
+        while spreading:
+            first = spreading.pop()
+            for i in first.groups[-1]:
+                queue = self.on(i)
+                for behind in queue[queue.index(first) + 1 :][:1]:  # which holds up what is behind itself
+                    if delays.get(behind, 0.0) < delays[first]:
+                        delays[behind] = delays[first]
+                        spreading.append(behind)
+        return delays.items()
 
     def add(self, placed: PlacedGroup) -> None:
         self._by_request[placed.request] = placed

@@ -147,7 +147,8 @@ class LiveController:
         some = False
         for name, failed in self.policies.unplaced.items():
             attempt = self.requests.attempts.named(name)
-            if attempt is not None:
+            # An end that failed half-way would be tried for ever.
+            if attempt is not None and not attempt.controlled.ended:
                 some = True
                 # Counted as a loss, so that a policy that always fails does not retry for ever.
                 attempt.asked.runs_lost += failed

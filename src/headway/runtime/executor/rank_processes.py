@@ -184,7 +184,10 @@ class ProcessTransport:
             message = self.receive(None)
             assert message is not None
             rank, frames = message
-            reply = _decoder.decode(frames[0])
+            try:
+                reply = _decoder.decode(frames[0])
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"worker {rank} is of another version than this engine's: {error}") from None
             if isinstance(reply, FatalError):
                 raise ConfigError(reply.error if reply.final else f"worker {rank} failed while starting: {reply.error}")
             if not isinstance(reply, RankHello):

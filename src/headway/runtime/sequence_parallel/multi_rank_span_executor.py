@@ -103,7 +103,7 @@ class MultiRankSpanExecutor:
                 self._ended[name] = _all(replies, SpanTaskDone)
                 return True
             stopped = _all(replies, SpanTaskPaused)
-            if len({one.waits for one in stopped}) > 1:
+            if len({(one.waits, bool(one.layer)) for one in stopped}) > 1:
                 raise InvariantError(f"ranks of one instance differ in a run: {replies}")
             if stopped[0].waits and stopped[0].layer:
                 behind(stopped[0].layer)
