@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
 from tests.helpers.polling import eventually
 
+from headway.core.errors import UnavailableError
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -251,3 +254,48 @@ async def test_contexts_are_there_after_a_restart_until_their_deadline(
     assert (engine.submits[-1].pin, engine.submits[-1].cache_salt) == (True, engine.submits[0].cache_salt)
     assert any("ctx-damaged.json is damaged; it is removed" in each.getMessage() for each in caplog.records)
     assert {path.name for path in (tmp_path / "contexts").iterdir()} == {f"{name}.json", "lock"}
+
+
+@pytest.mark.parametrize("field", ["context_id", "context\\u005fid"])
+async def test_a_document_is_not_tokenised_on_the_event_loop(
+    connect: Any, engine: FakeEngine, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    threads, encode = [], ModelTokenizer.encode_long
+
+    def noted(self: ModelTokenizer, text: str, **more: Any) -> Any:
+        threads.append(threading.current_thread())
+        return encode(self, text, **more)
+
+    async with connect() as client:
+        name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
+        engine.script, engine.gate = None, None
+        monkeypatch.setattr(ModelTokenizer, "encode_long", noted)
+        for more in (f', "{field}": "{name}"', ""):
+            body = f'{{"model": "fake-model", "max_tokens": 1, "messages": [{{"role": "user", "content": "q"}}]{more}}}'
+            answer = await client.post("/v1/chat/completions", content=body)
+            assert answer.status_code == 200, answer.text
+    document, short = threads
+    assert document is not threading.current_thread()
+    assert short is threading.current_thread()
+
+
+async def test_a_document_that_cannot_be_taken_up_now_keeps_no_other_back(
+    connect: Any, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = ModelTokenizer.encode_long
+
+    def failing(self: ModelTokenizer, text: str, **more: Any) -> Any:
+        if text == "one":
+            raise UnavailableError("the process is gone")
+        return encode(self, text, **more)
+
+    async with connect(kv_spill=str(tmp_path)) as client:
+        made = [
+            (await client.post("/v1/contexts", json={"model": "fake-model", "prompt": text})).json()["id"]
+            for text in ("one", "two")
+        ]
+    monkeypatch.setattr(ModelTokenizer, "encode_long", failing)
+    async with connect(kv_spill=str(tmp_path)) as client:
+        assert (await _status(client, made[0], "released"))["error"] == "the process is gone"
+        await _status(client, made[1], "ready")
+    assert {path.stem for path in (tmp_path / "contexts").glob("ctx-*")} == set(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,9 @@ INLINE_BYTES = 2 << 10
 SHORT_BYTES = 256 << 10
 """Bodies above this size are parsed in a second pool: a chat does not queue behind a document's tokenisation."""
 
+_DOCUMENT = re.compile(rb"context_id|\\u00[567]")
+"""In a body that names a prepared document, which is then tokenised too; letters of the name may be escapes."""
+
 
 class BodyReader:
     """Reader and parser of bodies, with the threads that parse and tokenise large ones. One per server."""
@@ -38,7 +42,7 @@ class BodyReader:
     async def parse(
         self, request: Request, parse: Callable[[bytearray, float], T], *, most_bytes: int | None = None
     ) -> T:
-        """Read the body and return `parse(body, received_s)`: on the event loop when small, else in a worker thread.
+        """Read the body and return `parse(body, received_s)`: on the event loop when short, else in a worker thread.
 
         most_bytes: a smaller limit than the server's. Raises ApiError 413 above the size limit (without reading on),
         408 when the body does not arrive in time, 415 for compressed bodies, and OverloadedError when all bodies
@@ -48,9 +52,9 @@ class BodyReader:
             body = await self._read(request, hold, most_bytes or self._settings.max_body_bytes)
             # After the last byte: a client's slow upload is not part of its latency.
             received_s = time.monotonic()
-            if len(body) <= INLINE_BYTES:
+            if len(body) <= INLINE_BYTES and not _DOCUMENT.search(body):
                 return parse(body, received_s)
-            threads = self._short if len(body) <= SHORT_BYTES else self._long
+            threads = self._short if len(body) <= SHORT_BYTES and b"context_id" not in body else self._long
             return await asyncio.get_running_loop().run_in_executor(threads, parse, body, received_s)
 
     def close(self) -> None:

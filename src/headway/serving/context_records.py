@@ -35,8 +35,8 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float
     cache_salt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
-    prompt: msgspec.Raw | None = None
-    """JSON: text, or an array of token ids."""
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    """JSON: text, or an array of token ids; null beside messages. (Of `Raw | None` the decoder reads null only.)"""
 
     @property
     def left_s(self) -> float:
@@ -51,7 +51,7 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def continued(self, prompt: msgspec.Raw) -> msgspec.Raw:
         """Return a prompt behind the document's. Raises RequestError unless both are text, or both token ids."""
-        if self.prompt is None:
+        if self.messages is not None:
             raise RequestError(f"the context {self.id!r} is of messages: name it in a chat", "context_id")
         first, rest = msgspec.json.decode(self.prompt), msgspec.json.decode(prompt)
         if isinstance(first, str) != isinstance(rest, str) or not _is_flat(rest):

@@ -111,7 +111,7 @@ def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> 
         )
     record = ContextRecord(
         id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
-        ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt,
+        ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt or msgspec.Raw(b"null"),
         messages=None if body.messages is None else tuple(body.messages),
     )  # fmt: skip
     return _tokenized(record, asked.info, prompts)
@@ -122,7 +122,6 @@ def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -
     if record.messages is not None:
         prompt = prompts.chat(record.messages, add_generation_prompt=False, variables=None)
     else:
-        assert record.prompt is not None
         found = prompts.read(record.prompt, add_special_tokens=True)
         if len(found) != 1:
             raise RequestError(f"'prompt' must be one prompt, not {len(found)}", "prompt")
@@ -164,10 +163,14 @@ async def _resume(server: ServerContext, records: list[ContextRecord]) -> None:
             log.warning("the prepared document %s is dropped: %s", record.id, error)
             _remove(server, record.id)
             server.contexts.pop((record.owner, record.id), None)
-            continue
-        # not deleted meanwhile
-        if (record.owner, record.id) in server.contexts:
-            _hold(server, found, prompt)
+        except Exception as error:  # not the document's fault: the next server takes it up, this one the others
+            log.warning("the prepared document %s is not taken up: %s", record.id, error)
+            if (kept := server.contexts.get((record.owner, record.id))) is not None:
+                kept.status, kept.error = "released", str(error)
+        else:
+            # not deleted meanwhile
+            if (record.owner, record.id) in server.contexts:
+                _hold(server, found, prompt)
 
 
 def _remove(server: ServerContext, name: str) -> None:
