@@ -93,6 +93,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             server.close_journal()
             recovered_requests.stop_all(server)
             server.bodies.close()
+            tokenizer.close()
             if server.context_files is not None:
                 server.context_files.close()
             if server.tracer is not None:

@@ -143,15 +143,12 @@ def _serve(
     discard_early()
     # Before the journal is opened, which may have something to log.
     setup(settings.log_level, settings.log_format)
-    tokenizer = load_tokenizer(model, settings)
-    try:
-        return serve(create_app(client, tokenizer, settings), settings, force_binding=allow_public, sockets=sockets)
-    finally:
-        tokenizer.close()
+    app = create_app(client, load_tokenizer(model, settings), settings)
+    return serve(app, settings, force_binding=allow_public, sockets=sockets)
 
 
 def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
-    """Load a served checkpoint's tokenizer with the settings' chat template; `close` it. Raises ConfigError."""
+    """Load a served checkpoint's tokenizer with the settings' chat template. Raises ConfigError."""
     from headway.serving.chat_template import DEFAULT_TEMPLATE
     from headway.serving.tokenizer import ModelTokenizer
 

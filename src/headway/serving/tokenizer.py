@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
 _LONG_CHARACTERS = 256 << 10
-"""Longer texts, or several of a request, take no core from the engine: a process of low priority encodes them."""
+"""Longer texts, or several of a request, take no core from the engine: a process of low priority encodes them. Texts
+up to a piece's length are encoded here: asking for them would take longer."""
 
 log = logging.getLogger("headway.server")
 
@@ -111,7 +112,7 @@ class ModelTokenizer:
         if template is None and default_template is not None:
             log.warning("the model has no chat template: chats use a plain one, a line `role: text` for each message")
             template = default_template
-        process = TokenizerProcess(folder, memory) if own_process else None
+        process = TokenizerProcess(backend.to_str(), memory) if own_process else None
         special = _special_tokens(config)
         return cls(backend, chat_template=template, special_tokens=special, memory=memory, process=process)
 
@@ -152,9 +153,12 @@ class ModelTokenizer:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
         if most_tokens is not None:
             self._check_characters(text, most_tokens)
-        if self._process is not None and max(len(text), together) > _LONG_CHARACTERS:
-            return self._process.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
-        if self._pieces is None or len(text) <= PIECE_CHARACTERS:
+        short = len(text) <= PIECE_CHARACTERS
+        if not short and max(len(text), together) > _LONG_CHARACTERS:
+            found = self._in_process(text, add_special_tokens, most_tokens)
+            if found is not None:
+                return found
+        if self._pieces is None or short:
             return self._encoded_piece(text, add_special_tokens)
         before, after = self._around if add_special_tokens else ([], [])
         ids = array("i", before)
@@ -169,9 +173,14 @@ class ModelTokenizer:
 
     def _encoded_piece(self, text: str, add_special_tokens: bool) -> array[int]:
         # The library makes the list of ids, and takes it apart, with the interpreter's lock.
-        if self._process is not None and len(text) > UNCOUNTED_CHARACTERS:
-            return self._process.encode(text, add_special_tokens=add_special_tokens)
-        return array("i", self._encoded(text, add_special_tokens))
+        found = self._in_process(text, add_special_tokens) if len(text) > UNCOUNTED_CHARACTERS else None
+        return array("i", self._encoded(text, add_special_tokens)) if found is None else found
+
+    def _in_process(self, text: str, add_special_tokens: bool, most_tokens: int | None = None) -> array[int] | None:
+        """Return a text's ids from the other process, None where there is none."""
+        if self._process is None:
+            return None
+        return self._process.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self._backend is not None

@@ -1,7 +1,8 @@
-"""The process that tokenises long texts: `python -m headway.serving.tokenizer_child FOLDER MEMORY`.
+"""The process that tokenises long texts: `python -P -m headway.serving.tokenizer_child MEMORY`.
 
-Standard input is a socket, on which `tokenizer_process` sends connections: each brings one text, and takes its ids. The
-process ends when the other end of that socket is closed, as it is when the server has ended in any way.
+Standard input is a socket, on which `tokenizer_process` sends connections: the first brings the tokenizer.json, each
+other one text, and takes its ids. The process ends when the other end of that socket is closed, as it is when the
+server has ended in any way.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import tokenizers
+
 from headway.core.errors import RequestError
 from headway.serving.tokenizer import ModelTokenizer
-from headway.serving.tokenizer_process import ANSWER, FAILURE, IDS, QUESTION, REFUSAL, received
+from headway.serving.tokenizer_process import ANSWER, FAILURE, IDS, QUESTION, READY, REFUSAL, received
 
 _NICENESS = 10
 """It gets a tenth of a core that the engine or the event loop wants."""
@@ -32,13 +36,18 @@ def main() -> None:
     _set("oom_score_adj", _FIRST_TO_GO)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    folder, memory = sys.argv[1:]
-    tokenizer = ModelTokenizer.load(Path(folder), memory=int(memory))
-    control = socket.socket(fileno=sys.stdin.fileno())
-    while files := socket.recv_fds(control, 1, 1)[1]:
-        channel = socket.socket(fileno=files[0])
+    connections = _connections(socket.socket(fileno=sys.stdin.fileno()))
+    with next(connections) as channel:
+        backend = tokenizers.Tokenizer.from_str(received(channel).decode())
+    tokenizer = ModelTokenizer(backend, memory=int(sys.argv[1]))
+    for channel in connections:
         threading.Thread(target=_answer, args=(tokenizer, channel), daemon=True).start()
     os._exit(0)  # without waiting for texts that nobody wants
+
+
+def _connections(control: socket.socket) -> Iterator[socket.socket]:
+    while files := socket.recv_fds(control, 1, 1)[1]:
+        yield socket.socket(fileno=files[0])
 
 
 def _set(what: str, value: int) -> None:
@@ -50,6 +59,7 @@ def _set(what: str, value: int) -> None:
 def _answer(tokenizer: ModelTokenizer, channel: socket.socket) -> None:
     """Read a text from its connection and write its ids."""
     with channel, suppress(ConnectionError):
+        channel.sendall(READY)
         question = received(channel)
         try:
             special, most = QUESTION.unpack_from(question)
