@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Parallel tests share the cores: one thread each, and no spinning.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# Whether CI, which began at HEADWAY_CI_SINCE, has taken less than so many seconds; else it says what it leaves out.
+IN_TIME = { [ $$(( $$(date +%s) - $${HEADWAY_CI_SINCE:-$$(date +%s)} )) -lt $(1) ] || { echo "SKIPPED: $(2): CI is slow here"; false; }; }
 # Properties of searches, indexes, heaps and books, where more examples find more: no tensors, no processes.
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
@@ -32,8 +34,8 @@ test: check ## checks, then all tests but the long ones (about 6 minutes on 2 co
 test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples of properties, soaks (about half an hour)
 	@$(MAKE) --no-print-directory ray || echo "SKIPPED: the tests of several hosts, which need Ray: no wheel"
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadgroup --timeout 900
-	@$(QUIET) HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) \
-		--dist worksteal $(SEARCHED)
+	@if $(call IN_TIME,3900,more examples of properties); then $(QUIET) HYPOTHESIS_PROFILE=thorough \
+	$(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) --dist worksteal $(SEARCHED); fi
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
 	@if [ -n "$(HEADWAY_CI)" ]; then $(MAKE) --no-print-directory nixl || echo "SKIPPED: NIXL: no wheel"; fi
 	@if [ -d .nixl/nixl ]; then $(QUIET) PYTHONPATH=.nixl $(BIN)/python -m pytest tests/transfer tests/e2e/test_cluster_nixl.py -k nixl; \
@@ -58,9 +60,10 @@ test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server)
 	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
 	fi; exit $$status; }; \
 	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
-	@if [ -n "$(HEADWAY_CI)" ] && [ -f $(VLLM_VENV)/.installed ]; then \
+	@if [ -n "$(HEADWAY_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,3900,other versions of vLLM); then \
 	$(QUIET) $(BIN)/python scripts/check_vllm_version.py --tests $(VLLM_VENV) || [ $$? -eq 75 ]; fi
-	@$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600
+	@if $(call IN_TIME,4500,live servers of vLLM); then \
+	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600; fi
 
 check: setup ## lint, types, import layers
 	@$(BIN)/ruff check src tests scripts benchmarks
