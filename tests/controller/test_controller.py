@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,6 +143,22 @@ def test_closed_instance_finishes_its_requests_and_takes_no_new_ones(quiet: Quie
     assert machine.requests["b"].resident
     with pytest.raises(InvariantError):
         machine.open(machine.cluster.instances[0], 0.0)
+
+
+def test_a_reserved_number_is_heard_of_when_its_instance_is_there(quiet: Quiet) -> None:
+    """Policies made anew for it would have what waits dropped, and arrive again, at each start of an instance."""
+    chaos, told, _ = quiet
+    machine = chaos.machine
+    heard, number = list(told.heard), len(machine.cluster.instances)
+    instance = msgspec.structs.replace(machine.cluster.instances[0], id=number)
+    machine.reserve(instance)
+    machine.settle(0.0)
+    assert told.heard == heard
+    assert number not in ClusterSnapshot(machine.cluster, 0.0).with_role("mixed")
+    machine.open(instance, 0.0)
+    machine.settle(0.0)
+    assert told.heard[len(heard) :] == [InstanceJoined(number), WakeupDue()]
+    assert number in ClusterSnapshot(machine.cluster, 0.0).with_role("mixed")
 
 
 def test_request_moved_before_a_loss_continues(quiet: Quiet) -> None:

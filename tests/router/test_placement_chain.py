@@ -23,7 +23,7 @@ from headway.policy.placement.view import ClusterInstance, ClusterLinks, Cluster
 from headway.runtime.cluster.policies import PlacementChain
 
 LINKS = cast(ClusterLinks, None)
-VIEW = ClusterSnapshot(ClusterState([ClusterInstance(id=i, node=0) for i in range(2)], LINKS), 0.0)
+VIEW = ClusterSnapshot(ClusterState([], LINKS), 0.0)
 
 
 @pytest.mark.parametrize("change", [InstanceJoined(1), InstanceLeft(1), InstanceLost(1)])
@@ -68,14 +68,3 @@ def test_a_drained_instance_gets_nothing_but_of_requests_that_it_has() -> None:
     chain.on_event(InstanceLost(0), view)
     wanted[:] = [EnqueueRequest("there", (0,))]
     assert chain.on_event(RequestPrefilled("there", (0,)), view) == []
-
-
-def test_a_number_that_is_only_reserved_replaces_no_policy() -> None:
-    """Requests that wait in the policy would be dropped, and arrive again, at each start of an instance."""
-    chain = PlacementChain(Told)
-    chain.on_event(RequestArrived(Request(id="r", arrival_s=0.0, prompt_tokens=1, max_output_tokens=1)), VIEW)
-    for event in (InstanceJoined(2), InstanceLost(2)):
-        chain.on_event(event, VIEW)
-    assert not chain.unplaced
-    chain.on_event(InstanceJoined(1), VIEW)
-    assert chain.unplaced == {"r": False}

@@ -18,7 +18,7 @@ from headway.policy.iteration import decision
 from headway.policy.iteration.candidates import PrefillCandidates
 from headway.policy.iteration.chunk_allocation import PackCandidate, pack
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.decision import IterationDecision, IterationPolicy
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
 RATES = MachineRates(linear_flops=6e13, attention_flops=5e13, bandwidth=3e12, fixed_s=1e-3, per_decode_s=2e-8, name="x")
@@ -66,6 +66,21 @@ class SharingPool(CountedPool):
         return pledged
 
 
+def carried_out(policy: IterationPolicy, pool: CountedPool, picked: IterationDecision) -> list[str]:
+    """Compute what was picked; return the requests whose prompts are done, which end."""
+    done = []
+    for quota in picked.quotas:
+        state = policy.holders[quota.request]
+        policy.moved(quota.request, state.scheduled + quota.tokens)
+        if not state.remaining:
+            policy.decoding(quota.request)
+            policy.ended(quota.request)
+            del pool.blocks[quota.request]
+            done.append(quota.request)
+    policy.began()
+    return done
+
+
 def sharing_decisions(seed: int) -> list[Any]:
     """Quotas where short prompts begin as long ones that are computed."""
     chance, pool = random.Random(seed), SharingPool()
@@ -83,15 +98,8 @@ def sharing_decisions(seed: int) -> list[Any]:
             policy.enter(Request(id=name, arrival_s=0.05 * step, prompt_tokens=prompt, max_output_tokens=4, slo=slo))
         picked = policy.pick(decode_load(LATENCY, 40, 40_000), 0.05 * step)
         log.append(picked.quotas)
-        for quota in picked.quotas:
-            state = policy.holders[quota.request]
-            policy.moved(quota.request, state.scheduled + quota.tokens)
-            if not state.remaining:
-                policy.decoding(quota.request)
-                policy.ended(quota.request)
-                pool.blocks.pop(quota.request)
-                pool.prefixes.computing.pop(quota.request, None)
-        policy.began()
+        for name in carried_out(policy, pool, picked):
+            del pool.prefixes.computing[name]
     return log
 
 
@@ -104,18 +112,17 @@ def decisions(seed: int, priorities: list[int] | None = None) -> list[Any]:
     )  # fmt: skip
     blocks = chance.choice([1_500, 100_000])
     learns = chance.random() < 0.5
-    policy = IterationPolicy(config, CorrectedLatency(LATENCY) if learns else LATENCY, CountedPool(blocks, 16))
+    pool = CountedPool(blocks, 16)
+    policy = IterationPolicy(config, CorrectedLatency(LATENCY) if learns else LATENCY, pool)
     priorities = priorities or chance.choice([[0], [0], [0, 1]])
     now, log = 0.0, list[Any]()
-    waiting: dict[str, int] = {}
     for step in range(60):
         for number in range(30 if not step else chance.choice([0, 0, 1])):
             prompt = chance.choice([30, chance.randint(100, 1_500), chance.randint(1_000, 9_000)])
             slo = Slo(ttft_s=chance.choice([None, None, 0.1, 2.0]))
-            name = f"r{step}.{number}"
             policy.enter(
                 Request(
-                    id=name,
+                    id=f"r{step}.{number}",
                     arrival_s=now,
                     prompt_tokens=prompt,
                     max_output_tokens=4,
@@ -123,17 +130,9 @@ def decisions(seed: int, priorities: list[int] | None = None) -> list[Any]:
                     priority=chance.choice(priorities),
                 )
             )
-            waiting[name] = prompt
         picked = policy.pick(decode_load(LATENCY, 40, 40_000), now)
         log.append(picked)
-        for quota in picked.quotas:
-            state = policy.holders[quota.request]
-            policy.moved(quota.request, state.scheduled + quota.tokens)
-            if not state.remaining:
-                policy.decoding(quota.request)
-                policy.ended(quota.request)
-                policy.admission._pool.blocks.pop(quota.request)  # type: ignore[attr-defined]
-        policy.began()
+        carried_out(policy, pool, picked)
         if learns:
             # Slacks follow what was learned when they are asked for, and the order of the queue does not.
             policy.observed(picked.load, 0.05 * (1 + step % 7))

@@ -12,6 +12,7 @@ from tests.helpers.unit_latency import small_machine
 from headway.core.request import Request
 from headway.perf.latency.base import load_s
 from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.serving_overhead import ServingOverhead
 from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.config import SchedulerConfig
@@ -93,4 +94,11 @@ def test_the_profile_is_corrected_by_all_steps_of_the_log() -> None:
     )
     # The profile as it was, whatever the policy had learned when it decided.
     assert all(each.elapsed_s == pytest.approx(SLOWER * each.profile_s) for each in run.batches)
+    # Terms that rise together share what they rise by; their sum is exact, as above.
     assert scales_of(run) == pytest.approx([SLOWER] * 4, rel=0.12)
+
+
+def test_what_a_log_does_not_measure_is_kept() -> None:
+    before = ServingOverhead(request_s=0.09, idle_s=0.02, iteration_s=0.004)
+    busy = ServingOverhead(iteration_s=0.005)
+    assert busy.with_unmeasured_of(before) == ServingOverhead(request_s=0.09, idle_s=0.02, iteration_s=0.005)

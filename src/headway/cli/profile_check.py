@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         source, _ = learned_table(replayed.table.source, replayed)
         serving = overhead_of(replayed, ())
-        # What clients saw is not in the log.
-        if source.serving is not None and source.serving.request_s:
-            serving = serving.with_way_of(source.serving)
+        if source.serving is not None:
+            # What clients saw is not in the log.
+            seen = serving.with_way_of(source.serving) if source.serving.request_s else serving
+            serving = seen.with_unmeasured_of(source.serving)
         store.save(msgspec.structs.replace(source, serving=serving), arguments.save)
     return 1 if replayed.differences else 0

@@ -210,6 +210,19 @@ class ClusterController:
             self.cluster.remove(instance)
             self._pending_events.append(InstanceLeft(instance))
 
+    def reserve(self, instance: ClusterInstance) -> None:
+        """Take the next id for an instance that is not there yet; the policy hears of it when `open` adds it."""
+        self._extend(instance)
+        self.cluster.remove(instance.id)
+        self.state.gone.add(instance.id)
+
+    def _extend(self, instance: ClusterInstance) -> None:
+        """Add an instance to the cluster state, new or again."""
+        known = instance.id < len(self.cluster.instances)
+        self.cluster.add(instance)
+        if not known:
+            self.state.join(instance.node)
+
     def open(self, instance: ClusterInstance, now: float) -> None:
         """Add an instance, new (with the next id), lost before (now empty) or closed. The policy receives
         `InstanceJoined`, then `WakeupDue`, so that it places requests that found no instance."""
@@ -218,9 +231,7 @@ class ClusterController:
         known = instance.id < len(self.cluster.instances)
         if known and instance.id not in state.gone and instance.id not in state.closed:
             raise InvariantError(f"instance {instance.id} is there already")
-        self.cluster.add(instance)
-        if not known:
-            state.join(instance.node)
+        self._extend(instance)
         # a lost instance may come back on another node
         state.queues.nodes[instance.id] = instance.node
         state.gone.discard(instance.id)

@@ -52,9 +52,10 @@ class BodyReader:
             body = await self._read(request, hold, most_bytes or self._settings.max_body_bytes)
             # After the last byte: a client's slow upload is not part of its latency.
             received_s = time.monotonic()
-            if len(body) <= INLINE_BYTES and not _DOCUMENT.search(body):
+            long = len(body) > SHORT_BYTES or _DOCUMENT.search(body) is not None
+            if len(body) <= INLINE_BYTES and not long:
                 return parse(body, received_s)
-            threads = self._short if len(body) <= SHORT_BYTES and b"context_id" not in body else self._long
+            threads = self._long if long else self._short
             return await asyncio.get_running_loop().run_in_executor(threads, parse, body, received_s)
 
     def close(self) -> None:

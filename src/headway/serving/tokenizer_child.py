@@ -42,7 +42,7 @@ def main() -> None:
     tokenizer = ModelTokenizer(backend, memory=int(sys.argv[1]))
     for channel in connections:
         threading.Thread(target=_answer, args=(tokenizer, channel), daemon=True).start()
-    os._exit(0)  # without waiting for texts that nobody wants
+    os._exit(0)  # the answers of running threads would reach no connection
 
 
 def _connections(control: socket.socket) -> Iterator[socket.socket]:

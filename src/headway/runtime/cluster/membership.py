@@ -130,11 +130,7 @@ class LiveMembership:
     def reserve(self, number: int) -> None:
         """Extend the cluster state by an instance that is starting under a new number."""
         if number == len(self._book.instances):
-            now = self._clock()
-            # Opened and closed at once: the number exists from now on, and `joined` opens it again.
-            self._machine.open(self._fleet[number].initial_instance, now)
-            self._machine.lost(number, now)
-            self._settle()
+            self._machine.reserve(self._fleet[number].initial_instance)
 
     def renew(self) -> None:
         """Let the controller act on a change of membership, which its policies hear of."""

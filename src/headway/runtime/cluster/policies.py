@@ -48,7 +48,6 @@ class PlacementChain:
         self._alive: list[PlacementPolicy] = [self._newest]
         self._placed: dict[str, set[int]] = {}
         """Instances that each placed request was given to, without those that have been lost since."""
-        self._unseen: set[int] = set()  # instances that have joined, and were gone again
         self._due: list[tuple[PlacementPolicy, float]] = []
         self._rates: RateTable | None = None
         self.unplaced: dict[str, bool] = {}
@@ -105,15 +104,7 @@ class PlacementChain:
                     there.discard(event.instance)
             # The new one finds the change in its first snapshot; one without requests will never be asked for anything.
             asked = [policy for policy in self._alive if id(policy) in self._has]
-            # A number that is only reserved is opened and lost at once: no policy has seen it.
-            unseen = event.instance in self._unseen
-            self._unseen.discard(event.instance)
-            if isinstance(event, InstanceJoined) and event.instance not in {
-                i for ids in view.by_node.values() for i in ids
-            }:
-                self._unseen.add(event.instance)
-            elif not (unseen and isinstance(event, InstanceLost)):
-                self._renew()
+            self._renew()
             return asked
         name = event.holder if isinstance(event, HoldGranted) else event.request
         policy = self._of.get(name)
