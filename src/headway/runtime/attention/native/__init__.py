@@ -7,7 +7,7 @@ nearly that of many. There are two libraries. `kernels()`, for bf16, multiplies 
 or AVX-512: bf16 is widened as it is read, so that its memory is half and its speed that of fp32. Without a C++
 compiler, or such a processor, both are None and everything runs on ATen and oneDNN.
 
-HEADWAY_ISA in the environment (avx2, avx512, avx512_bf16) is the newest instruction set that may be used: to test what
+HEADWAY_ISA in the environment (avx2, avx512, avx512_bf16, amx) is the newest instruction set that may be used: to test what
 other processors run.
 """
 
@@ -29,7 +29,7 @@ _ROTATE: tuple[Any, ...] = (_P, _P, _P, _I, _I, _I, _I, _I)
 _DECODE: tuple[Any, ...] = (_P, _P, _P, _P, _I, _I, _P, _P, _I, _P, _P, _I, _P, _P, _I, _I, _I, _F, _P, _P)
 _CHUNKS: tuple[Any, ...] = (_P, _I, _I, _P, _P, _I, _I, _P, _I, _I, _N, _P, _I, _I, _P, _I, _P, _I, _I, _I, _F)
 
-ISAS = ("avx2", "avx512", "avx512_bf16")
+ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets that kernels are compiled for, each with all before it."""
 
 TILE = 512
@@ -60,7 +60,8 @@ class CompiledKernels(GeneralKernels):
     pairs = 2
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(library.headway_linear, library.headway_rotate, library.headway_prefill)
+        prefill = library.headway_prefill_amx if isa() == "amx" else library.headway_prefill
+        super().__init__(library.headway_linear, library.headway_rotate, prefill)
         self.decode: Any = library.headway_decode
         self.decode.argtypes, self.decode.restype = _DECODE, None
 
@@ -71,7 +72,8 @@ def isa() -> str | None:
     vectors = torch.backends.cpu.get_cpu_capability()
     held = 2 if vectors.startswith("AVX512") else 1 if vectors == "AVX2" else 0
     if held == 2 and torch.cpu._is_avx512_bf16_supported():
-        held = 3
+        # The operating system lends a process tile registers when it asks for them.
+        held = 4 if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else 3
     wanted = os.environ.get("HEADWAY_ISA") or ISAS[-1]
     if wanted not in ISAS:
         raise ConfigError(f"HEADWAY_ISA must be one of {', '.join(ISAS)}, not {wanted!r}")
@@ -104,14 +106,14 @@ def general_kernels(dtype: torch.dtype) -> GeneralKernels | None:
 
 def linear_kernels(dtype: torch.dtype) -> GeneralKernels | None:
     """Return the kernels of linear layers, or None where oneDNN's are as fast: those for bf16 with AMX."""
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() and isa() == ISAS[-1]:
+    if dtype == torch.bfloat16 and isa() == "amx":
         return None
     return (kernels() if dtype == torch.bfloat16 else None) or general_kernels(dtype)
 
 
 def build_general_library(done: Done | None = None) -> ctypes.CDLL | None:
     """Return the library of `general_kernels`; see `build_library`."""
-    name = {"avx2": "avx2", "avx512": "avx512", "avx512_bf16": "avx512"}.get(isa() or "")
+    name = "avx2" if isa() == "avx2" else "avx512" if isa() else None
     # Code for this very processor would have all its instruction sets.
     return None if name is None else compiled(LIBRARIES[f"fp32-{name}"], done, native="HEADWAY_ISA" not in os.environ)
 
@@ -123,4 +125,4 @@ def build_library(done: Done | None = None) -> ctypes.CDLL | None:
 
     done: called with the steps done, and all, while it is compiled.
     """
-    return compiled(LIBRARIES["kernels"], done) if isa() == ISAS[-1] else None
+    return compiled(LIBRARIES["kernels"], done) if isa() in ISAS[2:] else None

@@ -1,7 +1,7 @@
 // The calls of bf16 attention.
 #pragma once
 
-#include "bf16_tile.h"
+#include "bf16_amx_tile.h"
 #include "jobs.h"
 
 namespace {

@@ -63,11 +63,12 @@ void close_tile(const Call& call, const Job& job, i64 first, const Tile& t) {
     }
 }
 
+template <class Way>
 void run(const Call& call, const Job& job) {
     static thread_local std::unique_ptr<Room> kept(new Room);
     Room& room = *kept;
     const Chunk& chunk = call.chunks[job.chunk];
-    const i64 dim = call.dim, vectors = (job.rows + 15) / 16, count = (vectors + kWide - 1) / kWide;
+    const i64 dim = call.dim, vectors = (job.rows + 15) / 16, count = (vectors + Way::kVectors - 1) / Way::kVectors;
     for (i64 i = 0; i < count; i++) {
         const i64 from = vectors * i / count;
         Tile& t = room.tiles[i];
@@ -80,21 +81,17 @@ void run(const Call& call, const Job& job) {
     Slots slots{call.runs + 2 * chunk.run};
     for (i64 begin = job.begin; begin < job.end; begin += kKeys) {
         const int held = int(std::min<i64>(kKeys, job.end - begin));
-        const bf16* k = load_block(call, keys, values, slots, begin, held, room);
+        const bf16* k = load_block<Way>(call, keys, values, slots, begin, held, room);
         Ahead ahead;
         if (begin + held < job.end && call.kv_row == dim) {
             i64 side, slot = slots.find(begin + held, side);
             ahead.k = (const char*)(keys + slot * dim), ahead.v = (const char*)(values + slot * dim);
             ahead.left = std::min<i64>(side, kKeys) * dim * i64(sizeof(bf16));
-            ahead.lines = int(ahead.left / 64 / (kKeys / kStep * count) + 1);
+            ahead.lines = int(ahead.left / 64 / (kKeys / Way::kStep * count) + 1);
         }
         for (i64 i = 0; i < count; i++) {
             Tile& t = room.tiles[i];
-            const float scale = call.scale * kLog2e;
-            if (t.most <= begin) continue;
-            if (t.vectors == 1) attend<1>(dim, t, k, room.v, begin, held, scale, room.p, ahead);
-            else if (t.vectors == 2) attend<2>(dim, t, k, room.v, begin, held, scale, room.p, ahead);
-            else attend<3>(dim, t, k, room.v, begin, held, scale, room.p, ahead);
+            if (t.most > begin) Way::attend(dim, t, k, begin, held, call.scale * kLog2e, room, ahead);
         }
     }
     for (i64 i = 0; i < count; i++) close_tile(call, job, job.first + 16 * (vectors * i / count), room.tiles[i]);
@@ -122,29 +119,40 @@ void join(const Call& call, const Cut& cut, i64 i) {
     put_lse(call, at, anchor + std::log(total));
 }
 
-}  // namespace
-
-// Softmax attention of `count` chunks. q: row and head strides; keys, values: one layer, (kv_heads, slots, dim) by strides
-// kv_head and kv_row. chunks: as Chunk; runs: (first slot, tokens) of each chunk, from run `run` on, holding at least its
-// keys. out: bf16, or fp32 if wide; lse: natural logarithm, fp32, or null. dim is 32, 64, 96 or 128; scale positive; each
-// chunk has at least one row, and at least as many keys as rows if causal.
-extern "C" void headway_prefill(const bf16* q, i64 q_row, i64 q_head, const bf16* keys, const bf16* values, i64 kv_row,
-                                i64 kv_head, void* out, i64 out_row, i64 out_head, int wide, float* lse, i64 lse_row,
-                                i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads, i64 kv_heads,
-                                i64 dim, float scale) {
-    Call call{q,   q_row,   q_head,   keys, values, kv_row, kv_head, out, out_row, out_head, wide,
-              lse, lse_row, lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}};
+// Held: what a thread holds while it works.
+template <class Way, class Held>
+void prefill(Call call, i64 count, i64 kv_heads) {
     std::vector<Job> jobs;
     std::vector<Cut> cuts;
     divide(call, {16, kBlock, kKeys}, count, kv_heads, omp_get_max_threads(), jobs, cuts);
 #pragma omp parallel
     {
+        [[maybe_unused]] const Held held;
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < jobs.size(); i++) run(call, jobs[i]);
+        for (size_t i = 0; i < jobs.size(); i++) run<Way>(call, jobs[i]);
         for (const Cut& cut : cuts) {
 #pragma omp for schedule(static) nowait
             for (i64 i = 0; i < cut.rows; i++) join(call, cut, i);
         }
     }
 }
+
+struct Nothing {};
+
+}  // namespace
+
+// Softmax attention of `count` chunks. q: row and head strides; keys, values: one layer, (kv_heads, slots, dim) by strides
+// kv_head and kv_row. chunks: as Chunk; runs: (first slot, tokens) of each chunk, from run `run` on, holding at least its
+// keys. out: bf16, or fp32 if wide; lse: natural logarithm, fp32, or null. dim is 32, 64, 96 or 128; scale positive; each
+// chunk has at least one row, and at least as many keys as rows if causal.
+#define HEADWAY_PREFILL(name, Way, Held)                                                                                   \
+    extern "C" void name(const bf16* q, i64 q_row, i64 q_head, const bf16* keys, const bf16* values, i64 kv_row,           \
+                         i64 kv_head, void* out, i64 out_row, i64 out_head, int wide, float* lse, i64 lse_row,             \
+                         i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads, i64 kv_heads, i64 dim,  \
+                         float scale) {                                                                                    \
+        prefill<Way, Held>({q, q_row, q_head, keys, values, kv_row, kv_head, out, out_row, out_head, wide, lse, lse_row,   \
+                            lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}}, count, kv_heads);   \
+    }
+HEADWAY_PREFILL(headway_prefill, ByVectors, Nothing)
+HEADWAY_PREFILL(headway_prefill_amx, ByTiles, TileRegisters)
 #endif
