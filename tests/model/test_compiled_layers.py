@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.kernels import WAYS, use_kernels
 from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.runtime.attention.base import BatchSegment
@@ -17,9 +19,15 @@ from headway.runtime.model.linear import PackedLinear
 from headway.runtime.model.weights import DecoderWeights, LayerWeights
 
 pytestmark = pytest.mark.skipif(
-    kernels() is None or torch.cpu._is_amx_tile_supported(),
-    reason="no C++ compiler, no AVX-512 BF16 or something better here: the kernels are not used",
+    kernels() is None, reason="no C++ compiler or no AVX-512 BF16 here: there are no kernels to test"
 )
+
+
+@pytest.fixture(params=WAYS, scope="module", autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from use_kernels(request.param)
+
+
 CONFIG = replace(reference_config(512), hidden_size=64, layers=2, q_heads=3, kv_heads=1, head_dim=32, mlp_size=96,
                  vocab_size=50, rope=replace(reference_config(512).rope, rotary_dim=32))  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.runtime.attention.base import AttentionPlan, BatchSegment
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.native import DIMS, general_kernels, isa, kernels, linear_kernels
+from headway.runtime.attention.native import DIMS, general_kernels, isa, kernels
 from headway.runtime.attention.native_decode import NativeDecodes
 from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
 from headway.runtime.attention.primitive import attend, merge
@@ -65,7 +65,7 @@ class CpuBackend:
     def kernels_of(self, dtype: torch.dtype) -> str:
         """Return what computes a dtype here, in words."""
         if dtype == torch.bfloat16 and self._kernels is not None:
-            return "compiled kernels" if linear_kernels(dtype) else "compiled attention, and oneDNN with AMX"
+            return "compiled kernels (AMX)" if isa() == "amx" else "compiled kernels"
         if self._compiled and general_kernels(dtype) is not None:
             vectors = "AVX2" if isa() == "avx2" else "AVX-512"
             widened = ", bf16 widened to fp32" if dtype == torch.bfloat16 else ""

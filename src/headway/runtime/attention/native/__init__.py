@@ -2,13 +2,14 @@
 
 A decode step by general kernels spends most of its time around the reading of weights, keys and values, of which these
 read each once; for prefill, attention runs at nearly the speed of a matrix product, and a product of 8 to 64 rows at
-nearly that of many. There are two libraries. `kernels()`, for bf16, multiplies pairs of bf16 and wants AVX-512 BF16.
+nearly that of many. There are two libraries. `kernels()`, for bf16, multiplies pairs of bf16 and wants AVX-512 BF16; it
+does so by tiles where there is AMX.
 `general_kernels(dtype)`, for fp32, and for bf16 wherever the first does not apply, computes in fp32 by vectors of AVX2
 or AVX-512: bf16 is widened as it is read, so that its memory is half and its speed that of fp32. Without a C++
 compiler, or such a processor, both are None and everything runs on ATen and oneDNN.
 
-HEADWAY_ISA in the environment (avx2, avx512, avx512_bf16, amx) is the newest instruction set that may be used: to test what
-other processors run.
+HEADWAY_ISA in the environment (avx2, avx512, avx512_bf16, amx) is the newest instruction set that may be used: to test
+what other processors run.
 """
 
 from __future__ import annotations
@@ -55,13 +56,14 @@ class GeneralKernels:
 
 
 class CompiledKernels(GeneralKernels):
-    """Those for bf16, with a kernel of decodes."""
+    """Those for bf16, with a kernel of decodes. tiles: products by AMX, for a process that may use it."""
 
     pairs = 2
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        prefill = library.headway_prefill_amx if isa() == "amx" else library.headway_prefill
-        super().__init__(library.headway_linear, library.headway_rotate, prefill)
+    def __init__(self, library: ctypes.CDLL, tiles: bool) -> None:
+        way = "_amx" if tiles else ""
+        linear, prefill = (getattr(library, f"headway_{what}{way}") for what in ("linear", "prefill"))
+        super().__init__(linear, library.headway_rotate, prefill)
         self.decode: Any = library.headway_decode
         self.decode.argtypes, self.decode.restype = _DECODE, None
 
@@ -91,7 +93,7 @@ def kernels() -> CompiledKernels | None:
     if library is None:
         return None
     # A compiler that does not know AVX-512 BF16 builds a library without the kernels, on a processor that has it.
-    return CompiledKernels(library) if library.headway_supported() else None
+    return CompiledKernels(library, isa() == "amx") if library.headway_supported() else None
 
 
 @functools.cache
@@ -105,9 +107,7 @@ def general_kernels(dtype: torch.dtype) -> GeneralKernels | None:
 
 
 def linear_kernels(dtype: torch.dtype) -> GeneralKernels | None:
-    """Return the kernels of linear layers, or None where oneDNN's are as fast: those for bf16 with AMX."""
-    if dtype == torch.bfloat16 and isa() == "amx":
-        return None
+    """Return the kernels of linear layers, or None where there are none."""
     return (kernels() if dtype == torch.bfloat16 else None) or general_kernels(dtype)
 
 

@@ -6,44 +6,15 @@
 // keys, whose scores go through memory. Exponentials, at 16 a vector, cost more here than both products, so that their
 // polynomial is as short as weights and log-sum-exps allow. (Multiplying the next step's scores between them gains nothing:
 // vectors and tiles share a port.)
-//
-// The instructions are written as assembly: they need no compiler flag, so that one library serves processors with and
-// without them, and `tileloadd` of the compiler's own header does not say that it reads memory.
 #pragma once
 
+#include "bf16_amx.h"
 #include "bf16_tile.h"
 
 namespace {
 
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
-#define TILE_LOAD(t, from, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"(i64(stride)) : "memory")
-#define TILE_STORE(t, to, stride) \
-    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"(i64(stride)) : "memory")
-#define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
-
 constexpr int kAmxWide = 2;    // vectors of 16 rows in a tile, at most: 2 x 2 accumulators, 2 of each operand
 constexpr int kAmxStep = 32;   // keys in a step
-
-// This thread's tile registers as 16 rows of 64 bytes for as long as it lives; then as they were, since oneDNN keeps in mind
-// what it has set.
-class TileRegisters {
-    struct Shapes {
-        uint8_t palette = 0, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {};
-        uint8_t rows[16] = {};
-    };
-    alignas(64) Shapes before_, now_;
-
-public:
-    TileRegisters() {
-        now_.palette = 1;
-        for (int t = 0; t < 8; t++) now_.bytes[t] = 64, now_.rows[t] = 16;
-        asm volatile("sttilecfg %0" : "=m"(before_));
-        asm volatile("ldtilecfg %0" ::"m"(now_));
-    }
-    ~TileRegisters() { asm volatile("ldtilecfg %0" ::"m"(before_)); }
-};
 
 // 2^x, relative error below 3e-6; zero far below. The polynomial is the minimax one on [-1/2, 1/2].
 inline __m512 short_exp2_16(__m512 x) {

@@ -33,6 +33,7 @@ inline void interleave(i64 dim, const bf16* even, const bf16* odd, uint32_t* v, 
 
 // How the kernels of vectors and of tile registers differ: rows and keys at a time, how values lie, and `attend`.
 struct ByVectors {
+    using Registers = NoRegisters;
     static constexpr int kVectors = kWide, kStep = ::kStep;
     static void values(i64 dim, int keys, Room& room) {
         for (int j = 0; j < keys / 2; j++) interleave(dim, room.rows[2 * j], room.rows[2 * j + 1], room.v, j);
@@ -44,6 +45,7 @@ struct ByVectors {
 };
 
 struct ByTiles {
+    using Registers = TileRegisters;
     static constexpr int kVectors = kAmxWide, kStep = kAmxStep;
     // 32 keys and 32 dimensions at a time: pairs of keys are woven into words, which `transpose16` turns.
     static void values(i64 dim, int keys, Room& room) {

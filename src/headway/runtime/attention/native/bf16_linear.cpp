@@ -5,8 +5,10 @@
 // once, where the general path rounds one or two times. Threads are those of the OpenMP runtime already in the process.
 //
 // A weight (n, k) lies in panels of 16 columns of the result, [n / 16][k / 2][16][2]: one vector holds 16 columns and two
-// inputs, as vdpbf16ps takes them. Rows are laid the same way, in blocks of at most 12: [k / 2][rows][2], to be broadcast.
-// An element of the result is the same sum in the same order in any block: it does not depend on the other rows.
+// inputs, as vdpbf16ps takes them, and 32 of them are a tile of AMX. Rows are laid the same way, in blocks of at most 12:
+// [k / 2][rows][2], to be broadcast; for AMX in blocks of 16 as tiles, [k / 32][16][32]. An element of the result is the
+// same sum in the same order in any block: it does not depend on the other rows. By AMX it is another order, so that
+// where there is AMX it takes any number of rows.
 
 #ifndef __AVX512BF16__
 extern "C" int headway_supported() { return 0; }
@@ -16,7 +18,7 @@ extern "C" int headway_supported() { return 0; }
 #include <cstring>
 #include <vector>
 
-#include "bf16_vectors.h"
+#include "bf16_amx.h"
 
 namespace {
 
@@ -77,6 +79,42 @@ void panels(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 firs
     }
 }
 
+// Rows row .. row + rows, at most 16 or, with R 2, 32, and C panels, from column 16 * `panel` on. x: their R blocks.
+template <int R, int C>
+void amx_tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 panel, const Epilogue& e) {
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_ZERO(2);
+    TILE_ZERO(3);
+    w += panel * 16 * k;
+    for (i64 p = 0; p < k / 2; p += 16) {
+        if (R == 1)
+            for (int line = 0; line < 16; line++)
+#pragma GCC unroll 2
+                for (int c = 0; c < C; c++)
+                    _mm_prefetch((const char*)(w + c * 16 * k + (p + line) * 32 + 1024), _MM_HINT_T0);
+        TILE_LOAD(4, x + 16 * p, 64);
+        TILE_LOAD(6, w + 32 * p, 64);
+        TILE_MULTIPLY(0, 4, 6);
+        if (R == 2) {
+            TILE_LOAD(5, x + 8 * k + 16 * p, 64);
+            TILE_MULTIPLY(2, 5, 6);
+        }
+        if (C == 2) {
+            TILE_LOAD(7, w + 16 * k + 32 * p, 64);
+            TILE_MULTIPLY(1, 4, 7);
+            if (R == 2) TILE_MULTIPLY(3, 5, 7);
+        }
+    }
+    alignas(64) float sums[4][256];
+    TILE_STORE(0, sums[0], 64);
+    TILE_STORE(1, sums[1], 64);
+    TILE_STORE(2, sums[2], 64);
+    TILE_STORE(3, sums[3], 64);
+    for (i64 r = 0; r < rows; r++)
+        for (int c = 0; c < C; c++) e.put(row + r, 16 * (panel + c), _mm512_load_ps(sums[r / 16 * 2 + c] + r % 16 * 16));
+}
+
 void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
     __m512 squares = _mm512_setzero_ps();
     for (i64 c = 0; c < k; c += 16) {
@@ -99,23 +137,89 @@ void swiglu(const bf16* x, i64 k, bf16* y) {
     }
 }
 
-// Inputs 32 * piece .. of a block of rows, after the prologue, into their place in the block.
+// Rows (rows, k), or (rows, 2k) if gated, before the prologue.
 struct Rows {
     const bf16 *x, *norm;
     float eps;
     int gated;
     i64 k;
+    // Row `row` after the prologue, in `scratch` if there is one.
+    const bf16* get(i64 row, bf16* scratch) const {
+        const bf16* from = x + row * (gated ? 2 * k : k);
+        if (gated) swiglu(from, k, scratch);
+        else if (norm) normalise(from, norm, eps, k, scratch);
+        else return from;
+        return scratch;
+    }
 };
 
-void lay(const Rows& in, i64 row, i64 rows, bf16* scratch, uint32_t* to) {
-    const i64 k = in.k;
-    for (i64 r = 0; r < rows; r++) {
-        const bf16* from = in.x + (row + r) * (in.gated ? 2 * k : k);
-        if (in.gated) swiglu(from, k, scratch), from = scratch;
-        else if (in.norm) normalise(from, in.norm, in.eps, k, scratch), from = scratch;
-        if (rows == 1) memcpy(to, from, k * sizeof(bf16));
-        else
-            for (i64 p = 0; p < k / 2; p++) memcpy(to + p * rows + r, from + 2 * p, 4);
+// How the kernels of vectors and of tile registers differ. `lay`: block b of the `held` rows from `begin` on, into the room of
+// all; `multiply`: all of them by some panels.
+struct ByVectors {
+    using Registers = NoRegisters;
+    static i64 blocks(i64 held) { return (held + kRows - 1) / kRows; }
+    static i64 panels_together(i64 held) { return held <= kFew ? 4 : 2; }
+    static void lay(const Rows& in, i64 begin, i64 held, i64 b, bf16* scratch, uint32_t* laid) {
+        const i64 first = held * b / blocks(held), rows = held * (b + 1) / blocks(held) - first;
+        uint32_t* to = laid + first * in.k / 2;
+        for (i64 r = 0; r < rows; r++) {
+            const bf16* from = in.get(begin + first + r, scratch);
+            if (rows == 1) memcpy(to, from, in.k * sizeof(bf16));
+            else
+                for (i64 p = 0; p < in.k / 2; p++) memcpy(to + p * rows + r, from + 2 * p, 4);
+        }
+    }
+    static void multiply(const uint32_t* laid, const bf16* w, i64 k, i64 begin, i64 held, i64 panel, i64 last, const Epilogue& e) {
+        for (i64 b = 0; b < blocks(held); b++) {
+            const i64 first = held * b / blocks(held), end = held * (b + 1) / blocks(held);
+            panels(laid + first * k / 2, w, k, begin + first, end - first, panel, last, e);
+        }
+    }
+};
+
+struct ByTiles {
+    using Registers = TileRegisters;
+    static i64 blocks(i64 held) { return (held + 15) / 16; }
+    static i64 panels_together(i64) { return 2; }
+    static void lay(const Rows& in, i64 begin, i64 held, i64 b, bf16* scratch, uint32_t* laid) {
+        const i64 first = 16 * b, rows = std::min<i64>(16, held - first);
+        bf16* to = (bf16*)(laid + first * in.k / 2);
+        if (rows < 16) memset(to, 0, 16 * in.k * sizeof(bf16));
+        for (i64 r = 0; r < rows; r++) {
+            const bf16* from = in.get(begin + first + r, scratch);
+            for (i64 c = 0; c < in.k; c += 32) memcpy(to + 16 * c + 32 * r, from + c, 64);
+        }
+    }
+    static void multiply(const uint32_t* laid, const bf16* w, i64 k, i64 begin, i64 held, i64 panel, i64 last, const Epilogue& e) {
+        for (i64 first = 0; first < held; first += 32) {
+            const i64 rows = std::min<i64>(32, held - first);
+            (rows > 16 ? last - panel == 2 ? amx_tile<2, 2> : amx_tile<2, 1> : last - panel == 2 ? amx_tile<1, 2> : amx_tile<1, 1>)(
+                laid + first * k / 2, w, k, begin + first, rows, panel, e);
+        }
+    }
+};
+
+template <class Way>
+void linear(const Rows& in, const bf16* w, const Epilogue& e, i64 rows) {
+    static thread_local std::vector<uint32_t> kept;
+    const i64 k = in.k, room = (std::min(rows, kTogether) + 15) / 16 * 16 * k / 2;
+    if (i64(kept.size()) < room) kept.resize(room);
+    uint32_t* laid = kept.data();
+    const i64 count = (e.n + 15) / 16;
+#pragma omp parallel
+    {
+        static thread_local std::vector<bf16> scratch;
+        if (i64(scratch.size()) < k) scratch.resize(k);
+        [[maybe_unused]] const typename Way::Registers registers;
+        for (i64 begin = 0; begin < rows; begin += kTogether) {
+            const i64 held = std::min(rows - begin, kTogether);
+#pragma omp for schedule(static)
+            for (i64 b = 0; b < Way::blocks(held); b++) Way::lay(in, begin, held, b, scratch.data(), laid);
+            const i64 wide = Way::panels_together(held);
+#pragma omp for schedule(static)
+            for (i64 panel = 0; panel < count; panel += wide)
+                Way::multiply(laid, w, k, begin, held, panel, std::min(count, panel + wide), e);
+        }
     }
 }
 
@@ -129,34 +233,12 @@ int headway_supported() { return 1; }
 // or none. k is a multiple of 32. out may be residual.
 void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
                     const bf16* residual, bf16* out, i64 rows, i64 n, i64 k) {
-    static thread_local std::vector<uint32_t> kept;
-    const i64 most = std::min(rows, kTogether);
-    if (i64(kept.size()) < most * k / 2) kept.resize(most * k / 2);
-    uint32_t* laid = kept.data();
-    const Epilogue e{bias, residual, out, n};
-    const Rows in{x, norm, eps, gated, k};
-    const i64 count = (n + 15) / 16;
-#pragma omp parallel
-    {
-        static thread_local std::vector<bf16> scratch;
-        if (i64(scratch.size()) < k) scratch.resize(k);
-        for (i64 begin = 0; begin < rows; begin += kTogether) {
-            const i64 held = std::min(rows - begin, kTogether), blocks = (held + kRows - 1) / kRows;
-#pragma omp for schedule(static)
-            for (i64 b = 0; b < blocks; b++) {
-                const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
-                lay(in, begin + first, last - first, scratch.data(), laid + first * k / 2);
-            }
-            const i64 wide = held <= kFew ? 4 : 2, groups = (count + wide - 1) / wide;
-#pragma omp for schedule(static)
-            for (i64 g = 0; g < groups; g++)
-                for (i64 b = 0; b < blocks; b++) {
-                    const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
-                    panels(laid + first * k / 2, w, k, begin + first, last - first, wide * g,
-                           std::min(count, wide * (g + 1)), e);
-                }
-        }
-    }
+    linear<ByVectors>({x, norm, eps, gated, k}, w, {bias, residual, out, n}, rows);
+}
+
+void headway_linear_amx(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
+                        const bf16* residual, bf16* out, i64 rows, i64 n, i64 k) {
+    linear<ByTiles>({x, norm, eps, gated, k}, w, {bias, residual, out, n}, rows);
 }
 
 // Rotate the first `heads` heads of each row in place: pairs (i, i + dim/2), cos and signed sin (rows, dim) as RotaryTable.

@@ -119,15 +119,14 @@ void join(const Call& call, const Cut& cut, i64 i) {
     put_lse(call, at, anchor + std::log(total));
 }
 
-// Held: what a thread holds while it works.
-template <class Way, class Held>
+template <class Way>
 void prefill(Call call, i64 count, i64 kv_heads) {
     std::vector<Job> jobs;
     std::vector<Cut> cuts;
     divide(call, {16, kBlock, kKeys}, count, kv_heads, omp_get_max_threads(), jobs, cuts);
 #pragma omp parallel
     {
-        [[maybe_unused]] const Held held;
+        [[maybe_unused]] const typename Way::Registers held;
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < jobs.size(); i++) run<Way>(call, jobs[i]);
         for (const Cut& cut : cuts) {
@@ -137,22 +136,20 @@ void prefill(Call call, i64 count, i64 kv_heads) {
     }
 }
 
-struct Nothing {};
-
 }  // namespace
 
 // Softmax attention of `count` chunks. q: row and head strides; keys, values: one layer, (kv_heads, slots, dim) by strides
 // kv_head and kv_row. chunks: as Chunk; runs: (first slot, tokens) of each chunk, from run `run` on, holding at least its
 // keys. out: bf16, or fp32 if wide; lse: natural logarithm, fp32, or null. dim is 32, 64, 96 or 128; scale positive; each
 // chunk has at least one row, and at least as many keys as rows if causal.
-#define HEADWAY_PREFILL(name, Way, Held)                                                                                   \
+#define HEADWAY_PREFILL(name, Way)                                                                                         \
     extern "C" void name(const bf16* q, i64 q_row, i64 q_head, const bf16* keys, const bf16* values, i64 kv_row,           \
                          i64 kv_head, void* out, i64 out_row, i64 out_head, int wide, float* lse, i64 lse_row,             \
                          i64 lse_head, const i64* chunks, i64 count, const i64* runs, i64 q_heads, i64 kv_heads, i64 dim,  \
                          float scale) {                                                                                    \
-        prefill<Way, Held>({q, q_row, q_head, keys, values, kv_row, kv_head, out, out_row, out_head, wide, lse, lse_row,   \
+        prefill<Way>({q, q_row, q_head, keys, values, kv_row, kv_head, out, out_row, out_head, wide, lse, lse_row,   \
                             lse_head, (const Chunk*)chunks, runs, q_heads / kv_heads, dim, scale, {}}, count, kv_heads);   \
     }
-HEADWAY_PREFILL(headway_prefill, ByVectors, Nothing)
-HEADWAY_PREFILL(headway_prefill_amx, ByTiles, TileRegisters)
+HEADWAY_PREFILL(headway_prefill, ByVectors)
+HEADWAY_PREFILL(headway_prefill_amx, ByTiles)
 #endif
