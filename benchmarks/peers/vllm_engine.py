@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import torch
 
+from headway.runtime.attention.native import isa
 from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
@@ -106,7 +107,9 @@ async def compare(ours: str, theirs: VllmServer, probe: Probe, rounds: int) -> d
     """Measure a probe by turns, once unmeasured first. Returns medians, and the ratio in each round."""
     found: dict[str, list[float]] = {"headway": [], "vllm": []}
     rng = random.Random(probe.name)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800)) as session:
+    # A connection each: a stopped server's may be closed by its keep-alive at the moment when it is used again.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800), connector=connector) as session:
         for turn in range(rounds + 1):
             theirs.signal(signal.SIGSTOP)
             try:
@@ -239,7 +242,7 @@ def main() -> int:
 def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any]) -> None:
     """Start both servers, and add each row to `held` and to the file as soon as it is measured."""
     room = max(probe.prompt + probe.output for probe in asked) + 64
-    held |= {"machine": machine(), "isa": torch.backends.cpu.get_cpu_capability(), "versions": versions()}
+    held |= {"machine": machine(), "isa": isa() or "no vectors", "versions": versions()}
     held |= {"dtype": a.dtype, "threads": a.threads, "limits": limits(a.model, a.dtype, a.threads)}
     print(json.dumps({name: held[name] for name in ("machine", "isa", "dtype", "limits")}))
     flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]
