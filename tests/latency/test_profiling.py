@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from headway.perf.latency.table_latency import TableLatency
+from headway.policy.iteration.efficient_chunks import EfficientChunks
 from headway.runtime.executor.profiling import FULL, QUICK, MeasureFunction, ProfileGrid, profile
 
 GRID = ProfileGrid((1, 64, 1024), (8, 128, 512), (0, 2048, 8192), ((1, 128), (4, 1024)), (1,), 3)
@@ -50,6 +51,15 @@ def test_a_point_that_was_disturbed_each_time_is_lowered_to_one_of_more_work() -
     table = TableLatency(source)
     assert table.attention_s(2048, 128) <= true_s("chunk", 512, 2048)
     assert table.rows_s(64) <= true_s("forward", 1024, 0)
+
+
+def test_a_chunk_that_was_disturbed_each_time_does_not_make_longer_iterations_look_worthwhile() -> None:
+    def ask(kind: str, first: int, second: int, repeats: int) -> float:
+        return true_s(kind, first, second) * (1.7 if (kind, first) == ("chunk", 128) else 1.0)
+
+    chunks = EfficientChunks(TableLatency(profile(ask, 100_000, GRID, 10.0, "f", "p")), 8192)
+    calm = EfficientChunks(TableLatency(profile(machine(Counter()), 100_000, GRID, 10.0, "f", "p")), 8192)
+    assert chunks.aim_s(65536, 0.8) == pytest.approx(calm.aim_s(65536, 0.8))
 
 
 def test_long_runs_over_deep_histories_are_left_out() -> None:

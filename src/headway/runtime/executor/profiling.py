@@ -156,11 +156,20 @@ def _chunk_points(points: _MeasuredPoints, grid: ProfileGrid, slots: int) -> Non
 
 
 def _chunk_knots(seconds: PointSeconds) -> list[tuple[int, float, float]]:
-    """Return (chunk tokens, seconds without history, seconds per cached token), ascending."""
+    """Return (chunk tokens, seconds without history, seconds per cached token), ascending.
+
+    A row of a chunk costs no more history than one of a chunk of a quarter of the size: where it does, other load on the
+    host took all visits of the larger one. (In between, rows that fill no vector may cost more.)
+    """
     lines: dict[int, list[tuple[int, float]]] = {}
     for (size, past), each in seconds.items():
         lines.setdefault(size, []).append((past, each))
-    return [(size, *fit_line(line)) for size, line in lines.items()]
+    knots: list[tuple[int, float, float]] = []
+    for size, line in lines.items():
+        own_s, past_s = fit_line(line)
+        bounds = [size / smaller * slope for smaller, _, slope in knots if 4 * smaller <= size]
+        knots.append((size, own_s, min(past_s, *bounds) if bounds else past_s))
+    return knots
 
 
 def _own_s(rows: int, chunks: Sequence[tuple[int, float, float]]) -> float:
