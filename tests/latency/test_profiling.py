@@ -59,7 +59,7 @@ def test_a_chunk_that_was_disturbed_each_time_does_not_make_longer_iterations_lo
 
     chunks = EfficientChunks(TableLatency(profile(ask, 100_000, GRID, 10.0, "f", "p")), 8192)
     calm = EfficientChunks(TableLatency(profile(machine(Counter()), 100_000, GRID, 10.0, "f", "p")), 8192)
-    assert chunks.aim_s(65536, 0.8) == pytest.approx(calm.aim_s(65536, 0.8))
+    assert chunks.aim_s(1 << 20, 0.8) == pytest.approx(calm.aim_s(1 << 20, 0.8))
 
 
 def test_long_runs_over_deep_histories_are_left_out() -> None:

@@ -158,8 +158,8 @@ def _chunk_points(points: _MeasuredPoints, grid: ProfileGrid, slots: int) -> Non
 def _chunk_knots(seconds: PointSeconds) -> list[tuple[int, float, float]]:
     """Return (chunk tokens, seconds without history, seconds per cached token), ascending.
 
-    A row of a chunk costs no more history than one of a chunk of a quarter of the size: where it does, other load on the
-    host took all visits of the larger one. (In between, rows that fill no vector may cost more.)
+    A row of a chunk costs no more history than one of a chunk of a quarter of the size: where it does, other load on
+    the host took all visits of the larger one. (In between, rows that fill no vector may cost more.)
     """
     lines: dict[int, list[tuple[int, float]]] = {}
     for (size, past), each in seconds.items():
