@@ -155,6 +155,13 @@ def test_incomplete_line_is_refused_with_its_number(line: dict[str, object]) -> 
         replay(lines, lambda about: made("fifo"))
 
 
+@pytest.mark.parametrize(("header", "why"), [({"links": {}}, "no 'about'"), ({"about": 1, "links": 1}, "Expected")])
+def test_damaged_header_is_refused_as_its_line(header: dict[str, object], why: str) -> None:
+    first = msgspec.json.encode({"schema": "headway.cluster.log/5", **header})
+    with pytest.raises(ConfigError, match=f"line 1 of the log cannot be replayed: {why}"):
+        replay([first, *recorded("fifo", made("fifo"))[1:]], lambda about: made("fifo"))
+
+
 def test_line_of_unknown_kind_is_refused_with_its_number() -> None:
     lines = recorded("fifo", made("fifo"))
     with pytest.raises(ConfigError, match="line 3 of the log is not of a cluster's log"):

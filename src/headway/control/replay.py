@@ -38,28 +38,24 @@ def replay(lines: Iterable[bytes | str], make: Callable[[Any], PlacementPolicy])
     ConfigError, with the line's number, for anything that is no log, or a damaged one.
     """
     header, found = read_log(lines)
-    policy = make(header["about"])
-    state = ClusterState([], msgspec.convert(header["links"], ClusterLinks))
-    decisions = 0
-    for number, line in found:
-        try:
-            compared = _show(policy, state, line)
-        # a log is input: whatever a damaged line leads to is an error of its line
-        except Exception as error:
-            what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-            raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
-        if compared is not None:
-            recorded, replayed = compared
+    number, decisions = 1, 0
+    # a log is input: whatever a damaged line leads to, the header too, is an error of its line
+    try:
+        policy, state = make(header["about"]), ClusterState([], msgspec.convert(header["links"], ClusterLinks))
+        for number, line in found:  # noqa: B007  (the error names it)
+            recorded, replayed = _show(policy, state, line)
             # as the log has it: tuples become lists, and numbers take JSON's form
-            replayed = msgspec.json.decode(msgspec.json.encode(replayed))
-            if recorded != replayed:
+            if recorded != (replayed := msgspec.json.decode(msgspec.json.encode(replayed))):
                 return decisions, ReplayDifference(line["t"], recorded, replayed)
-            decisions += 1
+            decisions += "event" in line or "wake" in line
+    except Exception as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
     return decisions, None
 
 
-def _show(policy: PlacementPolicy, state: ClusterState, line: dict[str, Any]) -> tuple[object, object] | None:
-    """Change the state, or let the policy decide; return the recorded and the new decision."""
+def _show(policy: PlacementPolicy, state: ClusterState, line: dict[str, Any]) -> tuple[object, object]:
+    """Change the state, or let the policy decide; return the recorded and the new decision (None: there is none)."""
     kind, value = next(iter(line.items()))
     if kind == "instance":
         instance = msgspec.convert(value, ClusterInstance)
@@ -78,4 +74,4 @@ def _show(policy: PlacementPolicy, state: ClusterState, line: dict[str, Any]) ->
         return [value, line["actions"]], [value, [plain(action) for action in actions]]
     elif kind == "wake":
         return value, policy.next_wakeup(line["t"])
-    return None
+    return None, None
