@@ -27,7 +27,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
     try:
         decisions, difference = replay(path.read_bytes().splitlines(keepends=True), make)
     except (ConfigError, OSError) as error:
-        raise ConfigError(f"replay: {path}: {error}") from error
+        raise ConfigError(f"replay: {path}: {getattr(error, 'strerror', None) or error}") from error
     if difference is None:
         return f"{decisions} decisions, all as recorded", True
     at_s, recorded, replayed = difference
