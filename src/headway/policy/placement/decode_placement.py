@@ -43,8 +43,12 @@ class DecodePlacement:
 
     def freeness(self, view: ClusterSnapshot, instance: int) -> float:
         """Return free slots, less virtual usage, per running request."""
+        return self.room(view, instance) / max(1, view.instances[instance].running)
+
+    def room(self, view: ClusterSnapshot, instance: int) -> int:
+        """Return free slots, less virtual usage."""
         known = view.instances[instance]
-        return (known.capacity - known.used - self._virtual_usage.get(instance, 0)) / max(1, known.running)
+        return known.capacity - known.used - self._virtual_usage.get(instance, 0)
 
     def place(self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot) -> list[Action]:
         """Choose the decode instance of a request whose prefill is to be committed on `groups`, one a span; return the

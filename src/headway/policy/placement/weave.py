@@ -17,9 +17,9 @@ A prompt on one instance stops the whole group, and what waits behind that anywh
 units of the time within which its first token is due, at least what all of them lose in units of theirs (Smith's rule).
 Entering an idle instance of a group that is paused already delays no other prompt and is preferred.
 
-It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. KV is taken to
-be sent layer by layer while it is computed, also on groups (live, all of it goes afterwards): a transfer that is begun
-with a group's span would block its sender while the group is paused.
+It is meant for clusters that decode elsewhere: a group starts when its instances' schedulers are empty. Where short
+prompts would wait, some prefill on instances that decode (`weave_decodes`). KV is taken to be sent layer by layer while
+it is computed (live, groups send it afterwards): a transfer begun with a group's span would block its paused sender.
 
 Instances that compute whole prompts (`PolicyContext.whole_prompts`) decode where they prefill, and cannot be paused
 from outside. There long prompts are groups of one in their schedulers, with a lower priority than what goes before
@@ -66,6 +66,7 @@ from headway.policy.placement.prefix_reuse import copy_seconds
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.tetris_rates import RateTable
 from headway.policy.placement.view import ClusterSnapshot
+from headway.policy.placement.weave_decodes import PrefillsBesideDecodes
 from headway.policy.placement.weave_groups import PlacedGroup, PlacedGroups
 
 
@@ -90,6 +91,8 @@ class WeaveOptions(tetris.TetrisOptions):
     """Seconds to restore a paused group's state."""
     pause_s: Annotated[float, Field(gt=0)] = 0.05
     """A chunk whose group could be paused only after longer is cut into several."""
+    beside_decodes: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Largest share of decodes' time that short prompts, where they would wait, prefill beside them; 0: none do."""
 
     @model_validator(mode="after")
     def _possible_together(self) -> Self:
@@ -120,14 +123,15 @@ class WeavePlacement(PlacementPolicy):
     def __init__(self, context: PolicyContext, options: WeaveOptions) -> None:
         self.tetris = tetris.TetrisPlacement(context, options)
         self.groups = PlacedGroups()
-        self._context, self._latency = context, context.latency
-        self._options = options
+        self._context, self._latency, self._options = context, context.latency, options
         self._decodes = DecodePlacement()
+        self._beside_decodes = PrefillsBesideDecodes(context.latency, options.beside_decodes, self._decodes)
         self._requests: dict[str, Request] = {}
         self._scheduler_of: dict[str, int] = {}  # instance of each prompt in a scheduler
         self._prefills_end_s: dict[int, float] = {}  # when each scheduler's prompts are expected to be done
 
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
+        self._beside_decodes.note(view)
         if isinstance(event, RequestArrived):
             self._requests[event.request.id] = event.request
             self.tetris.note_cached(event)
@@ -165,18 +169,18 @@ class WeavePlacement(PlacementPolicy):
             raise ConfigError("weave needs instances of role decode: groups wait for decodes on their instances")
         request, plan, prefix = self.tetris.plan_behind_prefix(request, view)
         alone_s = self._alone_s(request)
-        if prefix is not None:
-            # the time of a copy to any one instance
-            alone_s += prefix.copy_s
+        alone_s += 0.0 if prefix is None else prefix.copy_s  # of a copy to any one instance
         gap = None
         if self._options.yields_to:
             times = self._times_on(request, alone_s)
             gap = self._best_gap(request, times, plan.ttft_s, view)
             due_s = request.arrival_s + self._due_s(request, alone_s)
             # Late where it would go: groups yield beyond their shares, as schedulers under `jsq` would.
-            late_s = (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) - due_s
-            if late_s > 0:
+            if (late_s := (view.now_s + plan.ttft_s if gap is None else gap.first_token_s) - due_s) > 0:
                 gap = self._best_gap(request, times, plan.ttft_s, view, late_s)
+            first_token_s = view.now_s + plan.ttft_s if gap is None else gap.first_token_s
+            if (decode := self._beside_decodes.choose(request, first_token_s, view)) is not None:
+                return [EnqueueRequest(request.id, (decode,))]
         if gap is not None:
             # charged when granted: later prompts see what is left of each group's share
             for placed, seconds in gap.charges:
@@ -190,8 +194,7 @@ class WeavePlacement(PlacementPolicy):
             return actions
         spans = self.tetris.spans(plan, request, view)
         if len(spans) == 1 and len(spans[0].group) == 1 and alone_s <= self._options.batch_s:
-            (instance,) = spans[0].group
-            return self._enqueue(request, instance, alone_s, view, prefix, concurrent=False)
+            return self._enqueue(request, spans[0].group[0], alone_s, view, prefix, concurrent=False)
         if self._options.yields_to and not whole:
             spans = tuple(part for span in spans for part in self._pausable(span, view))
         self.groups.add(self._placed_group(request, plan, spans, view))
@@ -367,13 +370,11 @@ class WeavePlacement(PlacementPolicy):
     # -- later events -------------------------------------------------------------------------------------------------
 
     def _set_pausing(self, request: str, pausing: bool) -> None:
-        placed = self.groups.get(request)
-        if placed is not None:
+        if (placed := self.groups.get(request)) is not None:
             placed.pausing = pausing
 
     def _advance(self, event: SpanDone) -> None:
-        placed = self.groups.get(event.request)
-        if placed is None:
+        if (placed := self.groups.get(event.request)) is None:
             return
         # a span that completes before its pause takes effect is not paused
         placed.pausing = False
@@ -384,8 +385,7 @@ class WeavePlacement(PlacementPolicy):
 
     def _left_scheduler(self, request: str, view: ClusterSnapshot) -> None:
         """Note that a prompt has left its scheduler."""
-        instance = self._scheduler_of.pop(request, None)
-        if instance is not None and not view.instances[instance].running:
+        if (instance := self._scheduler_of.pop(request, None)) is not None and not view.instances[instance].running:
             self._prefills_end_s[instance] = view.now_s
 
     def _refused(self, event: ActionRefused, view: ClusterSnapshot) -> Sequence[Action]:

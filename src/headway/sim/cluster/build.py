@@ -86,10 +86,15 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     device, shape = named(scenario)
     cluster = scenario.cluster
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    # a decode instance prefills only the last token of a transferred prompt: nothing to chunk or reorder
+    # a decode instance prefills little but the last token of a transferred prompt: nothing to reorder
     config = config_of(scenario)
     decoding = SchedulerConfig(
-        policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0, max_num_seqs=config.max_num_seqs
+        policy="fcfs",
+        chunking=config.chunking,
+        t_target_s=config.t_target_s,
+        long_tokens=1 << 40,
+        long_iterations=0.0,
+        max_num_seqs=config.max_num_seqs,
     )
     configs = {"decode": decoding, "mixed": config, "prefill": config}
     kv_tokens = [
