@@ -91,7 +91,7 @@ class WeaveOptions(tetris.TetrisOptions):
     """Seconds to restore a paused group's state."""
     pause_s: Annotated[float, Field(gt=0)] = 0.05
     """A chunk whose group could be paused only after longer is cut into several."""
-    beside_decodes: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    beside_decodes: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Largest share of decodes' time that short prompts, where they would wait, prefill beside them; 0: none do."""
 
     @model_validator(mode="after")

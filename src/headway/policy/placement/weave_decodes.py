@@ -14,8 +14,8 @@ from headway.policy.placement.view import ClusterSnapshot
 
 _LONGEST_S = 1.0
 """A prompt that takes longer alone keeps to the instances that prefill."""
-_LEAST_GAIN = 0.5
-"""The first token has to come sooner by so many times the prompt's own time, for which decodes there wait."""
+_LEAST_GAIN_S = 0.1
+"""The first token has to come sooner by so much: decodes wait for an iteration with a prompt in it about as long."""
 _SAVED_S = 5.0
 """Most decode-seconds that may be saved up, for prompts that come together."""
 
@@ -49,7 +49,7 @@ class PrefillsBesideDecodes:
         alone_s = self._latency.prefill_s(0, request.prompt_tokens, GroupShape(1))
         if not self._share or request.max_output_tokens <= 1 or alone_s > _LONGEST_S:
             return None
-        best, begins_s = None, first_token_s - (1.0 + _LEAST_GAIN) * alone_s
+        best, begins_s = None, first_token_s - alone_s - _LEAST_GAIN_S
         for i in view.with_role("decode"):
             instance = view.instances[i]
             free_s = max(view.now_s, instance.free_at_s)
