@@ -86,9 +86,13 @@ def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) ->
     assert all(record.ok for record in first.sim.records)
     assert all(len(record.token_s) == record.output_tokens for record in first.sim.records)
     assert all(list(record.token_s) == sorted(record.token_s) for record in first.sim.records)
-    decodes = sum(use.decode_tokens + use.prefill_tokens for use in first.sim.replicas[16:])
-    if placement != "fifo":  # whose shorts run wholly on instances
-        assert decodes == sum(record.output_tokens - 1 for record in first.sim.records)
+    decoding = first.sim.replicas[16:]
+    later = sum(record.output_tokens - 1 for record in first.sim.records)
+    if placement == "weave":  # some short prompts prefill where they decode
+        assert sum(use.decode_tokens for use in decoding) <= later
+        assert sum(use.decode_tokens + use.prefill_tokens for use in decoding) >= later
+    elif placement != "fifo":  # whose shorts run wholly on instances
+        assert sum(use.decode_tokens + use.prefill_tokens for use in decoding) == later
     assert sum(record.output_tokens for record in first.sim.records) > 0
     assert run_cluster(data, 1).sim.records != first.sim.records
 
