@@ -34,12 +34,11 @@ from typing import Any, NamedTuple
 import aiohttp
 import torch
 
-from headway.runtime.attention.native import isa
 from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import VllmServer, flags_of, vllm_server
+from vllm_server import VllmServer, flags_of, isa_for, vllm_server
 
 DECODED = 32
 """Output tokens by which a decode step is measured."""
@@ -154,7 +153,9 @@ def least_s(model: Path, probe: Probe, found: dict[str, float], itemsize: int) -
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     ratios, least = row["ratios"], row["least_s"]
-    shares = ("-", "-") if least is None else (f"{least / row[f'{name}_s']:.0%}" for name in ("headway", "vllm"))
+    # A step that reads faster than the probe of memory did: its limit was none.
+    parts = [least / row[f"{name}_s"] if least else 2.0 for name in ("headway", "vllm")]
+    shares = (f"{part:.0%}" if part <= 1.0 else "-" for part in parts)
     times = (f"{row[f'{name}_s'] * 1e3:,.1f}" for name in ("headway", "vllm"))
     spread = f"{row['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     return f"| {row['probe']} | {' | '.join(times)} | {spread} | {' | '.join(shares)} |"
@@ -242,7 +243,7 @@ def main() -> int:
 def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any]) -> None:
     """Start both servers, and add each row to `held` and to the file as soon as it is measured."""
     room = max(probe.prompt + probe.output for probe in asked) + 64
-    held |= {"machine": machine(), "isa": isa() or "no vectors", "versions": versions()}
+    held |= {"machine": machine(), "isa": isa_for(a.dtype), "versions": versions()}
     held |= {"dtype": a.dtype, "threads": a.threads, "limits": limits(a.model, a.dtype, a.threads)}
     print(json.dumps({name: held[name] for name in ("machine", "isa", "dtype", "limits")}))
     flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]

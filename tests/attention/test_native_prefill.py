@@ -246,12 +246,3 @@ def test_a_plan_refuses_runs_outside_the_pool() -> None:
     ):
         with pytest.raises(ValueError, match="outside the pool"):
             CpuBackend().plan([segment], pool)
-
-
-def test_the_library_of_torch_keeps_the_tile_registers_as_it_set_them() -> None:
-    x, weight = torch.randn(5, 64).bfloat16(), torch.randn(48, 64).bfloat16()
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
-    before = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-    q, k, v = inputs(0, 40, 40, (2, 1), 64)
-    attend(q, k, v, True)
-    assert torch.equal(torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), before)

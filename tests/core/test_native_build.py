@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import os
 import shutil
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from headway.core import native_build
 from headway.core.native_build import LIBRARIES, NativeLibrary, build, compiled, find_compiler
+from headway.runtime.attention.native import CompiledKernels
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -117,3 +121,16 @@ def test_a_wheel_s_library_that_cannot_be_loaded_is_compiled_here(source: Path) 
 def test_every_library_of_a_wheel_has_sources_and_a_name_of_its_own() -> None:
     assert all(library.sources() for library in LIBRARIES.values())
     assert len({library.prebuilt() for library in LIBRARIES.values()}) == len(LIBRARIES) == 4
+
+
+def test_a_compiler_older_than_amx_gives_the_bf16_kernels_by_vectors(tmp_path: Path) -> None:
+    library = LIBRARIES["kernels"]
+    older = dataclasses.replace(library, flags=(*library.flags, "-O0", "-DHEADWAY_TILES=0"))
+    build("g++", older, tmp_path / "older.so", older.portable)
+    listing = subprocess.run(
+        ["objdump", "-d", tmp_path / "older.so"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "vdpbf16ps" in listing
+    assert "tmm0" not in listing
+    assert "tilecfg" not in listing
+    assert not CompiledKernels(ctypes.CDLL(str(tmp_path / "older.so")), tiles=True).tiles

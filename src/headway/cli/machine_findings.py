@@ -130,7 +130,7 @@ def _kernels() -> MachineFinding:
     """Build the compiled kernels if they are not in the cache, and say why they are off where they are."""
     import torch
 
-    from headway.runtime.attention.native import general_kernels, kernels
+    from headway.runtime.attention.native import ISAS, general_kernels, isa, kernels
 
     messages: list[str] = []
     handler = logging.Handler()
@@ -149,7 +149,9 @@ def _kernels() -> MachineFinding:
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return MachineFinding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
     if general is not None:
-        return MachineFinding("compiled kernels", "ok", "on; bf16 is computed in fp32, for want of AVX-512 BF16")
+        # A warning where the processor has it, but the kernels could not be compiled or loaded.
+        why = messages[-1].splitlines()[0] if isa() in ISAS[2:] and messages else "for want of AVX-512 BF16"
+        return MachineFinding("compiled kernels", "ok", f"on; bf16 is computed in fp32, {why}")
     if "avx2" not in _flags():
         return MachineFinding("compiled kernels", "limited", "off: they need a processor with AVX2")
     why = messages[-1] if messages else "off: the compiler does not know AVX-512 BF16"

@@ -56,11 +56,12 @@ class GeneralKernels:
 
 
 class CompiledKernels(GeneralKernels):
-    """Those for bf16, with a kernel of decodes. tiles: products by AMX, for a process that may use it."""
+    """Those for bf16, with a kernel of decodes. tiles: products by AMX, if compiled; for a process that may use it."""
 
     pairs = 2
 
     def __init__(self, library: ctypes.CDLL, tiles: bool) -> None:
+        self.tiles = tiles = tiles and bool(library.headway_tiles())
         way = "_amx" if tiles else ""
         linear, prefill = (getattr(library, f"headway_{what}{way}") for what in ("linear", "prefill"))
         super().__init__(linear, library.headway_rotate, prefill)

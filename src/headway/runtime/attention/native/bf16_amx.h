@@ -8,17 +8,27 @@
 
 #include "bf16_vectors.h"
 
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::: "memory")
+#ifndef HEADWAY_TILES
+#if __has_include(<amxtileintrin.h>)
+#define HEADWAY_TILES 1
+#else
+#define HEADWAY_TILES 0
+#endif
+#endif
+#if HEADWAY_TILES
+#define AMX(...) asm volatile(__VA_ARGS__)
+#else
+#define AMX(...)
+#endif
+#define TILE_ZERO(t) AMX("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, from, stride) \
-    asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"(i64(stride)) : "memory")
-#define TILE_STORE(t, to, stride) \
-    asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"(i64(stride)) : "memory")
-#define TILE_MULTIPLY(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
+    AMX("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"(i64(stride)) : "memory")
+#define TILE_STORE(t, to, stride) AMX("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"(i64(stride)) : "memory")
+#define TILE_MULTIPLY(c, a, b) AMX("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 
 namespace {
 
-// This thread's tile registers as they are used here for as long as it lives; then as they were, since oneDNN keeps in mind
-// what it has set.
+// This thread's tile registers as they are used here for as long as it lives; then as they were.
 class TileRegisters {
     struct Shapes {
         uint8_t palette = 0, start = 0, reserved[14] = {};
@@ -31,10 +41,10 @@ public:
     TileRegisters() {
         now_.palette = 1;
         for (int t = 0; t < 8; t++) now_.bytes[t] = 64, now_.rows[t] = 16;
-        asm volatile("sttilecfg %0" : "=m"(before_));
-        asm volatile("ldtilecfg %0" ::"m"(now_));
+        AMX("sttilecfg %0" : "=m"(before_));
+        AMX("ldtilecfg %0" ::"m"(now_));
     }
-    ~TileRegisters() { asm volatile("ldtilecfg %0" ::"m"(before_)); }
+    ~TileRegisters() { AMX("ldtilecfg %0" ::"m"(before_)); }
 };
 
 // What a kernel by vectors holds instead of `TileRegisters`.

@@ -229,6 +229,9 @@ extern "C" {
 
 int headway_supported() { return 1; }
 
+// Whether the kernels by tiles of AMX were compiled, as far as a compiler knew them.
+int headway_tiles() { return HEADWAY_TILES; }
+
 // out (rows, n) = prologue(x) W^T + bias + residual, W in panels. Prologue: RMS norm by `norm`, or SwiGLU of x (rows, 2k),
 // or none. k is a multiple of 32. out may be residual.
 void headway_linear(const bf16* x, const bf16* norm, float eps, int gated, const bf16* w, const bf16* bias,
