@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
 from headway.cli import machine_findings as m
 from headway.cli.main import main
+from headway.runtime.attention import native
 
 
 def test_doctor_prints_one_line_a_finding_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +36,25 @@ def test_kernels_that_are_off_say_why(monkeypatch: pytest.MonkeyPatch, capsys: p
     found = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
     assert found["compiled kernels"]["state"] == "limited"
     assert "HEADWAY_NATIVE=0" in found["compiled kernels"]["what"]
+
+
+@pytest.mark.skipif(native.isa() not in native.ISAS[2:], reason="needs a processor with AVX-512 BF16")
+def test_kernels_that_do_not_compile_are_no_want_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "older-g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *bf16_*) echo no such instruction >&2; exit 1;; esac; exec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.kernels.cache_clear()
+    native.general_kernels.cache_clear()
+    (found,) = (one for one in m.findings(0) if one.subject == "compiled kernels")
+    native.kernels.cache_clear()
+    native.general_kernels.cache_clear()
+    assert found.state == "limited"
+    assert "bf16 is computed in fp32: compiled kernels are off: no such instruction" in found.what
+    assert "g++ 12" in found.advice
 
 
 def test_port_in_use_is_named_with_what_to_do() -> None:

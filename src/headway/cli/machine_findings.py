@@ -26,6 +26,8 @@ from headway.perf.hardware.processor import processor_name
 
 State = Literal["ok", "limited", "absent"]
 
+NEWER = "install g++ 12 or later, then try again"
+
 INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
 """Flags of /proc/cpuinfo that decide which kernels run."""
 
@@ -132,9 +134,9 @@ def _kernels() -> MachineFinding:
 
     from headway.runtime.attention.native import ISAS, general_kernels, isa, kernels
 
-    messages: list[str] = []
+    records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record)  # type: ignore[method-assign]
     log = logging.getLogger("headway.native")
     level = log.level
     log.addHandler(handler)
@@ -148,14 +150,17 @@ def _kernels() -> MachineFinding:
         return MachineFinding("compiled kernels", "ok", "on, for bf16" + (" and fp32" if general else ""))
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return MachineFinding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
+    # The gravest first: a failed compilation, then what was compiled or is missing.
+    messages = [record.getMessage() for record in sorted(records, key=lambda record: -record.levelno)]
     if general is not None:
-        # A warning where the processor has it, but the kernels could not be compiled or loaded.
-        why = messages[-1].splitlines()[0] if isa() in ISAS[2:] and messages else "for want of AVX-512 BF16"
-        return MachineFinding("compiled kernels", "ok", f"on; bf16 is computed in fp32, {why}")
+        widened = "on; bf16 is computed in fp32"
+        if messages and isa() in ISAS[2:]:
+            return MachineFinding("compiled kernels", "limited", f"{widened}: {messages[0].splitlines()[0]}", NEWER)
+        return MachineFinding("compiled kernels", "ok", f"{widened}, for want of AVX-512 BF16")
     if "avx2" not in _flags():
         return MachineFinding("compiled kernels", "limited", "off: they need a processor with AVX2")
-    why = messages[-1] if messages else "off: the compiler does not know AVX-512 BF16"
-    return MachineFinding("compiled kernels", "limited", why.splitlines()[0], "install g++ 12 or later, then try again")
+    why = messages[0] if messages else "off: the compiler does not know AVX-512 BF16"
+    return MachineFinding("compiled kernels", "limited", why.splitlines()[0], NEWER)
 
 
 def _installed(package: str) -> bool:
