@@ -78,21 +78,29 @@ def test_transfers_wait_for_kv_room_unless_the_scenario_says_otherwise() -> None
     assert took_s[0] == took_s[1] > took_s[2]
 
 
-@pytest.mark.parametrize("placement", ["tetris", "weave", "fixed-sp", "context-parallel", "fifo"])
-def test_every_request_gets_all_of_its_tokens_and_runs_repeat(placement: str) -> None:
-    data = parse_scenario(scenario(placement))
+@pytest.mark.parametrize(
+    ("placement", "options", "apart"),
+    [
+        ("tetris", {}, True),
+        ("weave", {"beside_decodes": 0.0}, True),
+        ("weave", {}, False),  # some short prompts prefill where they decode
+        ("fixed-sp", {}, True),
+        ("context-parallel", {}, True),
+        ("fifo", {}, False),  # shorts run wholly on instances
+    ],
+)
+def test_every_request_gets_all_of_its_tokens_and_runs_repeat(
+    placement: str, options: dict[str, float], apart: bool
+) -> None:
+    """apart: decode instances do nothing but the tokens after the first."""
+    data = parse_scenario(scenario(placement, cluster={"options": options}))
     first, again = run_cluster(data, 0), run_cluster(data, 0)
     assert first.sim.records == again.sim.records
     assert all(record.ok for record in first.sim.records)
     assert all(len(record.token_s) == record.output_tokens for record in first.sim.records)
     assert all(list(record.token_s) == sorted(record.token_s) for record in first.sim.records)
-    decoding = first.sim.replicas[16:]
-    later = sum(record.output_tokens - 1 for record in first.sim.records)
-    if placement == "weave":  # some short prompts prefill where they decode
-        assert sum(use.decode_tokens for use in decoding) <= later
-        assert sum(use.decode_tokens + use.prefill_tokens for use in decoding) >= later
-    elif placement != "fifo":  # whose shorts run wholly on instances
-        assert sum(use.decode_tokens + use.prefill_tokens for use in decoding) == later
+    decodes = sum(use.decode_tokens + use.prefill_tokens for use in first.sim.replicas[16:])
+    assert apart == (decodes == sum(record.output_tokens - 1 for record in first.sim.records))
     assert sum(record.output_tokens for record in first.sim.records) > 0
     assert run_cluster(data, 1).sim.records != first.sim.records
 

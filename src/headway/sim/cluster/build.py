@@ -86,21 +86,8 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     device, shape = named(scenario)
     cluster = scenario.cluster
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
-    # a decode instance prefills little but the last token of a transferred prompt: nothing to reorder
     config = config_of(scenario)
-    decoding = SchedulerConfig(
-        policy="fcfs",
-        chunking=config.chunking,
-        t_target_s=config.t_target_s,
-        long_tokens=1 << 40,
-        long_iterations=0.0,
-        max_num_seqs=config.max_num_seqs,
-    )
-    configs = {"decode": decoding, "mixed": config, "prefill": config}
-    kv_tokens = [
-        pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, configs[pool.role], longest)
-        for pool in cluster.pools
-    ]
+    kv_tokens = [pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, config, longest) for pool in cluster.pools]
     layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
     models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
     # spans run on instances that prefill: the first such pool sets the span's layout
@@ -110,9 +97,6 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
 
     def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
         head = group[0]
-        config = configs[head.role]
-        if config.stages != head.stages:
-            config = replace(config, stages=head.stages)
         latency: LatencyModel = models[head.tp, head.stages]
         serving = serving_of(latency)
         if len(group) > 1:
@@ -122,7 +106,7 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
             masters = len(group) if cluster.masters == "all" else 1
             latency = ShardedDecode(latency, len(group), shape.layers, link, masters)
         return InstanceSpec(
-            config=config,
+            config=replace(config, stages=head.stages),
             latency=latency,
             actual_latency=hosted(latency, serving),
             serving=serving or ServingOverhead(),
