@@ -23,12 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headway.runtime.attention.cpu import CpuBackend
 from headway.serving.load.convoy_json import MEASURES, SCHEMA, value_of
 from headway.serving.load.machine import machine
 from headway.sim.report.style import COLOURS, MARKERS, check_picture, house_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import flags_of, isa_for, vllm_server
+from vllm_server import flags_of, vllm_server
 
 KINDS = {"vllm": "vLLM, thresholds", "headway": "Headway inside vLLM", "native": "Headway, native engine"}
 """By the first part of a run's name: a threshold has no such part, and `default` is no point of a curve."""
@@ -60,7 +63,7 @@ def main() -> int:
         if run in {each["run"] for each in held["runs"]}:
             continue
         found = _convoy(a, run)
-        held |= {"machine": machine(), "isa": isa_for(a.dtype), "dtype": a.dtype}
+        held |= {"machine": machine(), "kernels": CpuBackend().kernels_of(getattr(torch, a.dtype)), "dtype": a.dtype}
         held["long_tokens"] = a.long_tokens
         held["runs"].append({**found, "run": run})
         a.json.write_text(json.dumps(held, indent=1))

@@ -34,11 +34,12 @@ from typing import Any, NamedTuple
 import aiohttp
 import torch
 
+from headway.runtime.attention.cpu import CpuBackend
 from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import VllmServer, flags_of, isa_for, vllm_server
+from vllm_server import VllmServer, flags_of, vllm_server
 
 DECODED = 32
 """Output tokens by which a decode step is measured."""
@@ -153,10 +154,10 @@ def least_s(model: Path, probe: Probe, found: dict[str, float], itemsize: int) -
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     ratios, least = row["ratios"], row["least_s"]
-    # A step that reads faster than the probe of memory did: its limit was none.
-    parts = [least / row[f"{name}_s"] if least else 2.0 for name in ("headway", "vllm")]
-    shares = (f"{part:.0%}" if part <= 1.0 else "-" for part in parts)
-    times = (f"{row[f'{name}_s'] * 1e3:,.1f}" for name in ("headway", "vllm"))
+    taken = [row[f"{name}_s"] for name in ("headway", "vllm")]
+    # A step that reads faster than the probe of memory did shows that its limit is none.
+    shares = ("-" if least is None or least > took_s else f"{least / took_s:.0%}" for took_s in taken)
+    times = (f"{took_s * 1e3:,.1f}" for took_s in taken)
     spread = f"{row['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     return f"| {row['probe']} | {' | '.join(times)} | {spread} | {' | '.join(shares)} |"
 
@@ -179,7 +180,7 @@ def append(table: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> No
     """Append the rows to a page, under the machine, the type and the limits."""
     limits = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in about["limits"].items())
     machine_name = about["machine"]["cpu"]
-    title = f"## {machine_name}, {about['machine']['cores']} cores, {about['isa']}, {about['dtype']}"
+    title = f"## {machine_name}, {about['machine']['cores']} cores, {about['kernels']}, {about['dtype']}"
     text = "\n".join([title, "", f"Limits: {limits}. {len(rows[0]['ratios'])} rounds.", "", HEAD, *map(line, rows), ""])
     table.write_text((table.read_text().rstrip() if table.exists() else PAGE) + "\n\n" + text)
 
@@ -243,9 +244,9 @@ def main() -> int:
 def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any]) -> None:
     """Start both servers, and add each row to `held` and to the file as soon as it is measured."""
     room = max(probe.prompt + probe.output for probe in asked) + 64
-    held |= {"machine": machine(), "isa": isa_for(a.dtype), "versions": versions()}
+    held |= {"machine": machine(), "kernels": CpuBackend().kernels_of(getattr(torch, a.dtype)), "versions": versions()}
     held |= {"dtype": a.dtype, "threads": a.threads, "limits": limits(a.model, a.dtype, a.threads)}
-    print(json.dumps({name: held[name] for name in ("machine", "isa", "dtype", "limits")}))
+    print(json.dumps({name: held[name] for name in ("machine", "kernels", "dtype", "limits")}))
     flags = ["--no-enable-prefix-caching", *(["--enforce-eager"] if a.eager else [])]
     theirs = VllmServer(
         a.python, str(a.model), flags, a.json.with_suffix(".vllm.log"), dtype=a.dtype, max_model_len=room,

@@ -17,13 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.ports import free_port
-from headway.runtime.attention.native import ISAS, isa
-
-
-def isa_for(dtype: str) -> str:
-    """Return the instruction set of Headway's kernels of a type here: those for fp32 need no more than AVX-512."""
-    found = isa() or "no vectors"
-    return "avx512" if dtype == "float32" and found in ISAS[2:] else found
 
 
 def flags_of(run: str) -> list[str]:

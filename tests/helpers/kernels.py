@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.runtime.attention.native import CompiledKernels, build_library, isa, kernels
+from headway.runtime.attention.native import CompiledKernels, build_library, kernels
 
-WAYS = () if kernels() is None else ("vectors", "tiles") if isa() == "amx" else ("vectors",)
+HERE = kernels()
+WAYS = () if HERE is None else ("vectors", "tiles") if HERE.tiles else ("vectors",)
 _USERS = ("attention.native", "attention.native_prefill", "attention.cpu")
 
 

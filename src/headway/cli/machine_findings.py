@@ -26,8 +26,6 @@ from headway.perf.hardware.processor import processor_name
 
 State = Literal["ok", "limited", "absent"]
 
-NEWER = "install g++ 12 or later, then try again"
-
 INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
 """Flags of /proc/cpuinfo that decide which kernels run."""
 
@@ -132,35 +130,30 @@ def _kernels() -> MachineFinding:
     """Build the compiled kernels if they are not in the cache, and say why they are off where they are."""
     import torch
 
+    from headway.core.native_build import find_compiler
     from headway.runtime.attention.native import ISAS, general_kernels, isa, kernels
 
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record)  # type: ignore[method-assign]
+    failures: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: failures.append(record.getMessage().splitlines()[0])  # type: ignore[method-assign]
     log = logging.getLogger("headway.native")
-    level = log.level
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
     try:
         made, general = kernels(), general_kernels(torch.float32)
     finally:
         log.removeHandler(handler)
-        log.setLevel(level)
     if made is not None:
         return MachineFinding("compiled kernels", "ok", "on, for bf16" + (" and fp32" if general else ""))
     if os.environ.get("HEADWAY_NATIVE", "1") == "0":
         return MachineFinding("compiled kernels", "limited", "off: HEADWAY_NATIVE=0 is set", "unset HEADWAY_NATIVE")
-    # The gravest first: a failed compilation, then what was compiled or is missing.
-    messages = [record.getMessage() for record in sorted(records, key=lambda record: -record.levelno)]
-    if general is not None:
-        widened = "on; bf16 is computed in fp32"
-        if messages and isa() in ISAS[2:]:
-            return MachineFinding("compiled kernels", "limited", f"{widened}: {messages[0].splitlines()[0]}", NEWER)
+    widened = "on; bf16 is computed in fp32"
+    if general is not None and isa() not in ISAS[2:]:
         return MachineFinding("compiled kernels", "ok", f"{widened}, for want of AVX-512 BF16")
     if "avx2" not in _flags():
         return MachineFinding("compiled kernels", "limited", "off: they need a processor with AVX2")
-    why = messages[0] if messages else "off: the compiler does not know AVX-512 BF16"
-    return MachineFinding("compiled kernels", "limited", why.splitlines()[0], NEWER)
+    failures.append("the compiler does not know AVX-512 BF16" if find_compiler() else "no C++ compiler")
+    what = f"{'off' if general is None else widened}: {failures[0]}"
+    return MachineFinding("compiled kernels", "limited", what, "install g++ 12 or later, then try again")
 
 
 def _installed(package: str) -> bool:

@@ -65,7 +65,7 @@ class CpuBackend:
     def kernels_of(self, dtype: torch.dtype) -> str:
         """Return what computes a dtype here, in words."""
         if dtype == torch.bfloat16 and self._kernels is not None:
-            return "compiled kernels (AMX)" if self._kernels.tiles else "compiled kernels"
+            return f"compiled kernels ({'AMX' if self._kernels.tiles else 'AVX-512 BF16'})"
         if self._compiled and general_kernels(dtype) is not None:
             vectors = "AVX2" if isa() == "avx2" else "AVX-512"
             widened = ", bf16 widened to fp32" if dtype == torch.bfloat16 else ""
