@@ -103,6 +103,7 @@ def test_a_request_that_is_handed_over_or_paused_is_answered_as_by_one_instance(
 ) -> None:
     if needs not in subject.capabilities:
         pytest.skip(f"it declares no {needs}")
+    subject.rejoin(0)
     for seed in range(5):
         prompts, before = [prompt_of(20 + seed, tokens), *PROMPTS[1:3]], subject.events(event)
         assert subject.answers(prompts, 200) == subject.expected(prompts, 200)

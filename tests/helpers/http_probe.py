@@ -14,11 +14,12 @@ from tests.helpers.polling import until
 
 
 def complete(url: str, prompt: list[int] | str, max_tokens: int, **fields: Any) -> dict[str, Any]:
-    """One greedy completion, not streamed; raises on any HTTP error."""
+    """One greedy completion, not streamed; raises on any HTTP error, with what the server says of it."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **fields}
     body.setdefault("model", model_of(url))
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-    answer.raise_for_status()
+    if answer.is_error:
+        raise httpx.HTTPStatusError(answer.text, request=answer.request, response=answer)
     result: dict[str, Any] = answer.json()
     return result
 

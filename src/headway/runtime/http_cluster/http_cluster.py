@@ -33,6 +33,8 @@ log = logging.getLogger("headway.cluster")
 
 _ABSENT_S = 10.0
 """Seconds that the start waits for a server that others run, if another one serves."""
+_RETURNS_S = 5.0
+"""Seconds for which new requests are accepted, and wait, while no instance serves: a stalled one is back by then."""
 
 
 class HttpInstanceSettings(msgspec.Struct, frozen=True):
@@ -83,6 +85,8 @@ class HttpCluster:
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._info: EngineInfo | None = None
         self._drains = False
+        self._unable_s = 0.0
+        """When the last instance was lost."""
         self.failure: str | None = None
         """Why the cluster could not start, once that is known."""
 
@@ -213,7 +217,7 @@ class HttpCluster:
             raise UnavailableError(f"the cluster is {state}", 5.0)
         if state == "lost":
             raise UnavailableError("no instance is left to serve; the cluster must be restarted", 30.0)
-        if state == "recovering" and not submit.resubmitted:
+        if state == "recovering" and not submit.resubmitted and self._clock() - self._unable_s > _RETURNS_S:
             raise UnavailableError("no instance serves at present", 2.0)
         if submit.id in live.requests:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
@@ -260,6 +264,8 @@ class HttpCluster:
         """See `InstanceListener`."""
         assert self._live is not None
         self._live.lost(number)
+        if not self._live.able:
+            self._unable_s = self._clock()
         self._look()
 
     def ended(self, number: int) -> None:
