@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,22 @@ def test_the_profile_decides_how_many_threads_compute(
                 latency_source(config, build(config))
     finally:
         torch.set_num_threads(before)
+
+
+def test_chunks_over_a_history_are_measured_by_the_threads_of_a_deep_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slope of a chunk's time is extrapolated to histories at which its attention occupies all threads."""
+    model = str(make_tiny("llama", tmp_path / "model"))
+    built = build(EngineConfig(model=model, kv_cache_bytes=1 << 20, latency_profile="quick", threads=None))
+    begun: list[float] = []
+    begin = ComputeThreads.begin
+
+    def recorded(self: ComputeThreads, now: float, rows: float) -> None:
+        begun.append(rows)
+        begin(self, now, rows)
+
+    monkeypatch.setattr(ComputeThreads, "begin", recorded)
+    for past in (0, 16, 64):
+        built.measure("chunk", 8, past, 1)
+    assert begun == [8, math.inf, math.inf]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -110,9 +111,10 @@ def _threads_of_kept_profile(mark: str, dtype: str, most: int) -> int | None:
 
 
 def _measure(worker: ModelWorker, team: ComputeThreads, kind: str, first: int, second: int, repeats: int) -> float:
-    """`measure`, by as many threads as an iteration of that size."""
-    past = first * second if kind in ("chunk", "decodes") else 0
-    team.begin(time.monotonic(), worker.rows_of(first, past))
+    """`measure`, by as many threads as an iteration of that size, or of a much deeper history."""
+    # Times of chunks are extrapolated from the measured histories, and over deep ones all threads compute.
+    rows = math.inf if kind == "chunk" and second else worker.rows_of(first, first * second if kind == "decodes" else 0)
+    team.begin(time.monotonic(), rows)
     try:
         return measure(worker, kind, first, second, repeats)
     finally:

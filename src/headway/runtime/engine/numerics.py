@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 NUMERICS = {
-    # Threads spin for some microseconds and then sleep while they wait for each other. Spinning on, as is the default,
-    # makes a prefill three times slower as soon as one other process is busy on two cores; not spinning at all doubles
-    # the time of a decode step on an idle machine.
-    "GOMP_SPINCOUNT": "1000",
+    # Threads that wait for each other spin for some tenths of a millisecond, then sleep. Spinning on, the default,
+    # makes a prefill up to three times slower as soon as one other process is busy on two cores; not spinning at all
+    # doubles the time of a decode step on an idle machine. A tenth of this adds 15 to 25% to it (reference checkpoint
+    # in fp32, Xeon with AVX-512), and is no faster beside a busy process.
+    "GOMP_SPINCOUNT": "10000",
     # oneDNN keeps about 1.6 MB a shape of matrix product, for 1,024 shapes; chunks have any number of rows.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",

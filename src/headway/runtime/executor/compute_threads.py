@@ -13,8 +13,8 @@ Measured on two cores under KVM (fp32 products of 16 x 512 x 512 and 256 x 512 x
 
 from __future__ import annotations
 
+import math
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -28,11 +28,11 @@ SAMPLES = (256, 64, 16, 4, 1)
 """Rows of the iterations by which the number of threads is chosen."""
 GAIN = 1.1
 """How much faster several threads must be."""
-WINDOW_S = 0.05
+WINDOW_S = 0.2
 """Computing time after which waits for a core are looked at."""
 WAITING_SHARE = 0.3
 """Of the computing time that a thread may wait for a core. Above it, one thread is about as fast."""
-BACKOFF_S = (1.0, 8.0)
+BACKOFF_S = (0.5, 8.0)
 """How long one thread computes until several are tried again: at first, and at most."""
 _CHOSEN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 """Environment variables by which a user places threads: with any of them set, nothing is pinned."""
@@ -98,9 +98,9 @@ class ComputeThreads:
     def choose(self, run: Callable[[int], object], budget_s: float = 0.3, keep: bool = False) -> None:
         """Measure iterations of `SAMPLES` rows by one thread and by all, in turns, and set `few_rows`.
 
-        run: computes so many rows. keep: all threads compute large iterations whatever this measures. The median of the
-        turns' ratios counts, so that other load hits both; a size that was not measured within the budget is judged
-        like the next larger one.
+        run: computes so many rows. keep: all threads compute large iterations whatever this measures. The fastest turns
+        count, since other load, as of the rest of a start, can only add time, to several threads most; a size that was
+        not measured within the budget is judged like the next larger one.
         """
         if self._fixed or self.most == 1:
             return
@@ -113,11 +113,14 @@ class ComputeThreads:
         began_s, waited_s = time.perf_counter(), self._waits()
         for done, rows in enumerate(SAMPLES):
             share_s = (stop - time.perf_counter()) / (len(SAMPLES) - done)
-            ratios: list[float] = []
+            one_s = all_s = math.inf
             until = time.perf_counter() + share_s
-            while not ratios or (time.perf_counter() < until and len(ratios) < 15):
-                ratios.append(self._timed(run, rows, rows + 1) / self._timed(run, rows, 0))
-            gains[rows] = statistics.median(ratios)
+            for turn in range(15):
+                if turn and time.perf_counter() >= until:
+                    break
+                one_s = min(one_s, self._timed(run, rows, rows + 1))
+                all_s = min(all_s, self._timed(run, rows, 0))
+            gains[rows] = one_s / all_s
             if gains[rows] < GAIN or time.perf_counter() > stop:
                 break
         self._fixed = False
@@ -147,8 +150,9 @@ class ComputeThreads:
         largest = max(gains)
         enough = [rows for rows, gain in gains.items() if gain >= GAIN]
         self._words = f"measured: {gains[largest]:.1f} times one on {largest} rows"
-        if largest in enough:
-            self.few_rows = min(enough)
+        # Where several gain little on the largest sample they do on more work, unless they are slower.
+        if largest in enough or (not busy and gains[largest] > 1 / GAIN):
+            self.few_rows = min(enough, default=largest)
             return
         if not busy and not keep:
             self.most, self.few_rows = 1, 0

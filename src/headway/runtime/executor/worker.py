@@ -29,6 +29,9 @@ from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.rope import RotaryTable
 from headway.runtime.model.sampling import sample
 
+_OPERATORS = 8
+"""Of a layer beside attention: two norms, four products, the rotation, the activation."""
+
 
 class InterruptedChunk(NamedTuple):
     """A chunk whose first layers are computed, with KV in place: all state is in the pool and in `hidden`."""
@@ -65,7 +68,7 @@ class ModelWorker:
         config = decoder.config
         # A key costs a query row 4 flops a dimension in every layer; a row of a product 2 a weight.
         layer = decoder.weights.parameters / max(1, len(decoder.weights.layers))
-        self._row_per_key = 2 * config.q_heads * config.head_dim / layer
+        self._row_per_key = _OPERATORS * 2 * config.q_heads * config.head_dim / layer
         self._eos = eos
         self.earlier_s = 0.0
         """Seconds that layers of the last batch took before, in a batch that was interrupted."""
@@ -140,7 +143,9 @@ class ModelWorker:
             self._slots[request] = self._slots_of(runs)
 
     def work_rows(self, part: GroupBatch) -> float:
-        """Return a part's work in rows of the layers' products: its own, and its attention as of so many more."""
+        """Return a part's work in rows of the layers' other operators: its own, and its attention as of so many more.
+
+        More threads pay where an operator is large, and attention is one."""
         keys = part.decodes.kv_sum + sum(chunk.tokens * chunk.start for chunk in part.prefills)
         return self.rows_of(part.tokens, keys)
 
