@@ -131,8 +131,8 @@ def test_a_chosen_number_is_neither_measured_nor_changed(machine: Machine, monke
 @pytest.mark.parametrize(
     ("overhead_s", "waits", "keep", "wanted"),
     [
-        (0.0, 0.0, False, "2 threads (measured: 2.0 times one on 256 rows)"),
-        (0.001, 0.0, False, "2 threads, 1 below 64 rows (measured: 1.8 times one on 256 rows)"),
+        (0.0, 0.0, False, "2 threads (measured: 2.0 times one on 1 row)"),
+        (0.001, 0.0, False, "2 threads, 1 below 64 rows (measured: 1.3 times one on 64 rows)"),
         (0.008, 0.0, False, "2 threads, 1 below 256 rows (measured: 1.0 times one on 256 rows)"),
         (1.0, 0.0, False, "1 thread (measured: 0.0 times one on 256 rows)"),
         (1.0, 0.0, True, "2 threads, 1 below 16 rows (measured: 0.0 times one on 256 rows, as profiled)"),
@@ -156,3 +156,15 @@ def test_the_number_is_chosen_by_measured_times(
     assert machine.team.described() == wanted
     if waits:
         assert machine.iterate() == 1
+
+
+def test_what_does_not_fit_the_time_is_taken_to_gain_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row takes 64 ms, by two threads half of that and 0.13 s."""
+    monkeypatch.setattr(compute_threads.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(compute_threads.time, "monotonic", lambda: machine.now)
+
+    def work(rows: int) -> None:
+        machine.now += rows * 0.064 if torch.get_num_threads() == 1 else rows * 0.032 + 0.13
+
+    machine.team.choose(work, 0.6)
+    assert machine.team.described() == "2 threads, 1 below 16 rows (measured: 1.0 times one on 4 rows)"

@@ -40,8 +40,8 @@ def test_the_profile_decides_how_many_threads_compute(
     # What a start measures says the opposite.
     wanted = ComputeThreads._settle
 
-    def opposite(self: ComputeThreads, gains: dict[int, float], keep: bool, busy: bool) -> None:
-        wanted(self, dict.fromkeys(gains, 2.0 if threads == 1 else 0.5), keep, False)
+    def opposite(self: ComputeThreads, rows: int, gain: float, keep: bool, busy: bool) -> None:
+        wanted(self, rows, 2.0 if threads == 1 else 0.5, keep, False)
 
     monkeypatch.setattr(ComputeThreads, "_settle", opposite)
     try:

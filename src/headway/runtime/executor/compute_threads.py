@@ -24,7 +24,7 @@ import torch
 
 from headway.core.cpu_affinity import CORES, shares
 
-SAMPLES = (256, 64, 16, 4, 1)
+SAMPLES = (1, 4, 16, 64, 256)
 """Rows of the iterations by which the number of threads is chosen."""
 GAIN = 1.1
 """How much faster several threads must be."""
@@ -96,11 +96,11 @@ class ComputeThreads:
             self._look(now)
 
     def choose(self, run: Callable[[int], object], budget_s: float = 0.3, keep: bool = False) -> None:
-        """Measure iterations of `SAMPLES` rows by one thread and by all, in turns, and set `few_rows`.
+        """Measure iterations of `SAMPLES` rows by one thread and by all, in turns, up to the first at which all are
+        faster, and set `few_rows`: what is larger gains more.
 
         run: computes so many rows. keep: all threads compute large iterations whatever this measures. The fastest turns
-        count, since other load, as of the rest of a start, can only add time, to several threads most; a size that was
-        not measured within the budget is judged like the next larger one.
+        count, since other load, as of the rest of a start, can only add time, to several threads most.
         """
         if self._fixed or self.most == 1:
             return
@@ -109,23 +109,23 @@ class ComputeThreads:
         self._fixed = True
         for _ in range(2):
             self._timed(run, SAMPLES[0], 0)
-        gains: dict[int, float] = {}
         began_s, waited_s = time.perf_counter(), self._waits()
+        rows, gain = 0, 0.0
         for done, rows in enumerate(SAMPLES):
-            share_s = (stop - time.perf_counter()) / (len(SAMPLES) - done)
+            until = time.perf_counter() + (stop - time.perf_counter()) / (len(SAMPLES) - done)
             one_s = all_s = math.inf
-            until = time.perf_counter() + share_s
             for turn in range(15):
                 if turn and time.perf_counter() >= until:
                     break
                 one_s = min(one_s, self._timed(run, rows, rows + 1))
                 all_s = min(all_s, self._timed(run, rows, 0))
-            gains[rows] = one_s / all_s
-            if gains[rows] < GAIN or time.perf_counter() > stop:
+            gain = one_s / all_s
+            if gain >= GAIN or time.perf_counter() > stop:
                 break
         self._fixed = False
         shares = [after - before for after, before in zip(self._waits(), waited_s, strict=True)]
-        self._settle(gains, keep, max(shares, default=0.0) > WAITING_SHARE / 2 * (time.perf_counter() - began_s))
+        busy = max(shares, default=0.0) > WAITING_SHARE / 2 * (time.perf_counter() - began_s)
+        self._settle(rows, gain, keep, busy)
 
     def described(self) -> str:
         """Return the choice in words."""
@@ -145,14 +145,16 @@ class ComputeThreads:
             self.end(time.monotonic())
         return ended - begun
 
-    def _settle(self, gains: dict[int, float], keep: bool, busy: bool) -> None:
-        """Decide by the gains at each number of rows. busy: threads had to wait for cores for much of the time."""
-        largest = max(gains)
-        enough = [rows for rows, gain in gains.items() if gain >= GAIN]
-        self._words = f"measured: {gains[largest]:.1f} times one on {largest} rows"
-        # Where several gain little on the largest sample they do on more work, unless they are slower.
-        if largest in enough or (not busy and gains[largest] > 1 / GAIN):
-            self.few_rows = min(enough, default=largest)
+    def _settle(self, rows: int, gain: float, keep: bool, busy: bool) -> None:
+        """Decide by the gain at the last number of rows that was measured. busy: threads had to wait for cores for much
+        of the time."""
+        self._words = f"measured: {gain:.1f} times one on {rows} row{'s' if rows > 1 else ''}"
+        if gain >= GAIN:
+            self.few_rows = rows if rows > SAMPLES[0] else 0
+            return
+        # Where several gain little on a sample they do on more work, unless they are slower.
+        if not busy and gain > 1 / GAIN:
+            self.few_rows = min(4 * rows, SAMPLES[-1])
             return
         if not busy and not keep:
             self.most, self.few_rows = 1, 0
