@@ -187,6 +187,8 @@ async def test_a_client_that_follows_a_stream_gets_an_error_when_the_request_is_
     async with connect(journal=str(tmp_path)) as client:
         await eventually(lambda: engine.sent == 1)
         following = asyncio.create_task(client.get("/v1/requests/mine?stream=true"))
+        # Its stream may begin late on a busy machine.
+        await eventually(lambda: client._transport.app.state.headway.active._tasks)
         await run_ready_tasks()
         assert (await client.delete("/v1/requests/mine")).json()["status"] == "deleted"
         async with asyncio.timeout(5):
