@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 NUMERICS = {
-    # Threads that wait for each other spin for some tenths of a millisecond, then sleep. Spinning on, the default,
-    # makes a prefill up to three times slower as soon as one other process is busy on two cores; not spinning at all
-    # doubles the time of a decode step on an idle machine. A tenth of this adds 15 to 25% to it (reference checkpoint
-    # in fp32, Xeon with AVX-512), and is no faster beside a busy process.
+    # Threads that wait for each other spin for some tenths of a millisecond, then sleep. Spinning on, the
+    # default, makes a prefill up to three times slower as soon as one other process is busy on two cores; not
+    # spinning at all doubles the time of a decode step on an idle machine. A tenth of this adds 15% and more to
+    # it (reference checkpoint in fp32, Xeon with AVX-512); beside a busy process it takes a tenth off, and adds
+    # 7% to a pass of 256 rows.
     "GOMP_SPINCOUNT": "10000",
     # oneDNN keeps about 1.6 MB a shape of matrix product, for 1,024 shapes; chunks have any number of rows.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",

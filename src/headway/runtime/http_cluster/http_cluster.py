@@ -34,7 +34,7 @@ log = logging.getLogger("headway.cluster")
 _ABSENT_S = 10.0
 """Seconds that the start waits for a server that others run, if another one serves."""
 _RETURNS_S = 5.0
-"""Seconds for which new requests are accepted, and wait, while no instance serves: a stalled one is back by then."""
+"""Seconds after the loss of the last instance in which new requests are accepted, and wait: it may have stalled."""
 
 
 class HttpInstanceSettings(msgspec.Struct, frozen=True):
