@@ -47,6 +47,29 @@ def test_a_library_is_built_once_in_a_private_folder(source: Path) -> None:
     assert made.stat().st_ino == before
 
 
+def test_a_library_is_built_again_when_the_compiler_was_replaced(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@"')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert compiled(one_of(source)) is not None
+    compiler.write_text('#!/bin/sh\n# the next version\nexec g++ "$@"')
+    assert compiled(one_of(source)) is not None
+    assert len(list((tmp_path / "cache" / "headway").glob("one-*.so"))) == 2
+
+
+def test_what_the_assembler_does_not_know_is_left_out(source: Path) -> None:
+    source.write_text(
+        'extern "C" int one() {\n#ifdef OLDER\n return 2;\n#else\n asm volatile("not_an_instruction"); return 1;\n#endif\n}'
+    )
+    assert compiled(one_of(source)) is None
+    library = compiled(dataclasses.replace(one_of(source), reduced=("-DOLDER",)))
+    assert library is not None
+    assert library.one() == 2
+
+
 def test_steps_are_reported_while_a_library_is_built_and_not_afterwards(source: Path) -> None:
     steps: list[tuple[int, int]] = []
     for _ in range(2):

@@ -38,6 +38,8 @@ class NativeLibrary:
     """For compiling, besides `FLAGS` and the processor's."""
     portable: tuple[str, ...]
     """The processor's flags in a wheel for x86-64, in place of -march=native."""
+    reduced: tuple[str, ...] = ()
+    """Flags to add for a second try, where compiler or assembler are too old for all of it."""
 
     def sources(self) -> list[Path]:
         return sorted(self.folder.glob(self.pattern))
@@ -60,6 +62,8 @@ LIBRARIES = {
             what="compiled kernels",
             flags=("-fopenmp",),
             portable=("-march=x86-64-v4", "-mavx512bf16"),
+            # A compiler may know AMX, and the assembler behind it may not.
+            reduced=("-DHEADWAY_TILES=0",),
         ),
         *(
             NativeLibrary(
@@ -125,13 +129,20 @@ def find_compiler() -> str | None:
 def _cached(compiler: str, library: NativeLibrary, done: Done | None, processor: Sequence[str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
     # Everything that the machine code depends on.
-    identity = _hash([*library.texts(), compiler, *FLAGS, *library.flags, *processor, platform.machine(), _processor()])
+    texts = [*library.texts(), *_version(compiler), *FLAGS, *library.flags, *processor, platform.machine(), _processor()]
+    identity = _hash(texts)
     target = cache / f"{library.name}-{identity}.so"
     _make_private(cache)
     if _is_own(target):
         return target
     _log.info("compiling %s for this processor, once: it takes some seconds", library.name)
-    build(compiler, library, target, processor, done)
+    try:
+        build(compiler, library, target, processor, done)
+    except subprocess.CalledProcessError as error:
+        if not library.reduced:
+            raise
+        _log.info("compiling %s again with %s: %s", library.name, " ".join(library.reduced), error.stderr)
+        build(compiler, library, target, (*processor, *library.reduced), done)
     return target
 
 
@@ -155,6 +166,13 @@ def build(
         _compile((compiler, "-shared", *objects, "-o", str(linked)))
         # Atomic: processes that build at once replace each other's equal file, and none loads half of one.
         os.replace(linked, target)
+
+
+def _version(compiler: str) -> tuple[str, ...]:
+    """What changes when a compiler is replaced under its name. (To ask it would take a process at every start.)"""
+    found = Path(compiler).resolve()
+    status = found.stat()
+    return str(found), str(status.st_size), str(status.st_mtime_ns)
 
 
 def _hash(texts: Sequence[str]) -> str:

@@ -66,15 +66,20 @@ class CompiledLayers:
         native.rotate(first, cos.data_ptr(), sin.data_ptr(), rows, out, turned, dim, cos.shape[-1])
         query, key, value = torch.split_with_sizes(heads, (config.q_heads, config.kv_heads, config.kv_heads), 1)
         mixed = backend.run(index, query, key, value, plan).contiguous()
-        weight, bias, out, inputs = layer.out
-        # Residual and output are both `hidden`: the projection adds in place.
-        native.linear(mixed.data_ptr(), 0, eps, 0, weight, bias, at, at, rows, out, inputs)
-        weight, bias, out, inputs = layer.gate_up
-        both = hidden.new_empty(rows, out)
-        native.linear(at, layer.mlp_norm, eps, 0, weight, bias, 0, both.data_ptr(), rows, out, inputs)
-        weight, bias, out, inputs = layer.down
-        # gated = 1: the kernel reads gate and up side by side and applies silu(gate) * up to its input.
-        native.linear(both.data_ptr(), 0, eps, 1, weight, bias, at, at, rows, out, inputs)
+        # What follows a row's attention looks at no other row: a piece at a time, its activations stay in the cache.
+        size = hidden.element_size()
+        width, across = layer.out.out * size, layer.out.inputs * size
+        both = hidden.new_empty(min(rows, native.together), layer.gate_up.out)
+        for begin in range(0, rows, native.together):
+            count, here = min(native.together, rows - begin), at + begin * width
+            weight, bias, out, inputs = layer.out
+            # Residual and output are both `hidden`: the projection adds in place.
+            native.linear(mixed.data_ptr() + begin * across, 0, eps, 0, weight, bias, here, here, count, out, inputs)
+            weight, bias, out, inputs = layer.gate_up
+            native.linear(here, layer.mlp_norm, eps, 0, weight, bias, 0, both.data_ptr(), count, out, inputs)
+            weight, bias, out, inputs = layer.down
+            # gated = 1: the kernel reads gate and up side by side and applies silu(gate) * up to its input.
+            native.linear(both.data_ptr(), 0, eps, 1, weight, bias, here, here, count, out, inputs)
 
     def head(self, hidden: Tensor) -> Tensor | None:
         """Return logits of hidden (R, hidden_size) in fp32, or None where the head is not held in panels."""

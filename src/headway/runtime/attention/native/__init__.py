@@ -48,6 +48,8 @@ class GeneralKernels:
 
     pairs = 1
     """Inputs that lie side by side in a panel of weights."""
+    together = 240
+    """Rows that one pass over weights serves."""
 
     def __init__(self, linear: Any, rotate: Any, prefill: Any) -> None:
         for function, arguments in ((linear, _LINEAR), (rotate, _ROTATE), (prefill, _CHUNKS)):
@@ -62,6 +64,7 @@ class CompiledKernels(GeneralKernels):
 
     def __init__(self, library: ctypes.CDLL, tiles: bool) -> None:
         self.tiles = tiles = tiles and bool(library.headway_tiles())
+        self.together = 256 if tiles else self.together
         way = "_amx" if tiles else ""
         linear, prefill = (getattr(library, f"headway_{what}{way}") for what in ("linear", "prefill"))
         super().__init__(linear, library.headway_rotate, prefill)

@@ -16,14 +16,6 @@ namespace {
 constexpr int kAmxWide = 2;    // vectors of 16 rows in a tile, at most: 2 x 2 accumulators, 2 of each operand
 constexpr int kAmxStep = 32;   // keys in a step
 
-// 2^x, relative error below 3e-6; zero far below. The polynomial is the minimax one on [-1/2, 1/2].
-inline __m512 short_exp2_16(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, 8);  // from the nearest integer
-    __m512 y = _mm512_set1_ps(9.5701e-3f);
-    for (float c : {5.591786e-2f, 2.4024745e-1f, 6.9312181e-1f, 9.9999926e-1f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, _mm512_sub_ps(x, r));
-}
-
 // The scores of 32 keys, times nothing yet. s: [32][N][16].
 template <int N>
 inline void amx_score(i64 dim, const uint32_t* q, const bf16* k, float* s) {

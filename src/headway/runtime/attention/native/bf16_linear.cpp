@@ -24,7 +24,6 @@ namespace {
 
 constexpr i64 kRows = 12;       // in a block: 12 x 2 accumulators
 constexpr i64 kFew = 6;         // blocks up to here take 4 panels at a time
-constexpr i64 kTogether = 240;  // rows that one pass over the weights serves
 
 struct Epilogue {
     const bf16* bias;
@@ -36,6 +35,19 @@ struct Epilogue {
         if (bias) value = _mm512_add_ps(value, widen(live, bias + c));
         if (residual) value = _mm512_add_ps(value, widen(live, residual + m * n + c));
         _mm256_mask_storeu_epi16(out + m * n + c, live, (__m256i)_mm512_cvtneps_pbh(value));
+    }
+    // 32 whole columns of `rows` rows, from tiles of 16 rows and 16 columns.
+    void put_pairs(i64 m, i64 rows, i64 c, const float* sums) const {
+        __m512 low = _mm512_setzero_ps(), high = low;
+        if (bias) low = widen(bias + c), high = widen(bias + c + 16);
+        for (i64 r = 0; r < rows; r++) {
+            const float* from = sums + r / 16 * 512 + r % 16 * 16;
+            const i64 at = (m + r) * n + c;
+            __m512 a = _mm512_load_ps(from), b = _mm512_load_ps(from + 256);
+            if (bias) a = _mm512_add_ps(a, low), b = _mm512_add_ps(b, high);
+            if (residual) a = _mm512_add_ps(a, widen(residual + at)), b = _mm512_add_ps(b, widen(residual + at + 16));
+            _mm512_storeu_si512(out + at, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+        }
     }
 };
 
@@ -87,54 +99,68 @@ void amx_tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 pa
     TILE_ZERO(2);
     TILE_ZERO(3);
     w += panel * 16 * k;
+    // Each operand is loaded for the next step as soon as it was used: tiles are loaded while others are multiplied.
+    TILE_LOAD(4, x, 64);
+    TILE_LOAD(6, w, 64);
+    if (R == 2) TILE_LOAD(5, x + 8 * k, 64);
+    if (C == 2) TILE_LOAD(7, w + 16 * k, 64);
     for (i64 p = 0; p < k / 2; p += 16) {
         if (R == 1)
             for (int line = 0; line < 16; line++)
 #pragma GCC unroll 2
                 for (int c = 0; c < C; c++)
                     _mm_prefetch((const char*)(w + c * 16 * k + (p + line) * 32 + 1024), _MM_HINT_T0);
-        TILE_LOAD(4, x + 16 * p, 64);
-        TILE_LOAD(6, w + 32 * p, 64);
+        const i64 next = p + 16 < k / 2 ? p + 16 : p;
         TILE_MULTIPLY(0, 4, 6);
-        if (R == 2) {
-            TILE_LOAD(5, x + 8 * k + 16 * p, 64);
-            TILE_MULTIPLY(2, 5, 6);
-        }
-        if (C == 2) {
-            TILE_LOAD(7, w + 16 * k + 32 * p, 64);
-            TILE_MULTIPLY(1, 4, 7);
-            if (R == 2) TILE_MULTIPLY(3, 5, 7);
-        }
+        if (C == 2) TILE_MULTIPLY(1, 4, 7);
+        TILE_LOAD(4, x + 16 * next, 64);
+        if (R == 2) TILE_MULTIPLY(2, 5, 6);
+        TILE_LOAD(6, w + 32 * next, 64);
+        if (R == 2 && C == 2) TILE_MULTIPLY(3, 5, 7);
+        if (R == 2) TILE_LOAD(5, x + 8 * k + 16 * next, 64);
+        if (C == 2) TILE_LOAD(7, w + 16 * k + 32 * next, 64);
     }
     alignas(64) float sums[4][256];
     TILE_STORE(0, sums[0], 64);
     TILE_STORE(1, sums[1], 64);
     TILE_STORE(2, sums[2], 64);
     TILE_STORE(3, sums[3], 64);
+    if (C == 2 && 16 * (panel + 2) <= e.n) {
+        e.put_pairs(row, rows, 16 * panel, sums[0]);
+        return;
+    }
     for (i64 r = 0; r < rows; r++)
         for (int c = 0; c < C; c++) e.put(row + r, 16 * (panel + c), _mm512_load_ps(sums[r / 16 * 2 + c] + r % 16 * 16));
 }
 
-void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* y) {
-    __m512 squares = _mm512_setzero_ps();
-    for (i64 c = 0; c < k; c += 16) {
-        __m512 v = widen(x + c);
-        squares = _mm512_fmadd_ps(v, v, squares);
-    }
-    __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / float(k) + eps));
-    for (i64 c = 0; c < k; c += 16) narrow(y + c, _mm512_mul_ps(_mm512_mul_ps(widen(x + c), factor), widen(weight + c)));
+// The prologues write a row in pieces of 32 columns, `apart` elements from one to the next.
+void narrow(bf16* to, __m512 first, __m512 second) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-void swiglu(const bf16* x, i64 k, bf16* y) {
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
-    for (i64 c = 0; c < k; c += 16) {
-        __m512 g = widen(x + c);
-        __m512 e = exp16(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
-        __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
-        __m512 top = _mm512_mask_blend_ps(negative, one, e);
-        __m512 silu = _mm512_div_ps(_mm512_mul_ps(g, top), _mm512_add_ps(one, e));
-        narrow(y + c, _mm512_mul_ps(silu, widen(x + k + c)));
+void normalise(const bf16* x, const bf16* weight, float eps, i64 k, bf16* to, i64 apart) {
+    __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (i64 c = 0; c < k; c += 32) {
+        const __m512 a = widen(x + c), b = widen(x + c + 16);
+        squares[0] = _mm512_fmadd_ps(a, a, squares[0]);
+        squares[1] = _mm512_fmadd_ps(b, b, squares[1]);
     }
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1]));
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum / float(k) + eps));
+    const auto scaled = [&](i64 c) { return _mm512_mul_ps(_mm512_mul_ps(widen(x + c), factor), widen(weight + c)); };
+    for (i64 c = 0; c < k; c += 32, to += apart) narrow(to, scaled(c), scaled(c + 16));
+}
+
+// silu(gate) * up. Power and inverse are off by 6e-5 of it at most: little, where the result has 8 bits.
+void swiglu(const bf16* x, i64 k, bf16* to, i64 apart) {
+    const auto mixed = [&](i64 c) {
+        const __m512 gate = widen(x + c), power = _mm512_mul_ps(gate, _mm512_set1_ps(-kLog2e));
+        // Not beyond what has an inverse.
+        const __m512 e = short_exp2_16(_mm512_min_ps(power, _mm512_set1_ps(120.0f)));
+        const __m512 sigmoid = _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), e));
+        return _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), widen(x + k + c));
+    };
+    for (i64 c = 0; c < k; c += 32, to += apart) narrow(to, mixed(c), mixed(c + 16));
 }
 
 // Rows (rows, k), or (rows, 2k) if gated, before the prologue.
@@ -143,12 +169,18 @@ struct Rows {
     float eps;
     int gated;
     i64 k;
-    // Row `row` after the prologue, in `scratch` if there is one.
-    const bf16* get(i64 row, bf16* scratch) const {
+    // Row `row` after the prologue, in pieces of 32 columns from `to` on.
+    void write(i64 row, bf16* to, i64 apart) const {
         const bf16* from = x + row * (gated ? 2 * k : k);
-        if (gated) swiglu(from, k, scratch);
-        else if (norm) normalise(from, norm, eps, k, scratch);
-        else return from;
+        if (gated) swiglu(from, k, to, apart);
+        else if (norm) normalise(from, norm, eps, k, to, apart);
+        else
+            for (i64 c = 0; c < k; c += 32, to += apart) _mm512_storeu_si512(to, _mm512_loadu_si512(from + c));
+    }
+    // The same in one piece: in `scratch`, or where it lies.
+    const bf16* get(i64 row, bf16* scratch) const {
+        if (!gated && !norm) return x + row * k;
+        write(row, scratch, 32);
         return scratch;
     }
 };
@@ -157,6 +189,7 @@ struct Rows {
 // all; `multiply`: all of them by some panels.
 struct ByVectors {
     using Registers = NoRegisters;
+    static constexpr i64 kTogether = 240;  // rows that one pass over the weights serves
     static i64 blocks(i64 held) { return (held + kRows - 1) / kRows; }
     static i64 panels_together(i64 held) { return held <= kFew ? 4 : 2; }
     static void lay(const Rows& in, i64 begin, i64 held, i64 b, bf16* scratch, uint32_t* laid) {
@@ -179,16 +212,14 @@ struct ByVectors {
 
 struct ByTiles {
     using Registers = TileRegisters;
+    static constexpr i64 kTogether = 256;
     static i64 blocks(i64 held) { return (held + 15) / 16; }
     static i64 panels_together(i64) { return 2; }
-    static void lay(const Rows& in, i64 begin, i64 held, i64 b, bf16* scratch, uint32_t* laid) {
+    static void lay(const Rows& in, i64 begin, i64 held, i64 b, bf16*, uint32_t* laid) {
         const i64 first = 16 * b, rows = std::min<i64>(16, held - first);
         bf16* to = (bf16*)(laid + first * in.k / 2);
         if (rows < 16) memset(to, 0, 16 * in.k * sizeof(bf16));
-        for (i64 r = 0; r < rows; r++) {
-            const bf16* from = in.get(begin + first + r, scratch);
-            for (i64 c = 0; c < in.k; c += 32) memcpy(to + 16 * c + 32 * r, from + c, 64);
-        }
+        for (i64 r = 0; r < rows; r++) in.write(begin + first + r, to + 32 * r, 512);
     }
     static void multiply(const uint32_t* laid, const bf16* w, i64 k, i64 begin, i64 held, i64 panel, i64 last, const Epilogue& e) {
         for (i64 first = 0; first < held; first += 32) {
@@ -202,17 +233,18 @@ struct ByTiles {
 template <class Way>
 void linear(const Rows& in, const bf16* w, const Epilogue& e, i64 rows) {
     static thread_local std::vector<uint32_t> kept;
-    const i64 k = in.k, room = (std::min(rows, kTogether) + 15) / 16 * 16 * k / 2;
-    if (i64(kept.size()) < room) kept.resize(room);
-    uint32_t* laid = kept.data();
+    const i64 k = in.k, room = (std::min(rows, Way::kTogether) + 15) / 16 * 16 * k / 2;
+    if (i64(kept.size()) < room + 16) kept.resize(room + 16);
+    // From the begin of a cache line on: no row of a tile lies in two.
+    uint32_t* laid = (uint32_t*)((uintptr_t(kept.data()) + 63) / 64 * 64);
     const i64 count = (e.n + 15) / 16;
 #pragma omp parallel
     {
         static thread_local std::vector<bf16> scratch;
         if (i64(scratch.size()) < k) scratch.resize(k);
         [[maybe_unused]] const typename Way::Registers registers;
-        for (i64 begin = 0; begin < rows; begin += kTogether) {
-            const i64 held = std::min(rows - begin, kTogether);
+        for (i64 begin = 0; begin < rows; begin += Way::kTogether) {
+            const i64 held = std::min(rows - begin, Way::kTogether);
 #pragma omp for schedule(static)
             for (i64 b = 0; b < Way::blocks(held); b++) Way::lay(in, begin, held, b, scratch.data(), laid);
             const i64 wide = Way::panels_together(held);
