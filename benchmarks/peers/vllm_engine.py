@@ -9,7 +9,7 @@ With `--plugged 150` the first of the two is vLLM with Headway inside at an aim 
 where nothing has to wait (a chat alone, a long prompt alone, decodes only).
 
 The servers answer by turns, so that other work on the machine slows both. vLLM's processes are stopped (SIGSTOP) while
-Headway is measured; Headway's sleep while it has no requests. Beside it the machine's limits, matrix products at the
+the other is measured; those of the native engine sleep while it has no requests. Beside it the machine's limits, matrix products at the
 model's shapes and reads of memory, and the share of them that each engine reaches. What is in the JSON file already is
 not measured again, so that a run can be cut into parts: `--only decode` measures what has that word in its name.
 `--table docs/reference/peers.md` appends the rows, under the machine's name.
@@ -39,11 +39,12 @@ from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import VllmServer, flags_of, vllm_server
+from vllm_server import VllmServer, flags_of
 
-DECODED = 32
-"""Output tokens by which a decode step is measured."""
-
+DECODED = {1: 32, 8: 128}
+"""Output tokens by which a decode step is measured, by batch: enough beyond the last one's prefill."""
+FEWEST_STEPS = 8
+"""Steps of a whole batch below which nothing is said of one."""
 
 DECODES = ((1000, 1), (1000, 8), (16000, 1))
 """Prompt and batch of the decode steps."""
@@ -57,14 +58,37 @@ class Probe(NamedTuple):
     output: int
     at_once: int
     measured: str
-    """first: time to the first token. step: time between two tokens. whole: until the end. Seconds."""
+    """One of `MEASURES`."""
 
 
 class Answer(NamedTuple):
-    """Seconds since the request."""
+    """When the request was sent and when each token came, seconds."""
 
-    first_s: float
-    last_s: float
+    sent_s: float
+    tokens_s: list[float]
+
+
+def whole_s(answers: list[Answer]) -> float:
+    """Return the median time until the end."""
+    return statistics.median(one.tokens_s[-1] - one.sent_s for one in answers)
+
+
+def first_s(answers: list[Answer]) -> float:
+    """Return the median time to the first token."""
+    return statistics.median(one.tokens_s[0] - one.sent_s for one in answers)
+
+
+def step_s(answers: list[Answer]) -> float:
+    """Return the time of a step in which all decode: between the last one's first token and the first one's last.
+    Raises RuntimeError where these are too few."""
+    begin, end = max(one.tokens_s[0] for one in answers), min(one.tokens_s[-1] for one in answers)
+    together = [[at for at in one.tokens_s if begin <= at <= end] for one in answers]
+    if min(map(len, together)) <= FEWEST_STEPS:
+        raise RuntimeError(f"all decode together in {min(map(len, together))} steps only: ask for more tokens")
+    return statistics.median((times[-1] - times[0]) / (len(times) - 1) for times in together)
+
+
+MEASURES: dict[str, Callable[[list[Answer]], float]] = {"first": first_s, "step": step_s, "whole": whole_s}
 
 
 def probes(prompts: list[int]) -> list[Probe]:
@@ -72,7 +96,7 @@ def probes(prompts: list[int]) -> list[Probe]:
     return [
         Probe("chat of 200 + 16 alone", 200, 16, 1, "whole"),
         *(Probe(f"prefill of {n:,}", n, 1, 1, "first") for n in prompts),
-        *(Probe(f"decode step at {past:,}, batch of {n}", past, DECODED, n, "step") for past, n in DECODES),
+        *(Probe(f"decode step at {past:,}, batch of {n}", past, DECODED[n], n, "step") for past, n in DECODES),
     ]
 
 
@@ -85,25 +109,24 @@ async def answer(session: aiohttp.ClientSession, url: str, prompt: list[int], ou
     async with session.post(f"{url}/v1/completions", json=body) as reply:
         reply.raise_for_status()
         lines = (line async for line in reply.content if line.startswith(b"data: {"))
-        times = [time.perf_counter() - begun async for line in lines if json.loads(line[6:]).get("choices")]
+        times = [time.perf_counter() async for line in lines if json.loads(line[6:]).get("choices")]
     if not times:
         raise RuntimeError(f"{url} answered without a token")
-    return Answer(times[0], times[-1])
+    return Answer(begun, times)
 
 
 async def measure(session: aiohttp.ClientSession, url: str, probe: Probe, rng: random.Random) -> float:
-    """Return the median over the probe's requests, seconds. Prompts are new each time, so that none is cached."""
+    """Return the seconds of a probe. Prompts are new each time, so that none is cached."""
     asked = [[rng.randrange(10, 4000) for _ in range(probe.prompt)] for _ in range(probe.at_once)]
     answers = await asyncio.gather(*(answer(session, url, prompt, probe.output) for prompt in asked))
-    of: dict[str, Callable[[Answer], float]] = {
-        "first": lambda one: one.first_s,
-        "step": lambda one: (one.last_s - one.first_s) / (probe.output - 1),
-        "whole": lambda one: one.last_s,
-    }
-    return statistics.median(of[probe.measured](one) for one in answers)
+    return MEASURES[probe.measured](answers)
 
 
-async def compare(ours: str, theirs: VllmServer, probe: Probe, rounds: int) -> dict[str, Any]:
+Signal = Callable[[int], object]
+"""Sends a signal to an engine's processes."""
+
+
+async def compare(ours: tuple[str, Signal], theirs: tuple[str, Signal], probe: Probe, rounds: int) -> dict[str, Any]:
     """Measure a probe by turns, once unmeasured first. Returns medians, and the ratio in each round."""
     found: dict[str, list[float]] = {"headway": [], "vllm": []}
     rng = random.Random(probe.name)
@@ -111,15 +134,14 @@ async def compare(ours: str, theirs: VllmServer, probe: Probe, rounds: int) -> d
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1800), connector=connector) as session:
         for turn in range(rounds + 1):
-            theirs.signal(signal.SIGSTOP)
-            try:
-                seconds = await measure(session, ours, probe, rng)
-            finally:
-                theirs.signal(signal.SIGCONT)
-            other = await measure(session, theirs.url, probe, rng)
-            if turn:
-                found["headway"].append(seconds)
-                found["vllm"].append(other)
+            for name, (url, _), (_, other) in (("headway", ours, theirs), ("vllm", theirs, ours)):
+                other(signal.SIGSTOP)
+                try:
+                    seconds = await measure(session, url, probe, rng)
+                finally:
+                    other(signal.SIGCONT)
+                if turn:
+                    found[name].append(seconds)
     ratios = [own / other for own, other in zip(found["headway"], found["vllm"], strict=True)]
     middle = {f"{name}_s": statistics.median(times) for name, times in found.items()}
     return {"probe": probe.name, **middle, "ratio": statistics.median(ratios), "ratios": ratios}
@@ -254,10 +276,10 @@ def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any])
     )  # fmt: skip
     try:
         theirs.start()
-        with _ours(a, room, flags) as url:
+        with _ours(a, room, flags) as ours:
             print(HEAD, flush=True)
             for probe in asked:
-                row = asyncio.run(compare(url, theirs, probe, a.rounds))
+                row = asyncio.run(compare(ours, (theirs.url, theirs.signal), probe, a.rounds))
                 row["least_s"] = least_s(a.model, probe, held["limits"], 4 if a.dtype == "float32" else 2)
                 print(line(row), flush=True)
                 held["rows"].append(row)
@@ -267,15 +289,19 @@ def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any])
 
 
 @contextmanager
-def _ours(a: argparse.Namespace, room: int, flags: list[str]) -> Iterator[str]:
-    """Run the native engine's server, or with `--plugged` vLLM with Headway inside; yields its URL."""
+def _ours(a: argparse.Namespace, room: int, flags: list[str]) -> Iterator[tuple[str, Signal]]:
+    """Run the native engine's server, or with `--plugged` vLLM with Headway inside; yields its URL and what stops it."""
     if a.plugged:
         log = a.json.with_suffix(".plugged.log")
         plugged = [*flags, *flags_of(f"headway:{a.plugged}")]
-        with vllm_server(
-            a.python, str(a.model), plugged, dtype=a.dtype, max_model_len=room, kv_gib=2, threads=a.threads, log=log
-        ) as url:
-            yield url
+        inside = VllmServer(
+            a.python, str(a.model), plugged, log, dtype=a.dtype, max_model_len=room, kv_gib=2, threads=a.threads
+        )
+        try:
+            inside.start()
+            yield inside.url, inside.signal
+        finally:
+            inside.stop()
         return
     ours = [str(a.model), "--served-model-name", "peer", "--dtype", a.dtype, "--max-model-len", str(room),
             "--no-prefix-cache"]  # fmt: skip
@@ -283,7 +309,8 @@ def _ours(a: argparse.Namespace, room: int, flags: list[str]) -> Iterator[str]:
     if a.threads != os.cpu_count():
         ours += ["--threads", str(a.threads)]
     with ServerProcess(ours) as server:
-        yield server.url
+        # Its processes sleep while they have no requests.
+        yield server.url, lambda number: None
 
 
 if __name__ == "__main__":

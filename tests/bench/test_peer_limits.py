@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.peers.vllm_engine import DECODES, Probe, least_s, limits
+from benchmarks.peers.vllm_engine import DECODES, Answer, Probe, least_s, limits, step_s
 
 CONFIG = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8,
@@ -36,3 +36,12 @@ def test_the_rate_of_each_measured_batch_is_known(model: Path) -> None:
     found = limits(model, "float32", 1)
     for past, batch in DECODES:
         assert least_s(model, Probe("", past, 32, batch, "step"), found, 4)
+
+
+def test_a_step_of_a_batch_is_measured_while_all_decode() -> None:
+    """The second prompt is computed while the first one decodes, 0.5 s a step; then both take 0.1 s a step."""
+    first = [1.0 + 0.5 * i for i in range(4)] + [2.6 + 0.1 * i for i in range(20)]
+    second = [2.6 + 0.1 * i for i in range(24)]
+    assert step_s([Answer(0.0, first), Answer(0.0, second)]) == pytest.approx(0.1)
+    with pytest.raises(RuntimeError, match="more tokens"):
+        step_s([Answer(0.0, first[:6]), Answer(0.0, second)])

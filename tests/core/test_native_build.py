@@ -61,9 +61,8 @@ def test_a_library_is_built_again_when_the_compiler_was_replaced(
 
 
 def test_what_the_assembler_does_not_know_is_left_out(source: Path) -> None:
-    source.write_text(
-        'extern "C" int one() {\n#ifdef OLDER\n return 2;\n#else\n asm volatile("not_an_instruction"); return 1;\n#endif\n}'
-    )
+    newer = 'asm volatile("not_an_instruction");'
+    source.write_text(f'extern "C" int one() {{\n#ifdef OLDER\n return 2;\n#else\n {newer} return 1;\n#endif\n}}')
     assert compiled(one_of(source)) is None
     library = compiled(dataclasses.replace(one_of(source), reduced=("-DOLDER",)))
     assert library is not None

@@ -73,7 +73,7 @@ def test_any_number_of_decodes(rows: int, biased: bool) -> None:
     assert (got - wanted).abs().max() <= 0.03 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("first", [1, 17, 239, 240, 241, 500])
+@pytest.mark.parametrize("first", [1, 17, 239, 240, 241, 255, 256, 257, 500])
 def test_chunks_of_any_size(first: int) -> None:
     decoder = random_decoder(CONFIG, torch.bfloat16)
     got, wanted = logits(decoder, 2, first), logits(exact(decoder), 2, first)

@@ -129,8 +129,8 @@ def find_compiler() -> str | None:
 def _cached(compiler: str, library: NativeLibrary, done: Done | None, processor: Sequence[str]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
     # Everything that the machine code depends on.
-    texts = [*library.texts(), *_version(compiler), *FLAGS, *library.flags, *processor, platform.machine(), _processor()]
-    identity = _hash(texts)
+    made_by = [*_version(compiler), *FLAGS, *library.flags, *processor]
+    identity = _hash([*library.texts(), *made_by, platform.machine(), _processor()])
     target = cache / f"{library.name}-{identity}.so"
     _make_private(cache)
     if _is_own(target):
