@@ -9,10 +9,10 @@ With `--plugged 150` the first of the two is vLLM with Headway inside at an aim 
 where nothing has to wait (a chat alone, a long prompt alone, decodes only).
 
 The servers answer by turns, so that other work on the machine slows both. vLLM's processes are stopped (SIGSTOP) while
-the other is measured; those of the native engine sleep while it has no requests. Beside it the machine's limits, matrix products at the
-model's shapes and reads of memory, and the share of them that each engine reaches. What is in the JSON file already is
-not measured again, so that a run can be cut into parts: `--only decode` measures what has that word in its name.
-`--table docs/reference/peers.md` appends the rows, under the machine's name.
+the other is measured; those of the native engine sleep while it has no requests. Beside it the machine's limits, matrix
+products at the model's shapes and reads of memory, and the share of them that each engine reaches. What is in the JSON
+file already is not measured again, so that a run can be cut into parts: `--only decode` measures what has that word in
+its name. `--table docs/reference/peers.md` appends the rows, under the machine's name.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def measure_all(a: argparse.Namespace, asked: list[Probe], held: dict[str, Any])
 
 @contextmanager
 def _ours(a: argparse.Namespace, room: int, flags: list[str]) -> Iterator[tuple[str, Signal]]:
-    """Run the native engine's server, or with `--plugged` vLLM with Headway inside; yields its URL and what stops it."""
+    """Run the native engine's server, or with `--plugged` vLLM with Headway inside: its URL, and what stops it."""
     if a.plugged:
         log = a.json.with_suffix(".plugged.log")
         plugged = [*flags, *flags_of(f"headway:{a.plugged}")]
