@@ -49,7 +49,7 @@ class GeneralKernels:
     pairs = 1
     """Inputs that lie side by side in a panel of weights."""
     together = 240
-    """Rows that one pass over weights serves."""
+    """Rows that one pass over weights serves: `kTogether` of the .cpp file."""
 
     def __init__(self, linear: Any, rotate: Any, prefill: Any) -> None:
         for function, arguments in ((linear, _LINEAR), (rotate, _ROTATE), (prefill, _CHUNKS)):
