@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.helpers.checkpoints import make_tiny
 from tests.helpers.cluster_probe import cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
@@ -37,6 +38,12 @@ def slow_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def wanted(reference: GreedyReference) -> list[list[int]]:
     return [reference.tokens(prompt, COUNT) for prompt in (*TOGETHER, *SHORTS)]
+
+
+@pytest.fixture
+def wide_llama(tmp_path: Path) -> Path:
+    """A Llama whose prompts take so long that they are worth a larger group on a busy machine too."""
+    return make_tiny("llama", tmp_path / "wide", max_position_embeddings=2048, intermediate_size=8192)
 
 
 def report(url: str) -> dict[str, Any]:
@@ -87,10 +94,12 @@ def replays(path: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @LONG
 def test_groups_shrink_and_grow_and_one_of_them_dies(
-    tmp_path: Path, short_llama: Path, wanted: list[list[int]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wide_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    reference = GreedyReference(wide_llama)
+    wanted = [reference.tokens(prompt, COUNT) for prompt in (*TOGETHER, *SHORTS)]
     log, small = str(tmp_path / "log"), {"kv_cache_memory": "512K"}
-    path = write(tmp_path, short_llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
+    path = write(tmp_path, wide_llama, "loongserve", {"decode_batch": 1}, MIXED, "in-place", event_log=log, **small)
     with cluster(path) as running, ThreadPoolExecutor(16) as pool:
         url = running.url
         seen(pool, url, TOGETHER, wanted[:4], "groups_shrunk")  # a prompt's group has kept what its KV needs

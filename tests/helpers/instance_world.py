@@ -68,7 +68,7 @@ class Instance:
         self._beats.bind(endpoint + HEARTBEAT_SUFFIX)
         own = {"room_s": settings.get("room_s", 5.0)}
         config = EngineConfig(
-            dtype="float32", threads=1, block_size=8, latency_profile="quick", worker_timeout_s=1.0,
+            dtype="float32", threads=1, block_size=8, latency_profile="quick", worker_timeout_s=3.0,
             instance=InstanceConfig(
                 number=number, incarnation=incarnation, listen=f"unix:{folder}/p{number}.{incarnation}", **own
             ),
@@ -212,8 +212,12 @@ class World:
         self._settings = [{"model": str(model), **settings, **each[n]} for n in range(count)]
         self._lives = [0] * count
         self.instances = [Instance(n, 0, self._folder, self._settings[n]) for n in range(count)]
-        for instance in self.instances:
-            self._ready(instance)
+        try:
+            for instance in self.instances:
+                self._ready(instance)
+        except BaseException:
+            self.close()  # else its sockets are found open in another test
+            raise
         self.meet()
 
     def _ready(self, instance: Instance) -> None:

@@ -221,7 +221,7 @@ def test_the_budget_follows_a_model_that_has_learned() -> None:
         policy.budget_s(now)
         # The model that learns is one object, whose times change.
         policy.budget._chunks._latency = policy.budget._latency = SLOW
-        policy.budget.observed(changed=True)
+        policy.budget.observed(0.0, changed=True)
         budgets.append(policy.budget_s(1000.0))
     assert budgets[0] == budgets[1] > LEAST_AIM_S
 
@@ -229,15 +229,31 @@ def test_the_budget_follows_a_model_that_has_learned() -> None:
 def test_newcomers_wait_longer_only_where_arrivals_are_rare() -> None:
     gaps = ArrivalGaps()
     assert gaps.expected_s(5.0) == 0.0
-    gaps.arrived(0.0)
+    gaps.arrived(0.0, idle=True)
     assert gaps.expected_s(7.0) == 7.0
-    for at in (1.0, 2.0, 3.0):
-        gaps.arrived(at)
-    assert gaps.expected_s(3.5) == 1.0
-    assert gaps.expected_s(103.0) == 20.0
+    for at in (8.0, 9.0, 10.0):
+        gaps.arrived(at, idle=False)
+    assert gaps.expected_s(10.5) == 1.0
+    assert gaps.expected_s(110.0) == 20.0
     # One arrival ends the quiet time, however long it was.
-    gaps.arrived(103.0)
-    assert gaps.expected_s(103.0) == 1.0
+    gaps.arrived(110.0, idle=False)
+    assert gaps.expected_s(110.0) == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.01, 5.0)), min_size=2, max_size=30))
+def test_one_request_after_another_is_no_newcomer(turns: list[tuple[float, float]]) -> None:
+    """Each is alone: (idle seconds before it, its seconds)."""
+    gaps, now, busy_s = ArrivalGaps(), 0.0, 0.0
+    for idle_s, seconds in turns:
+        now += idle_s
+        gaps.arrived(now, idle=True)
+        now, busy_s = now + seconds, busy_s + seconds
+        gaps.worked(seconds)
+        assert gaps.expected_s(now) == pytest.approx(busy_s)
+    # Once some find others there, more are expected as soon.
+    gaps.arrived(now, idle=False)
+    gaps.arrived(now + 0.5, idle=False)
+    assert gaps.expected_s(now + 0.5) == pytest.approx(min(busy_s, 0.5))
 
 
 def test_lone_iterations_grow_with_quiet_time_up_to_a_bound() -> None:

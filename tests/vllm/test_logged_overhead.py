@@ -44,7 +44,7 @@ def logged_run(requests: int = 60, outputs: int = 4) -> list[dict[str, Any]]:
         {"engine": "vllm", "version": "test"},
     )
     pool = ReservedKvPool(1000, 16_000, *log.watched(lambda: 1000, lambda name, tokens: -(-tokens // 16)))
-    policy = IterationPolicy(SchedulerConfig(t_target_s=0.05), CorrectedLatency(table, 1.0), pool)
+    policy = IterationPolicy(SchedulerConfig(t_target_s=0.05, newcomer_wait_s=0.0), CorrectedLatency(table, 1.0), pool)
     driver = RecordingDriver(policy, pool, log, 16)
     for number in range(requests):
         now += 1.0

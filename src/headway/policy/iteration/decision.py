@@ -101,7 +101,7 @@ class IterationPolicy:
         # `assess` sets the deadline, which a request that decodes at once reports too.
         line = self.urgency.assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
-        self.budget.arrived(state)
+        self.budget.arrived(state, idle=not self._states)
         self._insert(state, line)
 
     def transfer_in(self, state: PrefillState) -> None:
@@ -233,10 +233,11 @@ class IterationPolicy:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
-        self.budget.observed(self.urgency.prefill_times.refresh())
+        self.budget.observed(seconds, self.urgency.prefill_times.refresh())
 
     def charge(self, load: BatchLoad, seconds: float | None, now: float) -> None:
         """Charge an iteration that ended at `now` to the share of its class; measured seconds, None: as predicted."""
+        self.budget.arrivals.busy(now)
         share = self.compute_share
         if share is None:
             return

@@ -36,24 +36,49 @@ _LAYER_SHARE = 0.1
 
 
 class ArrivalGaps:
-    """Expected time between arrivals, from the last few of them."""
+    """Expected time between requests that come while others are there, from the last few of them.
+
+    A request that finds the engine idle waits for nobody, and idle time does not count: a client that sends one prompt
+    after another is no reason for short iterations.
+    """
 
     def __init__(self) -> None:
-        self._last_s: float | None = None
+        # Until when the engine was busy, and how long it had been idle before.
+        self._until_s: float | None = None
+        self._idle_s = 0.0
+        # Busy seconds at the last arrival that found it busy.
+        self._last_s = 0.0
         self._gaps: deque[float] = deque(maxlen=_GAPS)
 
-    def arrived(self, at_s: float) -> None:
-        """Note an arrival. Times that go backwards count as simultaneous."""
-        if self._last_s is not None:
-            self._gaps.append(max(0.0, at_s - self._last_s))
-        self._last_s = at_s if self._last_s is None else max(at_s, self._last_s)
+    def arrived(self, at_s: float, idle: bool) -> None:
+        """Note an arrival. `idle`: no other request is there. Times that go backwards count as simultaneous."""
+        if self._until_s is None:
+            self._until_s = self._idle_s = at_s
+        if idle:
+            self._idle_s += max(0.0, at_s - self._until_s)
+        else:
+            gap_s = max(0.0, at_s - self._idle_s - self._last_s)
+            self._gaps.append(gap_s)
+            self._last_s += gap_s
+        self.busy(at_s)
+
+    def busy(self, until_s: float) -> None:
+        """Note that requests were there until now."""
+        if self._until_s is not None:
+            self._until_s = max(self._until_s, until_s)
+
+    def worked(self, seconds: float) -> None:
+        """Note an iteration's duration, where its end is not told."""
+        if self._until_s is not None:
+            self._until_s += seconds
 
     def expected_s(self, now: float) -> float:
         """Return the expected interval, seconds; 0 before any arrival."""
-        if self._last_s is None:
+        if self._until_s is None:
             return 0.0
-        quiet_s = max(0.0, now - self._last_s)
-        # With one arrival only, the time since then is all there is to go by.
+        self.busy(now)
+        quiet_s = self._until_s - self._idle_s - self._last_s
+        # Without such an arrival the time that the engine was busy is all there is to go by.
         return max(min(self._gaps), quiet_s / _QUIET) if self._gaps else quiet_s
 
 
@@ -79,16 +104,16 @@ class IterationBudget:
         self._config = config
         self._latency = latency
         self._chunks = EfficientChunks(latency, config.max_num_batched_tokens)
-        self._arrivals = ArrivalGaps()
+        self.arrivals = ArrivalGaps()
         self.targets = TbtTargets(config)
         # Shortest budget, seconds; None: the latency model may have learned since.
         self._floor_s: float | None = None
         # By bit length of the context: `_aim_s`, and the same for a newcomer (`EfficientChunks` rounds contexts down).
         self._aims_s: dict[int, tuple[float, float]] = {}
 
-    def arrived(self, state: PrefillState) -> None:
-        """Note a new request: arrivals decide how long a newcomer may wait."""
-        self._arrivals.arrived(state.request.arrival_s)
+    def arrived(self, state: PrefillState, idle: bool) -> None:
+        """Note a new request: arrivals decide how long a newcomer may wait. `idle`: no other request is there."""
+        self.arrivals.arrived(state.request.arrival_s, idle)
 
     def begin(self, state: PrefillState, iteration: int, context: int) -> None:
         """Note that a request decodes after `iteration` iterations. Its tokens are due at the aim of this moment."""
@@ -101,7 +126,7 @@ class IterationBudget:
         an efficient chunk depends."""
         config = self._config
         if not self.targets.members:
-            bound_s = newcomer_s(config, self._chunks, context, self._arrivals.expected_s(now))
+            bound_s = newcomer_s(config, self._chunks, context, self.arrivals.expected_s(now))
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
@@ -125,11 +150,12 @@ class IterationBudget:
         config = self._config
         if config.background_wait_s is not None:
             return config.background_wait_s
-        longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self._arrivals.expected_s(now))
+        longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
         return longest_s * _LAYER_SHARE * config.interruptible_layers if alone else longest_s
 
-    def observed(self, changed: bool) -> None:
-        """Follow a latency model that has learned. `changed`: noticeably."""
+    def observed(self, seconds: float, changed: bool) -> None:
+        """Follow a latency model that has learned from an iteration of `seconds`. `changed`: noticeably."""
+        self.arrivals.worked(seconds)
         self._floor_s = None
         if changed:
             self._chunks.clear()
