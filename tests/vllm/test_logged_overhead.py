@@ -102,3 +102,5 @@ def test_what_a_log_does_not_measure_is_kept() -> None:
     before = ServingOverhead(request_s=0.09, idle_s=0.02, iteration_s=0.004)
     busy = ServingOverhead(iteration_s=0.005)
     assert busy.with_unmeasured_of(before) == ServingOverhead(request_s=0.09, idle_s=0.02, iteration_s=0.005)
+    # That it takes no longer to wake the engine was measured too.
+    assert busy.with_unmeasured_of(before, woken=20).idle_s == 0.0

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if source.serving is not None:
             # What clients saw is not in the log.
             seen = serving.with_way_of(source.serving) if source.serving.request_s else serving
-            serving = seen.with_unmeasured_of(source.serving)
+            woken = sum(each.woken_s is not None for each in replayed.batches)
+            serving = seen.with_unmeasured_of(source.serving, woken)
         store.save(msgspec.structs.replace(source, serving=serving), arguments.save)
     return 1 if replayed.differences else 0

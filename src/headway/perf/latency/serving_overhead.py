@@ -101,9 +101,12 @@ class ServingOverhead(msgspec.Struct, frozen=True):
         """Return this with what requests take on their way, and to wake an engine, in `other`: only clients see it."""
         return msgspec.structs.replace(self, request_s=other.request_s, requests=other.requests, idle_s=other.idle_s)
 
-    def with_unmeasured_of(self, other: ServingOverhead) -> ServingOverhead:
-        """Return this with what `other` has of what was not measured here."""
+    def with_unmeasured_of(self, other: ServingOverhead, woken: int = 0) -> ServingOverhead:
+        """Return this with what `other` has of what was not measured here. `woken`: iterations after an idle engine, of
+        which enough say that they take no longer than others."""
         missing = {name: value for name, value in msgspec.structs.asdict(other).items() if not getattr(self, name)}
+        if woken >= _LEAST:
+            missing.pop("idle_s", None)
         return msgspec.structs.replace(self, **missing)
 
     def words(self) -> str:
