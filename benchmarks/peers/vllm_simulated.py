@@ -119,7 +119,7 @@ def _correct(a: argparse.Namespace, run: str) -> None:
 def _ways(log: Path, requests: list[dict[str, Any]]) -> list[float]:
     """Return what requests took from their clients to the engine's queue and, with their first token, back, seconds.
 
-    Of those that found the engine idle: others wait for the end of a step before the engine looks, as in simulations."""
+    Of those that found the engine idle: others wait for the end of a step before it looks, as in simulations."""
     came: dict[str, float] = {}
     there: set[str] = set()
     first: dict[str, float] = {}
@@ -139,7 +139,8 @@ def _ways(log: Path, requests: list[dict[str, Any]]) -> list[float]:
             for name in last_chunk.get(event["id"], ()):
                 first.setdefault(name, event["at_s"])
     # vLLM's id of a request holds the one that its client sent.
-    inside_s = {re.sub(r"^cmpl-|-0(-[0-9a-f]{8})?$", "", name): first[name] - came[name] for name in first if name in came}
+    met_idle = first.keys() & came.keys()
+    inside_s = {re.sub(r"^cmpl-|-0(-[0-9a-f]{8})?$", "", name): first[name] - came[name] for name in met_idle}
     ways = [
         row["ttft_s"] - (row["sent_s"] - row["arrival_s"]) - inside_s[row["id"]]
         for row in requests
