@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headway.core.errors import ConfigError
@@ -149,6 +150,8 @@ def test_latency_starts_from_the_device_or_from_a_profile(tmp_path: Path) -> Non
     assert machine_rates(facts).name == "NVIDIA H200 as h200-141gb"
     model, told = latency_model(VllmSettings(), facts)
     assert "H200" in told
+    _, told = latency_model(VllmSettings(), msgspec.structs.replace(facts, fingerprint="model|bfloat16|8 threads"))
+    assert "no profile is stored for model|bfloat16|8 threads" in told
     assert 1e-3 < model.rows_s(1) < 0.1
     source = roofline(
         MODELS["llama-3-8b"], MachineRates(linear_flops=1e14, attention_flops=1e14, bandwidth=1e12)

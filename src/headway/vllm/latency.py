@@ -51,7 +51,8 @@ def latency_model(settings: VllmSettings, facts: EngineFacts) -> tuple[LatencyMo
         return CorrectedLatency(TableLatency(stored), TRUST_PROFILE), f"a stored profile, {stored.provenance}"
     shape, origin = model_shape(facts)
     rates = machine_rates(facts)
-    return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {origin}"
+    why = f"no profile is stored for {facts.fingerprint}" if facts.fingerprint else "no profile is known"
+    return CorrectedLatency(roofline(shape, rates), _TRUST_ROOFLINE), f"roofline of {rates.name}, {origin}: {why}"
 
 
 def _stored(fingerprint: str) -> TableSource | None:
