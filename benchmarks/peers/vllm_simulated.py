@@ -4,9 +4,9 @@ make vllm
 python scripts/make_checkpoint.py --dtype float32 --out out/reference-fp32
 python benchmarks/peers/vllm_simulated.py --model out/reference-fp32 --python .venv-vllm/bin/python --out out/simulated
 
-A profile of the engine's steps is measured. A second trace goes to each server (`headway bench`), and through
-`headway simulate` with `engine: vllm` on that profile, corrected by a run of a first trace with the plug-in right
-before: by its decision log, and by what its client saw beyond that, since a machine's speed may change within minutes.
+A profile of the engine's steps is measured. A trace goes to each server (`headway bench`), and through `headway
+simulate` with `engine: vllm` on that profile, corrected by a run of another trace with the plug-in right before: by its
+decision log, and by what its client saw beyond that, since a machine's speed may change within minutes.
 What is in the folder already is not measured again: `--only` cuts a run into parts of one to five minutes each, and
 simulations of all that is there take seconds.
 """

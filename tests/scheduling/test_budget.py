@@ -221,7 +221,7 @@ def test_the_budget_follows_a_model_that_has_learned() -> None:
         policy.budget_s(now)
         # The model that learns is one object, whose times change.
         policy.budget._chunks._latency = policy.budget._latency = SLOW
-        policy.budget.observed(0.0, changed=True)
+        policy.budget.observed(changed=True)
         budgets.append(policy.budget_s(1000.0))
     assert budgets[0] == budgets[1] > LEAST_AIM_S
 

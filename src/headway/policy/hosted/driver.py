@@ -166,6 +166,7 @@ class PolicyDriver:
 
     def observed(self, load: BatchLoad, seconds: float) -> None:
         """Pass the measured duration of a step to the latency model."""
+        self.policy.budget.arrivals.worked(seconds)
         self.policy.observed(load, seconds)
 
     def _advance(self, name: str) -> None:

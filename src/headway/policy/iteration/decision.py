@@ -233,7 +233,7 @@ class IterationPolicy:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
-        self.budget.observed(seconds, self.urgency.prefill_times.refresh())
+        self.budget.observed(self.urgency.prefill_times.refresh())
 
     def charge(self, load: BatchLoad, seconds: float | None, now: float) -> None:
         """Charge an iteration that ended at `now` to the share of its class; measured seconds, None: as predicted."""

@@ -38,8 +38,8 @@ _LAYER_SHARE = 0.1
 class ArrivalGaps:
     """Expected time between requests that come while others are there, from the last few of them.
 
-    A request that finds the engine idle waits for nobody, and idle time does not count: a client that sends one prompt
-    after another is no reason for short iterations.
+    No iteration delays a request that finds the engine idle, and idle time does not count: prompts that are sent one
+    after another do not shorten iterations.
     """
 
     def __init__(self) -> None:
@@ -153,9 +153,8 @@ class IterationBudget:
         longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
         return longest_s * _LAYER_SHARE * config.interruptible_layers if alone else longest_s
 
-    def observed(self, seconds: float, changed: bool) -> None:
-        """Follow a latency model that has learned from an iteration of `seconds`. `changed`: noticeably."""
-        self.arrivals.worked(seconds)
+    def observed(self, changed: bool) -> None:
+        """Follow a latency model that has learned. `changed`: noticeably."""
         self._floor_s = None
         if changed:
             self._chunks.clear()
