@@ -8,7 +8,8 @@ python benchmarks/peers/vllm_convoy.py --model out/reference-fp32 --dtype float3
 
 The picture has the waits of chats and the time of the long prompt over the gaps between tokens, a curve for each way to
 choose them: thresholds, aims inside vLLM, aims of the native engine. What is in the JSON file already is not measured
-again, so that a sweep can be cut into parts.
+again, so that a sweep can be cut into parts. With `--turns SECONDS` all servers of `--runs` that are vLLM's run at once
+and are measured in turn: a machine whose speed drifts then slows all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from headway.serving.load.machine import machine
 from headway.sim.report.style import COLOURS, MARKERS, check_picture, house_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_server import flags_of, vllm_server
+from vllm_server import entered_together, flags_of, vllm_server
 
 KINDS = {"vllm": "vLLM, thresholds", "headway": "Headway inside vLLM", "native": "Headway, native engine"}
 """By the first part of a run's name: a threshold has no such part, and `default` is no point of a curve."""
@@ -51,21 +52,25 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, default=4)
     parser.add_argument("--threads", type=int, default=0, help="of the server (default: all cores)")
     parser.add_argument("--eager", action="store_true", help="no compilation: starts sooner, steps are slower")
+    parser.add_argument("--turns", type=float, default=0.0, help="seconds to measure all vLLM servers in turn")
+    parser.add_argument("--repeat", type=int, default=1, help="convoys of each server, where they do not take turns")
     parser.add_argument("--plot", type=Path, help="draw all runs of the JSON file there (.png or .svg)")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
+    if a.turns and "native" in a.runs:
+        parser.error("--turns measures vLLM's servers: leave the native runs away")
     check_picture(a.plot)
     a.json.parent.mkdir(parents=True, exist_ok=True)
     held: dict[str, Any] = {"schema": SCHEMA, "runs": []}
     if a.json.exists():
         held = json.loads(a.json.read_text())
-    for run in a.runs.split(","):
-        if run in {each["run"] for each in held["runs"]}:
-            continue
-        found = _convoy(a, run)
+    done = {each["run"] for each in held["runs"]}
+    wanted = [run for run in a.runs.split(",") if run not in done]
+    for runs in [wanted] if a.turns and wanted else [[run] for run in wanted]:
+        found = _convoys(a, runs)
         held |= {"machine": machine(), "kernels": CpuBackend().kernels_of(getattr(torch, a.dtype)), "dtype": a.dtype}
         held["long_tokens"] = a.long_tokens
-        held["runs"].append({**found, "run": run})
+        held["runs"] += [{**each, "run": run} for run, each in zip(runs, found, strict=True)]
         a.json.write_text(json.dumps(held, indent=1))
     print(table(held["runs"]))
     if a.plot is not None:
@@ -114,32 +119,38 @@ def draw(held: dict[str, Any], file: Path) -> None:
         save(figure, file)
 
 
-def _convoy(a: argparse.Namespace, run: str) -> dict[str, Any]:
-    """Return the run of a server of its own, as `headway bench convoy --json` writes it."""
-    kind, _, aim = run.partition(":")
+def _convoys(a: argparse.Namespace, runs: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the runs of servers that are up together, each as `headway bench convoy --json` writes it."""
+    kind, _, aim = runs[0].partition(":")
     if kind == "native":
         words = ["--t-target-ms", aim, "--dtype", a.dtype, "--no-prefix-cache"]
         if a.threads:
             words += ["--threads", str(a.threads)]
         return _measured(a, "--model", a.model, "--policies", "lars", "--server-args", " ".join(words))
     started = time.monotonic()
-    log = a.json.with_suffix(f".{run.replace(':', '-')}.log")
-    flags = [*flags_of(run), *(["--enforce-eager"] if a.eager else [])]
-    with vllm_server(
-        a.python, a.model, flags, dtype=a.dtype, max_model_len=a.long_tokens + 256, kv_gib=a.kv_gib, threads=a.threads,
-        log=log,
-    ) as url:  # fmt: skip
-        print(f"{run}: ready after {time.monotonic() - started:.1f} s", flush=True)
-        return _measured(a, "--url", url, "--model", "peer", "--label", run, "--vocab-size", "4096")
+    servers = [
+        vllm_server(
+            a.python, a.model, [*flags_of(run), *(["--enforce-eager"] if a.eager else [])], dtype=a.dtype,
+            max_model_len=a.long_tokens + 256, kv_gib=a.kv_gib, threads=a.threads,
+            log=a.json.with_suffix(f".{run.replace(':', '-')}.log"),
+        )
+        for run in runs
+    ]  # fmt: skip
+    with entered_together(servers) as urls:
+        print(f"{', '.join(runs)}: ready after {time.monotonic() - started:.1f} s", flush=True)
+        words = [word for url, run in zip(urls, runs, strict=True) for word in ("--url", url, "--label", run)]
+        if a.turns:
+            words += ["--seconds", str(a.turns)]
+        return _measured(a, *words, "--model", "peer", "--vocab-size", "4096")
 
 
-def _measured(a: argparse.Namespace, *words: str) -> dict[str, Any]:
+def _measured(a: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "convoy.json"
-        command = [sys.executable, "-m", "headway.cli.main", "bench", "convoy", *words]
+        command = [sys.executable, "-m", "headway.cli.main", "bench", "convoy", *words, "--repeat", str(a.repeat)]
         subprocess.run([*command, "--long-tokens", str(a.long_tokens), "--json", str(out)], check=True)
-        found: dict[str, Any] = json.loads(out.read_text())["runs"][0]
-        return found
+        runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
+        return runs
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, solve_tokens
+from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.efficient_chunks import (
+    ALONE_EFFICIENCY,
     DECODE_EFFICIENCY,
     LEAST_AIM_S,
     LONGEST_AIM_S,
@@ -257,15 +259,22 @@ def test_one_request_after_another_is_no_newcomer(turns: list[tuple[float, float
 
 
 def test_lone_iterations_grow_with_quiet_time_up_to_a_bound() -> None:
-    policy = policy_of(FAST)
+    policy = policy_of(SLOW)
     enter(policy, "document", 100_000)
     budgets = [policy.budget_s(now) for now in (0.0, 1.0, 5.0, 10.0, 1e6)]
-    assert budgets[0] == LEAST_AIM_S
+    chunks = EfficientChunks(SLOW, policy.config.max_num_batched_tokens)
+    assert budgets[0] == chunks.aim_s(0, NEWCOMER_EFFICIENCY)
     assert all(a <= b for a, b in itertools.pairwise(budgets))
-    assert budgets[-1] == LONGEST_WAIT_S
-    fixed = policy_of(FAST, newcomer_wait_s=0.07)
+    # Longer ones would gain the document less than 2%.
+    assert budgets[0] < budgets[-1] == chunks.useful_s(0, ALONE_EFFICIENCY) < LONGEST_WAIT_S
+    # Where the best chunks take longer, or a guess cannot say which those are, a newcomer may wait as long at most.
+    for latency in (machine(0.25), CorrectedLatency(SLOW, 0.3)):
+        slower = policy_of(latency)
+        enter(slower, "document", 100_000)
+        assert slower.budget_s(1e6) == LONGEST_WAIT_S
+    fixed = policy_of(SLOW, newcomer_wait_s=0.7)
     enter(fixed, "document", 100_000)
-    assert {fixed.budget_s(now) for now in (0.0, 1e6)} == {0.07}
+    assert {fixed.budget_s(now) for now in (0.0, 1e6)} == {0.7}
 
 
 def test_a_prompts_cached_part_does_not_make_it_long() -> None:

@@ -74,6 +74,11 @@ class LatencyModel(Protocol):
         """Learned factor of `chunk_s`; 0: it does not learn."""
         return 0.0
 
+    @property
+    def rough(self) -> bool:
+        """Whether it began as a guess, so that it says little of how much longer chunks would gain."""
+        return False
+
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
         Includes what is fixed per iteration. `token_s(0, 0)` is the fixed part."""

@@ -61,6 +61,11 @@ class CorrectedLatency(LatencyModel):
         """Current factor of `chunk_s` over the base model's."""
         return self._k_chunk
 
+    @property
+    def rough(self) -> bool:
+        """See `LatencyModel`: the base model counts for less than one observation."""
+        return self.confidence < 1.0
+
     def token_s(self, first: int, last: int) -> Seconds:
         rows_s = self.base.token_s(first, last) * self._k_rows
         return np.asarray(np.maximum(rows_s + self._fixed_s * (self._k_fixed - self._k_rows), 0.0), dtype=np.float64)

@@ -13,6 +13,8 @@ DECODE_EFFICIENCY = 0.8
 """Share of the best tokens per second that the default target between two tokens gives a prefill."""
 NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
+ALONE_EFFICIENCY = 0.98
+"""The same where newcomers are rare: longer iterations would gain a prompt next to nothing."""
 _GROWTH = 1.25
 # No iteration is longer by default, so no longer one sets the best rate.
 _LONGEST_COMPARED_S = 1.0
@@ -55,6 +57,12 @@ class EfficientChunks:
             seconds = next(seconds for rate, seconds in points if rate >= enough)
             aim = self._aims[bucket, share] = max(seconds, LEAST_AIM_S)
         return aim
+
+    def alone_s(self, context: int) -> float:
+        """Return the iteration, seconds, beyond which a lone prompt gains next to nothing.
+
+        A rough model does not say: no bound."""
+        return float("inf") if self._latency.rough else self.useful_s(context, ALONE_EFFICIENCY)
 
     def target_s(self, config: SchedulerConfig, context: int) -> float:
         """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful:

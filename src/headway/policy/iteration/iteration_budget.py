@@ -93,7 +93,7 @@ def newcomer_s(config: SchedulerConfig, chunks: EfficientChunks, context: int, e
         return aim_s
     if config.newcomer_wait_s is not None:
         return max(aim_s, config.newcomer_wait_s)
-    rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s)
+    rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s, chunks.alone_s(context))
     return max(aim_s, chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
 
 
