@@ -10,7 +10,14 @@ from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.chunk_allocation import ChunkAllocation, PackCandidate, PackRules, pack, rules_of
+from headway.policy.iteration.chunk_allocation import (
+    ChunkAllocation,
+    PackCandidate,
+    PackRules,
+    even_rows,
+    pack,
+    rules_of,
+)
 from headway.policy.iteration.chunking_strategies import (
     AdaptiveChunks,
     PrefillDemand,
@@ -63,13 +70,14 @@ def short(name: str, remaining: int, stalled: int = 0) -> PackCandidate:
     st.integers(SEVERAL_ITERATIONS, NONE),
     st.sampled_from([1, 8, 32]),
     st.sampled_from([64, 500, 8192]),
+    st.booleans(),
 )
 def test_batch_keeps_time_and_tokens_unless_it_is_one_progress_chunk(
-    candidates: list[PackCandidate], decodes: int, yields_from: int, min_chunk: int, max_tokens: int
+    candidates: list[PackCandidate], decodes: int, yields_from: int, min_chunk: int, max_tokens: int, even: bool
 ) -> None:
     model = small_machine()
     before = BatchLoad(decodes, decodes, decodes * 1_500)
-    rules = replace(RULES, min_chunk=min_chunk, max_tokens=max_tokens)
+    rules = replace(RULES, min_chunk=min_chunk, max_tokens=max_tokens, even_rows=even)
     quotas, load = pack(before, candidates, yields_from, rules, AdaptiveChunks(), model)
     by_name = {candidate.request: candidate for candidate in candidates}
     assert load.tokens == decodes + sum(quota.tokens for quota in quotas)
@@ -82,6 +90,16 @@ def test_batch_keeps_time_and_tokens_unless_it_is_one_progress_chunk(
         assert progress or load_s(model, load) <= rules.t_target_s * (1 + 1e-9)
     if candidates and not decodes:
         assert quotas, "with nothing else to do somebody goes on"
+    if even and len(quotas) == 1 and quotas[0].tokens < by_name[quotas[0].request].remaining:
+        assert load.tokens == even_rows(load.tokens) or quotas[0].tokens < 2 * min_chunk + load.tokens // 16
+
+
+@given(st.integers(0, 20_000))
+def test_even_sizes_recur_and_lose_little(rows: int) -> None:
+    even = even_rows(rows)
+    assert rows - rows / 16 <= even <= rows
+    assert even_rows(even) == even
+    assert len({even_rows(r) for r in range(rows, 2 * rows)}) <= 17
 
 
 def test_a_long_request_with_20_percent_slack_gets_16_of_20_ms_and_a_short_one_the_rest() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.perf.hardware.processor import processor_name
 from headway.perf.latency import store
+from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.vllm.latency import EngineFacts
 
 
@@ -30,11 +31,12 @@ def decidable(request: Any) -> bool:
     """Whether the policy may make a request wait; others start as soon as vLLM lets them.
 
     Not remote prefills (another instance holds KV for them), pooling, input that still streams in, nor encoder inputs,
-    which vLLM has cut at their own borders before it asks for a quota, nor seeded requests on CPUs."""
+    which vLLM has cut at their own borders before it asks for a quota, nor seeded requests on CPUs: one that is cut
+    ends the engine; vLLM sets back a generator's offset (`GPUModelRunner._bookkeeping_sync`), a CPU's has none."""
     remote = (request.kv_transfer_params or {}).get("do_remote_prefill")
     return not (
         request.pooling_params is not None
-        or (_cut_seeds_fail() and request.sampling_params.sampling_type.name == "RANDOM_SEED")
+        or (_on_cpu() and request.sampling_params.sampling_type.name == "RANDOM_SEED")
         or request.resumable
         or remote
         or request.has_encoder_inputs
@@ -43,12 +45,16 @@ def decidable(request: Any) -> bool:
 
 
 @functools.cache
-def _cut_seeds_fail() -> bool:
-    """Return whether a seeded request that is cut ends the engine: vLLM then rewinds the request's generator
-    (`GPUModelRunner._bookkeeping_sync`), and a CPU generator has no offset."""
+def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def settings_of(vllm_config: Any) -> VllmSettings:
+    """Return the settings of the command line, where they depend on the platform with its default."""
+    settings = read_settings(vllm_config.additional_config)
+    return settings if settings.even_rows is not None else settings.model_copy(update={"even_rows": _on_cpu()})
 
 
 def most_active(scheduler: Any) -> int:
@@ -172,7 +178,7 @@ def engine_facts(vllm_config: Any) -> EngineFacts:
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    cpu = current_platform.is_cpu()
+    cpu = _on_cpu()
     return EngineFacts(
         hf_config=model.hf_text_config.to_dict(),
         dtype_bytes=model.dtype.itemsize,

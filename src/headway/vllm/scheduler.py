@@ -26,7 +26,7 @@ from headway.policy.hosted.graph_padding import fill_graph
 from headway.policy.hosted.host_stats import HostStats
 from headway.policy.hosted.prefill_report import PrefillReport
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
-from headway.policy.hosted.settings import VllmSettings, read_settings
+from headway.policy.hosted.settings import VllmSettings
 from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
 from headway.vllm import adapter, version_check
@@ -74,7 +74,7 @@ class HeadwaySchedulerMethods:
         super().__init__(vllm_config, *args, **kwargs)
         self.headway_errors = 0
         self.headway_stats = HostStats()
-        self._headway_settings: VllmSettings = read_settings(vllm_config.additional_config)
+        self._headway_settings: VllmSettings = adapter.settings_of(vllm_config)
         self._headway_latency, start = latency_model(self._headway_settings, adapter.engine_facts(vllm_config))
         self.waiting = _GatedRequestQueue(self.waiting)
         self._headway_plan: StepPlan | None = None

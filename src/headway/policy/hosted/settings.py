@@ -28,6 +28,9 @@ class VllmSettings(FileSection):
     policy: str = Field("lars", description="order of waiting prefills: fcfs, edf, lrs, srpt or lars")
     long_tokens: int = Field(8192, ge=1, description="prompts above this are long: at most one of them in a step")
     min_chunk: int = Field(8, ge=1, description="smallest chunk of a prompt that is worth a step, tokens")
+    even_rows: bool | None = Field(
+        None, description="cut prompts so that step sizes recur, 16 to the next power of two (default: on a CPU)"
+    )
     least_gain: float = Field(3.0, ge=0, description="a step may take so many times the time of one token's step")
     stretch: float = Field(
         0.15, ge=0, description="share by which a step may exceed its aim to complete a short prompt"
@@ -57,6 +60,7 @@ class VllmSettings(FileSection):
             least_gain=self.least_gain,
             stretch=self.stretch,
             min_chunk=max(self.min_chunk, least_chunk),
+            even_rows=bool(self.even_rows),
             long_tokens=self.long_tokens,
             rho_max=self.rho_max,
             rho_min=min(0.2, self.rho_max),

@@ -62,6 +62,9 @@ class SchedulerConfig:
     stretch: float = _f(
         0.15, "share by which an iteration may exceed its aim where that completes a short prompt; paper: 0"
     )
+    even_rows: bool = _f(
+        False, "cut prompts where the tokens of an iteration are one of 16 sizes to the next power of two, which recur"
+    )
     min_chunk: int = _f(8, "smallest chunk of a prompt that is worth an iteration, tokens; 0: none (paper)")
     progress_every: int = _f(8, "the first waiting prefill advances by min_chunk at least every so many iterations")
     long_tokens: int = _f(8192, "prompts above this are long: at most one of them in an iteration, and it may yield")
