@@ -14,6 +14,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
+from headway.policy.iteration.chunk_allocation import even_rows
 from headway.sim.replay import read_log, replay
 from headway.vllm import adapter
 
@@ -137,7 +138,8 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     steps: dict[bool, int] = {}
     for plugged_graphs in (False, True):
-        engine = make(graphs=sizes, settings={"t_target_ms": 30, "log": str(tmp_path / f"log{plugged_graphs}")})
+        settings = {"t_target_ms": 30, "even_rows": False, "log": str(tmp_path / f"log{plugged_graphs}")}
+        engine = make(graphs=sizes, settings=settings)
         if not plugged_graphs:
             engine.scheduler._headway_graphs = []
         engine.add("chat", 100, 2_000)
@@ -152,6 +154,20 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
         assert replay(read_log(tmp_path / f"log{plugged_graphs}")).differences == []
         assert engine.scheduler.headway_errors == 0
     assert steps[True] <= steps[False]
+
+
+@pytest.mark.parametrize("settings", [{}, {"even_rows": False}])
+def test_on_a_cpu_the_sizes_of_steps_recur_unless_told_otherwise(make: Make, settings: dict[str, bool]) -> None:
+    engine = make(settings={"t_target_ms": 30, **settings})
+    engine.add("chat", 100, 2_000)
+    engine.until(engine.now + 0.1)
+    engine.add("long", 9_000, 1)
+    while "long" not in engine.finished:
+        engine.step()
+    rows = [sum(step.values()) for step in engine.log if "long" in step][:-1]
+    assert len(rows) > 10
+    assert all(each == even_rows(each) for each in rows) == (not settings)
+    assert engine.scheduler.headway_errors == 0
 
 
 def test_graphs_are_those_of_steps_with_prefills() -> None:
