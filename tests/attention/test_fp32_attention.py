@@ -96,6 +96,7 @@ def test_a_decode_or_chunk_over_any_slots_is_exact_causal_attention(
     check(backend.run(1, q, k[past:], v[past:], plan), exact(q, k, v, True)[0], q, k)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rows=st.one_of(st.just(1), st.integers(1, 40), st.integers(120, 512)),
@@ -207,6 +208,7 @@ def test_what_computes_a_type_is_said() -> None:
     assert kernels_of(CpuBackend(False), torch.float32) == "ATen"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(PREBUILT is None, reason="needs a C++ compiler on x86-64")
 @pytest.mark.parametrize(("name", "flags"), [("AVX2", ("-march=x86-64-v3",)), ("SSE", ("-march=x86-64",))])
 def test_narrower_vectors_are_as_exact(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ def headway_bench(*words: str) -> int:
 SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "4", "--warmup", "2")
 
 
+@pytest.mark.long
 def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, plot = tmp_path / "new" / "c.json", tmp_path / "c.png"
     assert (
@@ -80,6 +81,7 @@ def test_against_a_running_server(serve_fake, tmp_path: Path) -> None:  # type: 
     assert run["short"]["n"] == sum(len(convoy["series"]) for convoy in run["convoys"])
 
 
+@pytest.mark.long
 def test_two_servers_are_measured_in_turn_and_compared(  # type: ignore[no-untyped-def]
     serve_fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

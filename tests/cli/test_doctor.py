@@ -39,6 +39,7 @@ def test_kernels_that_are_off_say_why(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "HEADWAY_NATIVE=0" in found["compiled kernels"]["what"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.general_kernels(torch.float32) is None, reason="needs a C++ compiler and AVX2")
 @pytest.mark.parametrize(
     ("compiler", "why"),

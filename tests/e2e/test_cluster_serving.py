@@ -79,6 +79,7 @@ def test_greedy_tokens_equal_transformers_with_long_and_short_requests_at_once(
         assert metric(running.url, "headway_instance_restarts_total") == 0
 
 
+@pytest.mark.long
 def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Path, expected: list[list[int]]) -> None:
     path = write(tmp_path, llama, "fixed-sp", {"sp": 1}, [{"count": 1}])
     key = {"Authorization": "Bearer operator"}

@@ -34,6 +34,7 @@ def asked(url: str, **fields: Any) -> tuple[str, int, int]:
     return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], found
 
 
+@pytest.mark.long
 def test_a_prepared_document_is_asked_about_before_and_after_a_restart(
     document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_prepared_document_is_asked_about_before_and_after_a_restart(
         assert httpx.delete(f"{running.url}/v1/contexts/{name}").json()["deleted"]
 
 
+@pytest.mark.long
 def test_a_server_killed_while_it_writes_leaves_no_wrong_answer(document: Path, tmp_path: Path) -> None:
     arguments = ["--kv-spill", str(tmp_path / "kv"), "--dtype", "float32", "--kv-cache-memory", "32M"]
     messages = [{"role": "system", "content": document.read_text()}, {"role": "user", "content": QUESTION}]

@@ -12,6 +12,7 @@ from headway.cli.main import main
 from headway.perf.latency import store
 
 
+@pytest.mark.long
 def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = make_tiny("llama", tmp_path / "model"), tmp_path / "table.json"
     command = ["profile", str(model), "--threads", "1", "--budget", "0.5", "--out", str(out)]

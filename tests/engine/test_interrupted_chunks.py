@@ -145,6 +145,7 @@ def test_a_document_that_is_dropped_while_it_is_interrupted_leaves_nothing() -> 
     core.executor.close()
 
 
+@pytest.mark.long
 def test_a_served_document_is_interrupted_by_chats_and_its_log_replays(tmp_path: Path) -> None:
     rng, log = random.Random(5), tmp_path / "log.jsonl"
     document, chats = text(rng, 8000), [text(rng, 30) for _ in range(8)]

@@ -129,6 +129,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("without_template", [False, True])
 def test_a_forked_engine_ends_when_its_server_is_killed(without_template: bool, tmp_path: Path) -> None:
     script = SERVER.replace("WITHOUT_TEMPLATE", str(without_template))
@@ -186,6 +187,7 @@ def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path
         template.kill()
 
 
+@pytest.mark.long
 def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.runtime.launcher.engine_template._ANSWER_S", 0.3)
 
@@ -238,6 +240,7 @@ def test_standby_needs_an_engine_of_one_process(fields: dict[str, int]) -> None:
         EngineConfig(model="m", standby=True, **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_embedded_model_answers_the_same_in_a_fork_as_in_a_process_of_its_own() -> None:
     async def generate(standby: bool) -> list[int]:
         client = ProcessEngineClient(EngineConfig(model=str(model_path()), threads=2, standby=standby))

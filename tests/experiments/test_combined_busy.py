@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headway.research.combined_setting import CombinedPoint, run_point
 
 
+@pytest.mark.long
 def test_shorts_are_in_time_on_a_busy_cluster() -> None:
     found = run_point(CombinedPoint("azure", "busy", 0.0, "Weave", 100.0, 0))
     assert found.short_in_time > 0.95

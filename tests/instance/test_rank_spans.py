@@ -327,6 +327,7 @@ def _listener(path: str) -> int:
     raise AssertionError(f"nobody listens at {path}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=LONG)])
 def test_a_lost_rank_ends_its_instance_and_the_span(
     world: World, expected: Expected, rank: int, how: signal.Signals
@@ -348,6 +349,7 @@ def test_a_lost_rank_ends_its_instance_and_the_span(
     world.clean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=LONG) for seed in (0, 1, 3, 4, 5, 6, 7))])
 def test_random_spans_pauses_and_forgotten_requests_at_once(world: World, expected: Expected, seed: int) -> None:
     """Runs of overlapping groups, pauses, chats beside them, and requests that are forgotten in the midst."""

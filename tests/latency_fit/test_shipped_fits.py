@@ -179,6 +179,7 @@ def test_unknown_die_is_listed() -> None:
         shipped_fit("mi300x")
 
 
+@pytest.mark.long
 @needs_profiles
 def test_shipped_fits_equal_the_output_of_the_script() -> None:
     pytest.importorskip("pyarrow", reason="Parquet needs headway[fit]")

@@ -118,6 +118,7 @@ def test_any_shape_is_within_the_error_of_its_sum(dtype: torch.dtype, **shape: A
     check(kernels, dtype, **shape)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler on x86-64")
 @pytest.mark.parametrize("name", ["AVX2", "SSE"])
 def test_narrower_vectors_are_as_exact(name: str, narrow: dict[str, ctypes.CDLL]) -> None:

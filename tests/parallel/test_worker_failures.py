@@ -86,6 +86,7 @@ def test_every_answer_is_that_of_an_undisturbed_run(
                 assert core.stats().lost_tokens_total > 0 or moment == "first plan"
 
 
+@pytest.mark.long
 def test_a_request_over_two_groups_is_built_again(llama: Path, wanted: list[list[int]]) -> None:
     """KV parallelism: its shards are lost in both groups, whichever rank dies."""
     for moment in MOMENTS[1:]:
@@ -191,6 +192,7 @@ def test_a_rank_that_is_killed_while_it_starts_again_costs_another_restart(
         assert core.stats().recoveries_total == 2
 
 
+@pytest.mark.long
 def test_a_long_stop_of_the_engine_itself_loses_no_rank(llama: Path, wanted: list[list[int]]) -> None:
     with world(rank_config(llama, 1, 2)) as one:
         core = one.core()
@@ -235,6 +237,7 @@ def test_ten_random_faults_in_each_layout_change_no_answer(
     chaos(llama, wanted, sum(layout), 10, layout)
 
 
+@pytest.mark.long
 def test_cutting_only_the_engines_connection_of_a_rank_loses_no_answer(llama: Path, wanted: list[list[int]]) -> None:
     """Three times in one run: what was on its way is asked for again, or the ranks start again."""
     cuts = {5, 30, 45}

@@ -142,6 +142,7 @@ def test_short_prompts_wait_no_longer_than_under_jsq(qps: float, seed: int) -> N
     assert weave <= 1.05 * jsq
 
 
+@pytest.mark.long
 def test_short_prompts_among_all_sizes_in_bursts_wait_hardly_longer_than_under_jsq() -> None:
     """Prompts of 1K to 125K that come at once: those up to 8K waited 1.4 times as long, behind groups of 9K to 30K
     that yielded to prompts of a quarter of their size only. jsq prefills on eight instances, Weave on six."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import PerToken, cluster
@@ -98,6 +99,7 @@ def test_time_beside_prefills_stays_within_the_share(steps: list[tuple[float, in
         assert spent_s <= share * decoded_s + 1e-6
 
 
+@pytest.mark.long
 def test_shorts_wait_less_and_decodes_keep_their_pace() -> None:
     """Prompts of 1K to 125K in bursts on six A100s that prefill: shorts waited longer than where all eight do, while
     the two that decode had little to do."""

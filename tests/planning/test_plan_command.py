@@ -60,6 +60,7 @@ def test_plan_writes_a_scenario_that_gives_the_same_figures_and_a_script_that_a_
     assert "--scheduler-cls headway.vllm.Scheduler" in script.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "decoders"), [(2, 0), (1, 1)])
 def test_cluster_file_of_a_plan_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], replicas: int, decoders: int

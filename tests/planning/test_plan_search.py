@@ -317,6 +317,7 @@ def stops_of_races(seeds: Sequence[int]) -> dict[str, int]:
     return stops
 
 
+@pytest.mark.long
 def test_race_equals_brute_force_where_candidates_are_stopped() -> None:
     stops = stops_of_races([1, 8])
     assert stops["peak"] > 0

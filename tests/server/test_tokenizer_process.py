@@ -304,6 +304,7 @@ def test_texts_in_progress_are_refused_when_the_server_ends(own: TokenizerProces
     assert said == ["the server is ending; send the request again later"]
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_server_that_is_killed_or_ends() -> None:
     text = TEXTS["one letter"]
     for way in (ServerProcess.kill, ServerProcess.stop):

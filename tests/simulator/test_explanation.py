@@ -226,6 +226,7 @@ def test_a_request_that_ended_before_a_long_chunk_is_not_extrapolated() -> None:
     assert len(second) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
 def test_a_counterfactual_holds_on_a_machine_that_is_not_as_its_profile_says(slower: float) -> None:
     def ran(seed: int, policy: str) -> ReplayedRun:

@@ -166,6 +166,7 @@ def _listener(path: str) -> int | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
