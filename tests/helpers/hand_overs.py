@@ -54,11 +54,24 @@ def send(world: World, name: str, piece: int, sources: Iterable[int], start: int
         world[source].tell(SendKv(id=name, piece=piece, start=start, end=end, to=to))
 
 
+class KvLostError(AssertionError):
+    """An instance has told that something of a request is lost."""
+
+
+def _not_lost(world: World, name: str) -> None:
+    """Raise KvLostError where some instance has said so."""
+    for one in world.instances:
+        one.hear()
+        for word in one.said:
+            if isinstance(word, SpanTaskLost) and word.id == name:
+                raise KvLostError(f"instance {one.number} says: {word.why}")
+
+
 def arrived(world: World, name: str, to: int, pieces: Iterable[tuple[int, int]]) -> None:
-    """All of these (piece, source) have come, in any order, and nothing else has."""
+    """All of these (piece, source) have come, in any order, and nothing else has. Raises KvLostError for a loss."""
     left = set(pieces)
     while left:
-        got = world[to].wait(KvArrived, name)
+        got = world[to].until(lambda: world[to].take(KvArrived, name) or _not_lost(world, name))
         assert got.began_s <= got.ended_s <= time.monotonic()
         left.remove((got.piece, got.source))
 
@@ -133,7 +146,8 @@ class Relay:
                 end_.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        for one in self._pairs:
+        # A copy: an end that connects again meanwhile is not cut off a second time.
+        for one in [*self._pairs]:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         self.hold.set()

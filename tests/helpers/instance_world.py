@@ -127,7 +127,7 @@ class Instance:
 
     def wait(self, kind: type[M], name: str, wait_s: float = WAIT_S) -> M:
         """The next message of a kind about a request."""
-        return self.until(lambda: self._take(kind, name), wait_s)
+        return self.until(lambda: self.take(kind, name), wait_s)
 
     def until(self, look: Callable[[], M | None], wait_s: float = WAIT_S) -> M:
         end = time.monotonic() + wait_s
@@ -137,7 +137,8 @@ class Instance:
             self.hear(0.05)
         return found
 
-    def _take(self, kind: type[M], name: str) -> M | None:
+    def take(self, kind: type[M], name: str) -> M | None:
+        """A message of a kind about a request, if it was heard."""
         for message in self.said:
             if isinstance(message, kind) and message.id == name:  # type: ignore[attr-defined]
                 self.said.remove(message)
