@@ -134,6 +134,16 @@ def test_random_requests_with_speculative_decoding_leave_no_block(make: Make, as
 # -- CUDA graphs --------------------------------------------------------------------------------------------------
 
 
+def sizes_beside_a_decode(engine: VirtualEngine) -> list[int]:
+    """Tokens of the steps in which a long prompt is cut."""
+    engine.add("chat", 100, 2_000)
+    engine.until(engine.now + 0.1)
+    engine.add("long", 9_000, 1)
+    while "long" not in engine.finished:
+        engine.step()
+    return [sum(step.values()) for step in engine.log if "long" in step][:-1]
+
+
 def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path: Path) -> None:
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     steps: dict[bool, int] = {}
@@ -142,12 +152,7 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
         engine = make(graphs=sizes, settings=settings)
         if not plugged_graphs:
             engine.scheduler._headway_graphs = []
-        engine.add("chat", 100, 2_000)
-        engine.until(engine.now + 0.1)
-        engine.add("long", 9_000, 1)
-        while "long" not in engine.finished:
-            engine.step()
-        chunks = [sum(step.values()) for step in engine.log if "long" in step][:-1]
+        chunks = sizes_beside_a_decode(engine)
         steps[plugged_graphs] = len(chunks)
         padded = [tokens for tokens in chunks if tokens <= 512 and tokens not in sizes]
         assert bool(padded) != plugged_graphs
@@ -159,12 +164,7 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
 @pytest.mark.parametrize("settings", [{}, {"even_rows": False}])
 def test_on_a_cpu_the_sizes_of_steps_recur_unless_told_otherwise(make: Make, settings: dict[str, bool]) -> None:
     engine = make(settings={"t_target_ms": 30, **settings})
-    engine.add("chat", 100, 2_000)
-    engine.until(engine.now + 0.1)
-    engine.add("long", 9_000, 1)
-    while "long" not in engine.finished:
-        engine.step()
-    rows = [sum(step.values()) for step in engine.log if "long" in step][:-1]
+    rows = sizes_beside_a_decode(engine)
     assert len(rows) > 10
     assert all(each == even_rows(each) for each in rows) == (not settings)
     assert engine.scheduler.headway_errors == 0
