@@ -20,11 +20,12 @@ from headway.core.ports import free_port
 
 
 def flags_of(run: str) -> list[str]:
-    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), or `headway:AIM_MS`."""
+    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), or `headway:AIM_MS[:USEFUL_SHARE]`."""
     if run == "default":
         return []
     if run.startswith("headway:"):
-        settings = {"headway": {"t_target_ms": float(run.removeprefix("headway:"))}}
+        names = ("t_target_ms", "useful_share")
+        settings = {"headway": dict(zip(names, map(float, run.split(":")[1:]), strict=False))}
         return [
             "--scheduler-cls", "headway.vllm.Scheduler", "--middleware", "headway.vllm.SloMiddleware",
             "--additional-config", json.dumps(settings),

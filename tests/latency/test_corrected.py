@@ -157,3 +157,27 @@ def test_with_batches_in_flight_the_scale_at_scheduling_counts() -> None:
         told.observe(base, seconds)
         np.testing.assert_allclose(staged.scales, told.scales, rtol=1e-9)
     assert staged.chunk_scale > 1.2
+
+
+@pytest.mark.parametrize("speed", [1 / 60, 1 / 10, 1.0, 10.0, 60.0])
+def test_a_rough_model_that_is_wrong_about_the_machine_s_speed_is_right_after_a_chat_and_a_prompt(speed: float) -> None:
+    """Before, a roofline from rates that were measured while other servers started was off by hundreds of percent for
+    hundreds of iterations: each scale was learned alone, and the last one stayed at its bound."""
+    model, truth = CorrectedLatency(gpu_roofline(), confidence=0.3), (speed, speed, 0.6 * speed)
+    rng = random.Random(7)
+    chat: list[Shape] = [(0, 0, 200), *[(1, 0, 0)] * 15]
+    prompt: list[Shape] = [(rng.choice((0, 1, 2)), 512 * i, 512) for i in range(60)]
+    found = []
+    for shape in [*chat, *prompt]:
+        seconds = true_s(model.base, shape, truth) * rng.lognormvariate(0.0, 0.05)
+        found.append(abs(load_s(model, load_of(model, shape)) / seconds - 1.0))
+        model.observe(load_of(model, shape), seconds)
+    assert max(found[1:]) < 1.0
+    assert sum(found[46:]) / 30 < 0.1
+
+
+def test_a_model_that_was_measured_is_not_rescaled_by_a_first_iteration_that_takes_long() -> None:
+    model = CorrectedLatency(gpu_roofline(), confidence=2.0)
+    load = load_of(model, (0, 0, 512))
+    model.observe(load, 60.0 * load_s(model, load))
+    assert np.all(model.scales <= 3.0)

@@ -20,6 +20,11 @@ from headway.perf.latency.further_prompts import FurtherPrompts
 _FORGET = 0.995
 # Bounds of every scale.
 FLOOR, CEILING = 0.05, 20.0
+_ROUGH = 50.0
+"""Rough models may be off by so many times more: a processor's rates may have been measured while others used it."""
+_EARLY, _FAR = 2, 3.0
+"""So many first prefills multiply all scales of a rough model at once where it is off by more: then the machine's speed
+is wrong. Scales that are learned one by one from so far away take hundreds of iterations."""
 # Measurements are clipped to this multiple of the prediction.
 OUTLIER = 3.0
 
@@ -51,6 +56,9 @@ class CorrectedLatency(LatencyModel):
         # Covariance of the scales (RLS); `observe` bounds its trace.
         self._p = np.eye(4) * prior
         self._most_trace = max(1.0, 4.0 * prior)
+        reach = _ROUGH if self.rough else 1.0
+        self._bounds = FLOOR / reach, CEILING * reach
+        self._early = _EARLY if self.rough else 0
         # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
         self._fixed_s = base.rows_s(1)
         # The scales as Python floats: scalar look-ups are on the scheduler's path.
@@ -116,16 +124,28 @@ class CorrectedLatency(LatencyModel):
         predicted = float(x @ self.scales)
         if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
+        if self._early and load.tokens > load.decodes:
+            self._early -= 1
+            speed = measured_s / predicted
+            if not 1 / _FAR <= speed <= _FAR:
+                self._rescale(speed)
+                predicted = measured_s
         measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x / predicted, measured_s / predicted - 1.0
         px = self._p @ x
         # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
         gain = px / (_FORGET + float(x @ px))
-        self.scales = np.clip(self.scales + gain * error, FLOOR, CEILING)
+        self.scales = np.clip(self.scales + gain * error, *self._bounds)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
         # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
         trace = float(np.trace(self._p))
         if trace > self._most_trace:
             self._p *= self._most_trace / trace
         self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self.scales)
+
+    def _rescale(self, factor: float) -> None:
+        """Multiply all scales, and what is known of them relative to the scales stays."""
+        self.scales = self.scales * factor
+        self._p *= factor * factor
+        self._most_trace *= factor * factor

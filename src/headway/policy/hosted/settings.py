@@ -32,6 +32,12 @@ class VllmSettings(FileSection):
         None, description="cut prompts so that step sizes recur, 16 to the next power of two (default: on a CPU)"
     )
     least_gain: float = Field(3.0, ge=0, description="a step may take so many times the time of one token's step")
+    useful_share: float = Field(
+        0.99,
+        gt=0,
+        le=1,
+        description="steps are no longer than those whose chunks reach this share of the best speed; 1: as t_target_ms",
+    )
     stretch: float = Field(
         0.15, ge=0, description="share by which a step may exceed its aim to complete a short prompt"
     )
@@ -58,6 +64,7 @@ class VllmSettings(FileSection):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             least_gain=self.least_gain,
+            useful_share=self.useful_share,
             stretch=self.stretch,
             min_chunk=max(self.min_chunk, least_chunk),
             even_rows=bool(self.even_rows),
