@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.perf.latency.further_prompts import FurtherPrompts
@@ -23,8 +24,8 @@ FLOOR, CEILING = 0.05, 20.0
 _ROUGH = 50.0
 """Rough models may be off by so many times more: a processor's rates may have been measured while others used it."""
 _EARLY, _FAR = 2, 3.0
-"""So many first prefills multiply all scales of a rough model at once where it is off by more: then the machine's speed
-is wrong. Scales that are learned one by one from so far away take hundreds of iterations."""
+"""So many first prefills multiply the scales of rows and chunks of a rough model, where these are off by more, by one
+factor: then the machine's speed is wrong. Learned one by one from so far away they take hundreds of iterations."""
 # Measurements are clipped to this multiple of the prediction.
 OUTLIER = 3.0
 
@@ -59,6 +60,8 @@ class CorrectedLatency(LatencyModel):
         reach = _ROUGH if self.rough else 1.0
         self._bounds = FLOOR / reach, CEILING * reach
         self._early = _EARLY if self.rough else 0
+        # What a change of each scale counts relative to.
+        self._unit = np.ones(4)
         # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
         self._fixed_s = base.rows_s(1)
         # The scales as Python floats: scalar look-ups are on the scheduler's path.
@@ -126,17 +129,14 @@ class CorrectedLatency(LatencyModel):
             return
         if self._early and load.tokens > load.decodes:
             self._early -= 1
-            speed = measured_s / predicted
-            if not 1 / _FAR <= speed <= _FAR:
-                self._rescale(speed)
-                predicted = measured_s
+            predicted += self._match_speed(x, predicted, measured_s)
         measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
-        x, error = x / predicted, measured_s / predicted - 1.0
+        x, error = x * self._unit / predicted, measured_s / predicted - 1.0
         px = self._p @ x
         # Standard RLS with forgetting factor: gain = P x / (lambda + x' P x), P = (P - gain x' P) / lambda.
         gain = px / (_FORGET + float(x @ px))
-        self.scales = np.clip(self.scales + gain * error, *self._bounds)
+        self.scales = np.clip(self.scales + gain * error * self._unit, *self._bounds)
         self._p = (self._p - np.outer(gain, px)) / _FORGET
         # Bound the covariance: it grows in directions that no batch excites; one sample would then override a scale.
         trace = float(np.trace(self._p))
@@ -144,8 +144,17 @@ class CorrectedLatency(LatencyModel):
             self._p *= self._most_trace / trace
         self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self.scales)
 
-    def _rescale(self, factor: float) -> None:
-        """Multiply all scales, and what is known of them relative to the scales stays."""
+    def _match_speed(self, x: npt.NDArray[np.float64], predicted: float, measured_s: float) -> float:
+        """Multiply the scales of rows and chunks by one factor if they are far off. Return the change of `predicted`.
+
+        `x`: `load_terms` of the iteration."""
+        of_speed = np.array([0.0, 1.0, 0.0, 1.0])
+        work_s = float(x @ (self.scales * of_speed))
+        # What is left beside the fixed cost, which may be wrong too.
+        left_s = max(measured_s - (predicted - work_s), 0.1 * measured_s)
+        if 1 / _FAR <= left_s / work_s <= _FAR:
+            return 0.0
+        factor = np.where(of_speed > 0, left_s / work_s, 1.0)
+        self._unit = self._unit * factor
         self.scales = self.scales * factor
-        self._p *= factor * factor
-        self._most_trace *= factor * factor
+        return left_s - work_s
