@@ -66,11 +66,11 @@ class EfficientChunks:
 
     def target_s(self, config: SchedulerConfig, context: int) -> float:
         """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful:
-        a prompt would gain nothing by it, and others would wait."""
+        a prompt would gain nothing by it, and others would wait. A rough model does not say what is useful."""
         configured_s, share = config.t_target_s, config.useful_share
         if configured_s is None:
             return self.aim_s(context, DECODE_EFFICIENCY)
-        if configured_s <= LEAST_AIM_S or share >= 1:
+        if configured_s <= LEAST_AIM_S or share >= 1 or self._latency.rough:
             return configured_s
         return min(configured_s, self.useful_s(context, share))
 
@@ -88,7 +88,9 @@ def reference_aim_s(config: SchedulerConfig, latency: LatencyModel) -> float:
     """Return the target between two tokens for a prompt of moderate length.
 
     The unit of `long_iterations`, and the iteration of a predicted isolated prefill."""
-    return EfficientChunks(latency, config.max_num_batched_tokens).target_s(config, 0)
+    chunks = EfficientChunks(latency, config.max_num_batched_tokens)
+    aim_s, share = chunks.target_s(config, 0), config.useful_share
+    return min(aim_s, chunks.useful_s(0, share)) if share < 1 else aim_s
 
 
 def _sizes(most: int) -> list[int]:
