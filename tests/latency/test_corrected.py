@@ -181,3 +181,10 @@ def test_a_model_that_was_measured_is_not_rescaled_by_a_first_iteration_that_tak
     load = load_of(model, (0, 0, 512))
     model.observe(load, 60.0 * load_s(model, load))
     assert np.all(model.scales <= 3.0)
+
+
+def test_speculative_rows_beside_no_prompt_say_nothing_of_the_speed() -> None:
+    """In a roofline a few rows take no longer than one: there is no work to compare."""
+    model = CorrectedLatency(gpu_roofline(), confidence=0.3)
+    model.observe(BatchLoad(8, 2, 400), 60.0 * load_s(model, BatchLoad(8, 2, 400)))
+    assert np.all(model.scales <= 3.5)

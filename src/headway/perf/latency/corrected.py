@@ -127,7 +127,7 @@ class CorrectedLatency(LatencyModel):
         predicted = float(x @ self.scales)
         if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
-        if self._early and load.tokens > load.decodes:
+        if self._early and load.chunk_s > 0.0:
             self._early -= 1
             predicted += self._match_speed(x, predicted, measured_s)
         measured_s = min(measured_s, OUTLIER * predicted)
