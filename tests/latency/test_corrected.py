@@ -188,3 +188,13 @@ def test_speculative_rows_beside_no_prompt_say_nothing_of_the_speed() -> None:
     model = CorrectedLatency(gpu_roofline(), confidence=0.3)
     model.observe(BatchLoad(8, 2, 400), 60.0 * load_s(model, BatchLoad(8, 2, 400)))
     assert np.all(model.scales <= 3.5)
+
+
+@pytest.mark.parametrize("exception", [0, 1, 2])
+def test_a_rough_model_gets_over_an_early_iteration_that_takes_a_hundred_times_as_long(exception: int) -> None:
+    model, base = CorrectedLatency(gpu_roofline(), confidence=0.3), gpu_roofline()
+    for i in range(12):
+        load = load_of(base, (0, 512 * i, 512))
+        model.observe(load_of(model, (0, 512 * i, 512)), load_s(base, load) * (100.0 if i == exception else 1.0))
+    load = load_of(base, (0, 8192, 512))
+    assert load_s(model, load_of(model, (0, 8192, 512))) == pytest.approx(load_s(base, load), rel=0.3)

@@ -152,9 +152,11 @@ class CorrectedLatency(LatencyModel):
         work_s = float(x @ (self.scales * of_speed))
         # What is left beside the fixed cost, which may be wrong too.
         left_s = max(measured_s - (predicted - work_s), 0.1 * measured_s)
-        if 1 / _FAR <= left_s / work_s <= _FAR:
+        speed = left_s / work_s
+        # The first one may be an exception that took long: the second one undoes it, and is not followed upwards.
+        if 1 / _FAR <= speed and (speed <= _FAR or self._early < _EARLY - 1):
             return 0.0
-        factor = np.where(of_speed > 0, left_s / work_s, 1.0)
+        factor = np.where(of_speed > 0, speed, 1.0)
         self._unit = self._unit * factor
         self.scales = self.scales * factor
         return left_s - work_s
