@@ -154,7 +154,7 @@ class CorrectedLatency(LatencyModel):
         left_s = max(measured_s - (predicted - work_s), 0.1 * measured_s)
         speed = left_s / work_s
         # The first one may be an exception that took long: the second one undoes it, and is not followed upwards.
-        if 1 / _FAR <= speed and (speed <= _FAR or self._early < _EARLY - 1):
+        if speed >= 1 / _FAR and (speed <= _FAR or self._early < _EARLY - 1):
             return 0.0
         factor = np.where(of_speed > 0, speed, 1.0)
         self._unit = self._unit * factor
