@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument(
         "--runs",
         default="default,512,128",
-        help="default, a long-prefill threshold in tokens, headway:AIM_MS[:USEFUL_SHARE], or native:AIM_MS",
+        help="default, a long-prefill threshold in tokens, headway:AIM_MS, or native:AIM_MS",
     )
     parser.add_argument("--long-tokens", type=int, default=32768)
     parser.add_argument("--dtype", default="bfloat16", help="float32 where the processor emulates bfloat16")

@@ -20,12 +20,11 @@ from headway.core.ports import free_port
 
 
 def flags_of(run: str) -> list[str]:
-    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), or `headway:AIM_MS[:USEFUL_SHARE]`."""
+    """vLLM's arguments for a run: `default`, a threshold in tokens (`512`), or `headway:AIM_MS`."""
     if run == "default":
         return []
     if run.startswith("headway:"):
-        names = ("t_target_ms", "useful_share")
-        settings = {"headway": dict(zip(names, map(float, run.split(":")[1:]), strict=False))}
+        settings = {"headway": {"t_target_ms": float(run.removeprefix("headway:"))}}
         return [
             "--scheduler-cls", "headway.vllm.Scheduler", "--middleware", "headway.vllm.SloMiddleware",
             "--additional-config", json.dumps(settings),

@@ -128,8 +128,8 @@ class CorrectedLatency(LatencyModel):
         if not (predicted > 0.0 and measured_s > 0.0):  # a NaN would stay for ever
             return
         if self._early and load.chunk_s > 0.0:
-            self._early -= 1
             predicted += self._match_speed(x, predicted, measured_s)
+            self._early -= 1
         measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x * self._unit / predicted, measured_s / predicted - 1.0
@@ -148,15 +148,14 @@ class CorrectedLatency(LatencyModel):
         """Multiply the scales of rows and chunks by one factor if they are far off. Return the change of `predicted`.
 
         `x`: `load_terms` of the iteration."""
-        of_speed = np.array([0.0, 1.0, 0.0, 1.0])
-        work_s = float(x @ (self.scales * of_speed))
+        work_s = float(x[1] * self.scales[1] + x[3] * self.scales[3])
         # What is left beside the fixed cost, which may be wrong too.
         left_s = max(measured_s - (predicted - work_s), 0.1 * measured_s)
         speed = left_s / work_s
         # The first one may be an exception that took long: the second one undoes it, and is not followed upwards.
-        if speed >= 1 / _FAR and (speed <= _FAR or self._early < _EARLY - 1):
+        if speed >= 1 / _FAR and (speed <= _FAR or self._early < _EARLY):
             return 0.0
-        factor = np.where(of_speed > 0, speed, 1.0)
+        factor = np.array([1.0, speed, 1.0, speed])
         self._unit = self._unit * factor
         self.scales = self.scales * factor
         return left_s - work_s

@@ -105,7 +105,7 @@ def rules_of(config: SchedulerConfig, t_target_s: float) -> PackRules:
         # The order of LARS but for the place that an active long request keeps, and for rounding.
         slack_margin=config.quantum + 1e-3 if config.policy == "lars" and not config.relegation else float("inf"),
         # A short that waits should not wait for what the machine finds efficient for a long one, nor for all of a gap
-        # that was chosen for long prompts.
+        # that was chosen for long prompts (Algorithm 2: of all of it).
         shared_s=min(config.t_target_s or LEAST_AIM_S, LONGEST_AIM_S if config.useful_share < 1 else float("inf")),
     )
 

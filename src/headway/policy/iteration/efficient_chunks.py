@@ -65,12 +65,19 @@ class EfficientChunks:
         return float("inf") if self._latency.rough else self.useful_s(context, ALONE_EFFICIENCY)
 
     def target_s(self, config: SchedulerConfig, context: int) -> float:
-        """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful:
-        a prompt would gain nothing by it, and others would wait. A rough model does not say what is useful."""
+        """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful.
+
+        A rough model does not say what is useful."""
+        if config.t_target_s is not None and self._latency.rough:
+            return config.t_target_s
+        return self.useful_target_s(config, context)
+
+    def useful_target_s(self, config: SchedulerConfig, context: int) -> float:
+        """Return `target_s`, bounded by a rough model too: a prompt would gain nothing by more, and others wait."""
         configured_s, share = config.t_target_s, config.useful_share
         if configured_s is None:
             return self.aim_s(context, DECODE_EFFICIENCY)
-        if configured_s <= LEAST_AIM_S or share >= 1 or self._latency.rough:
+        if configured_s <= LEAST_AIM_S or share >= 1:
             return configured_s
         return min(configured_s, self.useful_s(context, share))
 
@@ -88,9 +95,7 @@ def reference_aim_s(config: SchedulerConfig, latency: LatencyModel) -> float:
     """Return the target between two tokens for a prompt of moderate length.
 
     The unit of `long_iterations`, and the iteration of a predicted isolated prefill."""
-    chunks = EfficientChunks(latency, config.max_num_batched_tokens)
-    aim_s, share = chunks.target_s(config, 0), config.useful_share
-    return min(aim_s, chunks.useful_s(0, share)) if share < 1 else aim_s
+    return EfficientChunks(latency, config.max_num_batched_tokens).useful_target_s(config, 0)
 
 
 def _sizes(most: int) -> list[int]:
