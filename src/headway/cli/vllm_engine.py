@@ -40,6 +40,7 @@ _POLICY = {
     "long_tokens": ("long_tokens", 1),
     "min_chunk": ("min_chunk", 1),
     "least_gain": ("least_gain", 1.0),
+    "useful_share": ("useful_share", 1.0),
     "stretch": ("stretch", 1.0),
     "rho_max": ("rho_max", 1.0),
     "deadline_base_s": ("deadline_base_ms", 1000.0),
