@@ -106,8 +106,9 @@ def test_a_request_that_is_handed_over_or_paused_is_answered_as_by_one_instance(
     subject.rejoin(0)
     for seed in range(5):
         prompts, before = [prompt_of(20 + seed, tokens), *PROMPTS[1:3]], subject.events(event)
-        assert subject.answers(prompts, 200) == subject.expected(prompts, 200)
-        # A pause may come too late for work that goes faster than its timer.
+        # Where processes wait for a core, 200 tokens may all be read after the last one, when a pause is too late.
+        count = min(200 << seed, 1600)
+        assert subject.answers(prompts, count) == subject.expected(prompts, count)
         if subject.events(event) > before:
             break
     else:
