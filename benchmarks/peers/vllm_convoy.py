@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,9 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw all runs of the JSON file there (.png or .svg)")
     parser.add_argument("--json", type=Path, required=True)
     a = parser.parse_args()
+    for run in a.runs.split(","):
+        if not re.fullmatch(r"default|\d+|(headway|native):\d+(\.\d+)?", run):
+            parser.error(f"--runs: {run!r} is none of default, TOKENS, headway:AIM_MS, native:AIM_MS")
     if a.turns and "native" in a.runs:
         parser.error("--turns measures vLLM's servers: leave the native runs away")
     check_picture(a.plot)

@@ -121,6 +121,8 @@ def test_vllm_s_own_order_and_flags_of_later_versions_pass_on() -> None:
         (["m", "--host", "0.0.0.0"], "^refusing to listen on '0.0.0.0' without an API key"),
         (["m", "--additional-config", "[1]"], "--additional-config must be a JSON object"),
         (["m", "--t-target-ms", "soon"], "--t-target-ms: 'soon' is not a number"),
+        (["m", "--useful-share", "2"], "useful_share: Input should be less than or equal to 1, not 2.0"),
+        (["m", "--additional-config", '{"headway": {"t_target": 3}}'], "t_target: no such setting .settings: t_target"),
     ],
 )
 def test_what_vllm_cannot_be_started_with_is_one_sentence(words: list[str], message: str) -> None:

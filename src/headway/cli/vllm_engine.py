@@ -29,6 +29,7 @@ from headway.core.errors import ConfigError
 from headway.core.settings import flag_of, resolve, variable_of
 from headway.core.strict_yaml import read_yaml
 from headway.perf.hardware.device import has_driver
+from headway.policy.hosted.settings import read_settings
 from headway.serving.binding import check_binding
 from headway.serving.model_folder import cached_checkpoint, is_hub_id, is_offline, not_cached
 from headway.vllm.version_check import KNOWN
@@ -156,6 +157,8 @@ def vllm_line(words: Sequence[str], config: Mapping[str, Any]) -> tuple[list[str
         line += ["--host", host]
     line += ["--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE]
     more = _additional(by_flag.get("--additional-config"), policy)
+    # vLLM would report a wrong value after a minute.
+    read_settings(more)
     return line + (["--additional-config", json.dumps(more)] if more else []), given.dry_run, api_key
 
 
