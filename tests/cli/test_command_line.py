@@ -38,8 +38,9 @@ def without_torch(code: str) -> subprocess.CompletedProcess[str]:
     return python("-c", BLOCKED + code)
 
 
-def test_help_names_every_command() -> None:
-    done = headway("--help")
+@pytest.mark.parametrize("words", [("--help",), ()])
+def test_help_names_every_command(words: tuple[str, ...]) -> None:
+    done = headway(*words)
     assert done.returncode == 0
     for command in ("serve", "bench", "demo", "profile"):
         assert command in done.stdout

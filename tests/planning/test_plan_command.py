@@ -108,6 +108,10 @@ def test_results_of_another_question_are_refused(tmp_path: Path, capsys: pytest.
     assert main(["plan", write(tmp_path), "--jobs", "1", "--resume", str(kept)]) == 0
     assert main(["plan", write(tmp_path), "--set", "workload.qps=3", "--jobs", "1", "--resume", str(kept)]) == 2
     assert "results of another question" in capsys.readouterr().err
+    kept.write_text("a list of mine")
+    assert main(["plan", write(tmp_path), "--jobs", "1", "--resume", str(kept)]) == 2
+    assert "line 1 is not JSON: not a file of `headway plan --resume`" in capsys.readouterr().err
+    assert kept.read_text() == "a list of mine"
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,20 @@ def test_impossible_demands_get_the_nearest_plan_with_its_real_latencies() -> No
     assert 0.001 < result.nearest.worst_s(0) < 60
 
 
+def test_nearest_plan_is_of_the_best_layout_where_bounds_leave_nothing_to_simulate() -> None:
+    section = {
+        "model": "llama-3-8b", "accelerators": [{"name": "h100-80gb", "most": 2}],
+        "workload": {"qps": 2, "requests": 60, "mix": [{"class": "chat", "prompt": "fixed:500", "output": "fixed:20"}]},
+        "demands": {"chat": {"ttft_p99_s": 0.001}},
+    }  # fmt: skip
+    question = parse_question(section)
+    demands = question.demand_list()
+    nearest = PlanSearch(question).run().nearest
+    assert nearest is not None
+    everything = [measure(SimulationJob(question, one, to_the_end=True)) for one in candidates_of(question)]
+    assert nearest.ratio(demands) == min(one.ratio(demands) for one in everything if one.complete())
+
+
 def test_nearest_plan_of_impossible_gaps_is_not_the_one_that_ran_longest_because_it_is_slow() -> None:
     section = longer_question(1).model_dump(mode="json", by_alias=True, exclude_none=True)
     section["demands"] = {"all": {"tbt_p50_s": 0.001}}

@@ -79,6 +79,7 @@ def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(fi
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("rho_max", 2.0),
         ("t_target_s", 0.0),
         ("max_num_seqs", 0),
         ("rho_min", 0.8),

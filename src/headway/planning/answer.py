@@ -203,8 +203,8 @@ def measure_line(job: SimulationJob, one: CandidateMeasure) -> str:
 
 
 def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, CandidateMeasure]:
-    """Return the results in a file that `--resume` wrote: its first line is the question. A line that was cut off is
-    left out. Raises ConfigError for results of another question."""
+    """Return the results in a file that `--resume` wrote: its first line is the question. A last line that was cut off
+    is left out. Raises ConfigError for results of another question, and for another file."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
@@ -216,7 +216,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
         try:
             data: Mapping[str, Any] = json.loads(line)
         except ValueError:
-            if number + 1 == len(lines):
+            if 0 < number == len(lines) - 1:
                 break
             raise ConfigError(f"{path}, line {number + 1} is not JSON: not a file of `headway plan --resume`") from None
         if number == 0:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import accelerator
@@ -198,14 +199,20 @@ class PlanSearch:
 
     def _nearest(self, fitting: Sequence[DeploymentCandidate]) -> CandidateMeasure | None:
         """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
-        stopped, and of those with most accelerators that prefill, in the largest instances (gaps between tokens are
-        missed later the slower a deployment is)."""
+        stopped, and of those with most accelerators that prefill, in the largest instances of fewest stages (gaps
+        between tokens are missed later the slower a deployment is), one of each layout."""
         tried = self._measures or self._missed_at_peak
         far = sorted(tried.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
-        large = sorted(fitting, key=lambda c: (-(c.accelerators - c.decoders * c.tp * c.stages), c.replicas))
-        furthest = [one.candidate for one in far if one.seeds][: _NEAREST - 1]
-        chosen = list(dict.fromkeys([*furthest, *large]))[:_NEAREST]
-        done = [one for one in self._measures.values() if one.complete()]
+        ordered = sorted(
+            fitting, key=lambda c: (-(c.accelerators - c.decoders * c.tp * c.stages), c.replicas, c.stages)
+        )
+        large: dict[tuple[Any, ...], DeploymentCandidate] = {}
+        for one in ordered:
+            # others of the same layout differ in policy and aim alone
+            large.setdefault((one.accelerator, one.layout, one.replicas, one.decoders), one)
+        furthest = [each.candidate for each in far if each.seeds][: _NEAREST - 1]
+        chosen = list(dict.fromkeys([*furthest, *large.values()]))[:_NEAREST]
+        done = [each for each in self._measures.values() if each.complete()]
         done += self._measure(
             [SimulationJob(self.question, candidate, None, to_the_end=True) for candidate in chosen], keep=False
         )

@@ -112,7 +112,8 @@ class SchedulerConfig:
         need(self.background_wait_s is None or self.background_wait_s > 0, "background_wait_s", "above 0")
         need(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
-        need(0 <= self.rho_min <= self.rho_max < 1, "rho_min", "between 0 and rho_max, and rho_max below 1")
+        need(0 <= self.rho_max < 1, "rho_max", "at least 0 and below 1")
+        need(0 <= self.rho_min <= self.rho_max, "rho_min", f"between 0 and rho_max, {self.rho_max:g}")
         for name in ("min_chunk", "long_tokens", "long_iterations", "least_gain", "quantum", "deadline_base_s",
                      "deadline_factor", "reserve_tokens", "admission_age_s"):  # fmt: skip
             need(getattr(self, name) >= 0, name, "0 or more")
