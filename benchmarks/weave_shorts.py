@@ -3,8 +3,8 @@
 Llama-3 8B on eight A100s: under Weave six prefill and two decode, beside which prompts prefill that would wait; under
 jsq eight do both, or only six, so that as many prefill. Prompts of up to 8K tokens of Mooncake's conversations (if the
 shared traces are there; 1,200 requests, as they came, stretched to each rate), of synthetic bursts of all sizes (gamma,
-CV 5, geometric mean of the P99s of six seeds) and of chats beside 3% documents. Weave over jsq on eight: 0.73 to 0.98,
-0.96 to 1.06 and 0.63 to 0.83. Virtual time: the figures do not depend on the machine.
+CV 5, geometric mean of the P99s of six seeds) and of chats beside 3% documents. Weave over jsq on eight: 0.73 to 1.02,
+0.96 to 1.03 and 0.67 to 0.83. Virtual time: the figures do not depend on the machine.
 """
 
 from __future__ import annotations

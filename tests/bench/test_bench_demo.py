@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.errors import ConfigError
 from headway.research import demo
 from headway.runtime.embedded import model_path
 
@@ -31,6 +32,13 @@ def test_the_demo_reports_its_measurements_and_wrong_answers(
     assert "times that under lars" in out
     assert len(json.loads((tmp_path / "convoy.json").read_text())["runs"]) == 2
     assert (tmp_path / "convoy.png").exists()
+
+
+def test_chats_without_an_interval_are_refused() -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"^--chat-interval is 0\.0; it must be above 0 seconds$"):
+        demo.run(parser.parse_args(["--chat-interval", "0"]))
 
 
 def test_a_demo_answer_is_its_leading_number() -> None:

@@ -204,6 +204,24 @@ def test_bad_settings_are_refused_with_an_explanation(words: tuple[str, ...]) ->
         headway_bench("--url", "http://127.0.0.1:9", *words)
 
 
+def test_goodput_of_a_class_that_no_request_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--goodput chat: the workload has no such class; it has long, short"):
+        headway_bench("--url", "http://127.0.0.1:9", "--goodput", "chat.ttft:100")
+    # `long` may be drawn: what fails is the connection
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
+        headway_bench("--url", "http://127.0.0.1:9", "--goodput", "long.ttft:100", "--num-requests", "1")
+
+
+@pytest.mark.parametrize("words", [("--seed", "-1"), ("--vocab-size", "1"), ("--vocab-size", "0")])
+@pytest.mark.parametrize("subcommand", [(), ("convoy",)])
+def test_numbers_below_the_least_are_refused(
+    words: tuple[str, ...], subcommand: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        headway_bench(*subcommand, *words)
+    assert f"argument {words[0]}: {words[1]!r} is not a whole number of at least" in capsys.readouterr().err
+
+
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
         "import argparse, sys\nfrom headway.research import demo\n"

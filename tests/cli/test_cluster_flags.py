@@ -1,4 +1,4 @@
-"""`headway cluster --dry-run`: an unknown host is refused before a model is loaded."""
+"""`headway cluster --dry-run`: a faulty file is refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ TWO_HOSTS = "pools: [{role: prefill}, {role: decode, host: 1}]\nplacement: fixed
     [
         ("pools: [{}, {host: 2}]", (), "there is a host 2, but no pool says `host: 1`"),
         (TWO_HOSTS, ("--standby", "true"), "pools[0]: standby is for instances that are all on one host"),
+        ("pools: [{}]\nworkload: {qps: -1}", (), "workload: qps must be above 0, not -1"),
         ("pools: [{}]", ("--nnodes", "2"), "nnodes spreads the workers of one engine; in a cluster a pool says `host`"),
     ],
 )
-def test_an_unknown_host_is_refused_in_one_line(
+def test_a_faulty_file_is_refused_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -27,7 +28,7 @@ def test_an_unknown_host_is_refused_in_one_line(
     flags: tuple[str, ...],
     words: str,
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(content)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 2
@@ -41,7 +42,7 @@ def test_an_unknown_host_is_refused_in_one_line(
 def test_more_instances_than_cores_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
     monkeypatch.setattr("headway.serving.cluster_settings.CORES", (0, 1))
     path = tmp_path / "cluster.yaml"
     path.write_text("pools: [{count: 900}]\nplacement: jsq\n")
@@ -55,7 +56,7 @@ def test_more_instances_than_cores_are_said(
 def test_two_hosts_are_tried_without_ray_and_not_served_without_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: "loaded")
+    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run"]) == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headway.cli.main import NESTED
+
 BLOCKED = """
 import sys
 
@@ -44,6 +46,12 @@ def test_help_names_every_command(words: tuple[str, ...]) -> None:
     assert done.returncode == 0
     for command in ("serve", "bench", "demo", "profile"):
         assert command in done.stdout
+
+
+def test_the_help_of_profile_names_the_commands_under_it() -> None:
+    said = headway("profile", "--help", COLUMNS="400").stdout
+    for words in NESTED:
+        assert f"`{' '.join(words)}`" in " ".join(said.split())
 
 
 def test_the_version_is_said() -> None:

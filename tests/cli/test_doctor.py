@@ -86,5 +86,7 @@ def test_little_memory_is_limited() -> None:
 
 
 def test_port_out_of_range_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--port", "70000"]) == 2
-    assert "at most 65535" in capsys.readouterr().err
+    for command in (["doctor"], ["watch", "no.jsonl"]):
+        for port in ("70000", "-1"):
+            assert main([*command, "--port", port]) == 2
+            assert capsys.readouterr().err == f"headway: error: --port {port}: a port is 0 to 65535\n"

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from headway.cli.main import main
 from headway.cli.options import add_options, given_flags
 from headway.core.errors import ConfigError
 from headway.core.setting_types import Flag, Number, Text, TextList, TokenCount, WholeNumber
@@ -80,6 +81,21 @@ def test_settings_made_by_a_program_are_checked_alike() -> None:
         CommandSettings(port=70000)
     with pytest.raises(ConfigError, match=r"^prot: there is no such setting$"):
         CommandSettings(prot=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "examples/chat-and-documents.yaml"),
+        ("reproduce", "medha.eq1"),
+        ("plan", "examples/plan-chat-and-documents.yaml"),
+    ],
+)
+def test_fewer_than_no_processes_are_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    command, file = words
+    here = str(Path(__file__).resolve().parents[2] / file) if file.endswith(".yaml") else file
+    assert main([command, here, "--jobs", "-1"]) == 2
+    assert capsys.readouterr().err == "headway: error: --jobs must be 0 (one process a core) or more, not -1\n"
 
 
 def test_a_flag_without_a_value_means_true_and_a_value_still_counts() -> None:

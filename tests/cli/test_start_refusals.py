@@ -44,6 +44,19 @@ def test_missing_kv_memory_is_refused_with_numbers() -> None:
         loaded(config)
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"drain_timeout_s": "-1"}, "must be at least 0"),
+        ({"served_model_name": ""}, "a name is empty"),
+        ({"served_model_name": "a,,b"}, "a name is empty"),
+    ],
+)
+def test_a_negative_drain_and_an_empty_name_are_refused(setting: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(ServeSettings, flags=setting)
+
+
 @pytest.mark.parametrize("driver", [False, True])
 def test_a_process_is_started_early_where_there_is_no_gpu(
     driver: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

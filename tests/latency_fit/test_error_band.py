@@ -127,3 +127,5 @@ def test_knots_on_a_line_leave_no_error_and_a_jump_does() -> None:
 def test_a_share_of_one_or_more_has_no_upper_end() -> None:
     assert ErrorBand(1.0, 1.2).high_s == inf
     assert np.isclose(ErrorBand(1.0, 0.25).high_s, 4 / 3)
+    assert ErrorBand(1.0, 0.994).words() == "± 99%"
+    assert ErrorBand(1.0, 1.15, ("history",)).words() == "at least 1/2.1 of it, no upper bound, extrapolated (history)"

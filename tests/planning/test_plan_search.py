@@ -279,6 +279,15 @@ def test_demand_on_a_class_that_the_workload_lacks_is_refused() -> None:
         PlanSearch(question)
 
 
+def test_demand_on_a_class_of_which_no_request_was_drawn_asks_for_more_requests() -> None:
+    question = random_question(0)
+    rare = question.workload.mix[0].model_copy(update={"klass": "rare", "share": 1e-9})  # type: ignore[index]
+    workload = question.workload.model_copy(update={"mix": (*question.workload.mix, rare)})  # type: ignore[misc]
+    question = question.model_copy(update={"workload": workload, "demands": {"rare": {"ttft_p99_s": 1.0}}})
+    with pytest.raises(ConfigError, match=r"demands\.rare: none of the \d+ requests that were drawn .* are needed"):
+        PlanSearch(question)
+
+
 def test_class_of_all_counts_every_request() -> None:
     workload = workload_of(random_question(0), 0)
     assert of_class("all", workload) == workload

@@ -49,6 +49,10 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
     assert main(["trace", str(path), "--out", str(out)]) == 0
     assert "2 slices on 2 lanes, 1 requests" in capsys.readouterr().out
     assert json.loads(out.read_text())["displayTimeUnit"] == "ms"
+    assert main(["trace", str(path), "--out", "-"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["displayTimeUnit"] == "ms"
+    assert "2 slices" in said.err
     with pytest.raises(ConfigError, match="older version"):
         timeline([{"event": "batch", "id": 0}])
     path.write_text("{}")

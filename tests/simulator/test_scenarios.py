@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from headway.sim.requests import requests_of
 from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_field
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "name": "small",
     "workload": {"qps": 4.0, "mix": [{"class": "chat", "prompt": "uniform:50-500", "output": "fixed:20"}]},
     "run": {"window_s": 20, "seeds": [0]},
@@ -36,6 +37,12 @@ EXAMPLES = [f for f in FILES if "\nworkload:" in f.read_text() and "\ndemands:" 
         ("layout.tp", 0, "layout.tp must be at least 1, not 0"),
         ("workload.mix.0.prmpt", "fixed:3", "workload.mix[0].prmpt is not a field; allowed here: share, class"),
         ("workload.preset", "medha-mix", "exactly one of preset, trace and mix"),
+        ("slo.chta", {"ttft_s": 1}, "slo.chta: the workload has no such class; it has chat$"),
+        ("slo.all", {"ttft_s": 1}, "slo.all: the workload has no such class; it has chat$"),
+        ("run.seeds", [-1], "^scenario: run.seeds[0] must be at least 0, not -1$"),
+        ("run.seeds", [1, 2, 1], "^scenario: run.seeds: give each seed once"),
+        ("workload", {"trace": []}, "`trace` is empty: fill it in"),
+        ("workload", {"mix": []}, "`mix` is empty: fill it in"),
         ("slo.chat", {"tfft_s": 1}, "slo.chat.tfft_s is not a field; allowed here: ttft_s"),
         ("model", "llama-9", "model: unknown model 'llama-9'"),
         ("model", {"layers": 2}, "model.hidden is missing"),
@@ -49,6 +56,45 @@ EXAMPLES = [f for f in FILES if "\nworkload:" in f.read_text() and "\ndemands:" 
 def test_invalid_fields_are_named_with_the_allowed_values(path: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + words.replace("[", r"\[").replace("(", r"\(").replace("|", r"\|")):
         run_scenario(parse_scenario(with_field(SMALL, path, value)), 0)
+
+
+@pytest.mark.parametrize(
+    ("workload", "klass"),
+    [
+        ({"mix": [{"class": "chat", "share": 1e6, "prompt": "fixed:9", "output": "fixed:2"},
+                  {"class": "document", "share": 1, "prompt": "fixed:9", "output": "fixed:2"}]}, "document"),
+        ({"mix": [{"prompt": "fixed:9", "output": "fixed:2"}]}, "long"),
+        ({"mix": SMALL["workload"]["mix"], "long_share": 0.0}, "long"),
+        ({"preset": "azure-code-2024-documents", "requests": 1}, "long"),
+    ],
+)  # fmt: skip
+def test_an_slo_of_a_class_that_no_request_happens_to_have_is_accepted(workload: dict[str, Any], klass: str) -> None:
+    data = {"workload": {"requests": 5, **workload}, "slo": {klass: {"ttft_s": 1.0}}}
+    assert klass not in {record.klass for record in run_scenario(parse_scenario(data), 0).sim.records}
+
+
+def test_classes_of_a_trace_are_those_of_all_of_it(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens,class\n0,9,2,chat\n1,9,2,document\n")
+    data = {"workload": {"trace": str(trace), "slice": "0:1"}, "slo": {"document": {"ttft_s": 1.0}}}
+    assert len(run_scenario(parse_scenario(data), 0).sim.records) == 1
+    with pytest.raises(ConfigError, match=r"slo\.chta: the workload has no such class; it has chat, document"):
+        run_scenario(parse_scenario(with_field(data, "slo.chta.ttft_s", 1.0)), 0)
+
+
+def test_seeds_of_the_command_are_whole_numbers_each_given_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(yaml.safe_dump(SMALL))
+    rates = ("profile", "rates", str(FILES[0].parent / "cluster-tetris.yaml"), "--out", str(tmp_path / "r.json"))
+    for words in (("simulate", str(file)), rates, ("reproduce", "medha.fig13")):
+        assert main([*words, "--seeds", "-1"]) == 2
+        assert "--seeds '-1': write whole numbers from 0, such as 0,1,2" in capsys.readouterr().err
+        assert main([*words, "--seeds", "1,1"]) == 2
+        assert "--seeds '1,1': give each seed once" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="seed -1: seeds are whole numbers from 0"):
+        run_scenario(parse_scenario(SMALL), -1)
 
 
 def test_policy_fields_are_the_schedulers_own() -> None:
@@ -75,6 +121,17 @@ def test_sweeps_include_both_ends_and_keep_whole_numbers_whole() -> None:
     for text in ("qps", "qps=", "qps=1:0:1", "qps=0:1:0", "mix=[{prompt: 1}", "mix={a: b: c}"):
         with pytest.raises(ConfigError):
             parse_sweep(text)
+
+
+def test_a_sweep_of_too_many_values_or_of_one_field_twice_is_refused() -> None:
+    assert len(parse_sweep("qps=1:1000:1")[1]) == 1000
+    for text in ("qps=0.1:1:1e-9", "qps=0:1000:1", "qps=0:inf:1"):
+        with pytest.raises(ConfigError, match="gives more than 1,000 values: take a larger step"):
+            parse_sweep(text)
+    with pytest.raises(ConfigError, match="the step must be above 0"):
+        parse_sweep("qps=nan:1:1")
+    with pytest.raises(ConfigError, match=r"workload\.qps is swept twice: give all of its values at once"):
+        parse_points(SMALL, [parse_sweep("workload.qps=1,2"), parse_sweep("workload.qps=3")])
 
 
 def test_an_error_names_the_option_that_was_typed():

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = model_folder(model_of(file, arguments.file.parent))
     check_hosts(file, where, settings.nnodes)
     if arguments.dry_run:
-        print(_dry_run(file, where, model, settings))
+        _dry_run(file, where, model, settings)
         return 0
     if arguments.replay is not None:
         from headway.runtime.build.cluster_replay import replay_log
@@ -80,9 +80,12 @@ def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) ->
     return serve_http_cluster(file, model, settings.server_settings(), api_key=key, allow_public=arguments.allow_public)
 
 
-def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings) -> str:
+def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings) -> None:
     settle()
     configs = instance_configs(file, where, model, settings)
     from headway.runtime.build.cluster_dry_run import report
 
-    return "\n".join([*(f"warning: {each}\n" for each in shared_cores(file, configs)), report(file, model, configs)])
+    for warning in shared_cores(file, configs):
+        print(f"warning: {warning}\n")
+    for part in report(file, model, configs):
+        print(part, flush=True)

@@ -14,10 +14,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from headway.cli.machine_findings import findings
-    from headway.core.errors import ConfigError
+    from headway.core.ports import check_port
 
-    if not 0 <= arguments.port < 1 << 16:
-        raise ConfigError(f"--port {arguments.port}: a port is at most 65535")
+    check_port(arguments.port)
     found = list(findings(arguments.port))
     if arguments.json:
         import json

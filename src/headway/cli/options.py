@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
+from headway.core.errors import ConfigError
 from headway.core.settings import SettingsModel, flag_of
 
 
@@ -39,6 +40,24 @@ def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> di
     """Return the settings given on the command line, by name."""
     given = {name: getattr(arguments, name) for name in model.model_fields if hasattr(arguments, name)}
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def seeds_of(text: str) -> list[int]:
+    """Read the value of `--seeds`, such as 0,1,2. Raises ConfigError for what is no seed and for repeated ones."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(f"--seeds {text!r}: write whole numbers from 0, such as 0,1,2")
+    seeds = [int(word) for word in words]
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds {text!r}: give each seed once: equal seeds give equal runs")
+    return seeds
+
+
+def processes_of(jobs: int) -> int:
+    """Return the number of processes that `--jobs` asks for; 0: one a core. Raises ConfigError below 0."""
+    if jobs < 0:
+        raise ConfigError(f"--jobs must be 0 (one process a core) or more, not {jobs}")
+    return jobs or os.cpu_count() or 1
 
 
 def environment() -> Mapping[str, str]:

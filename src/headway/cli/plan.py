@@ -80,6 +80,7 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
 
 
 def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[PlanResult, PlanErrorBars | None]:
+    from headway.cli.options import processes_of
     from headway.planning.answer import measure_line, question_line, read_measures
     from headway.planning.error_bars import error_bars
     from headway.planning.measure_runner import MeasureRunner
@@ -87,6 +88,7 @@ def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[Plan
     from headway.planning.simulate import CandidateMeasure, SimulationJob
     from headway.sim.report.progress import RunProgress
 
+    jobs = processes_of(arguments.jobs)
     known = read_measures(arguments.resume, question) if arguments.resume is not None else {}
     with ExitStack() as stack:
         file: IO[str] | None = None
@@ -110,11 +112,6 @@ def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[Plan
                 file.flush()
             progress.done(one.candidate.name)
 
-        runner = stack.enter_context(MeasureRunner(_jobs(arguments), keep, known))
+        runner = stack.enter_context(MeasureRunner(jobs, keep, known))
         result = PlanSearch(question, runner).run()
         return result, error_bars(result, runner)
-
-
-def _jobs(arguments: argparse.Namespace) -> int:
-    count: int = arguments.jobs
-    return count if count > 0 else os.cpu_count() or 1

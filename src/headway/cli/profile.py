@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where serve looks)"
     )
     add_options(parser, EngineSettings, leave_out=("event_log", "latency_profile"))
+    parser.epilog = (
+        "Commands of their own, each with --help: `profile check` (predictions beside a recorded run), `profile fit` "
+        "(an accelerator's operators), `profile fit-eq1` (Tetris's Eq. (1)), `profile rates` (Tetris's improvement "
+        "rates by load), `profile --vllm` (a vLLM engine)."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

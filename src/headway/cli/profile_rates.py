@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, folder: Path) -> None:
     import msgspec
 
+    from headway.cli.options import seeds_of
     from headway.core.strict_yaml import read_yaml
     from headway.policy.placement.tetris_rates import RateTable
     from headway.research.tetris_rates import CANDIDATES, best_rates, scenario_ttft_s
@@ -91,8 +92,8 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> None:
         raise ConfigError(f"{arguments.scenario}: cluster.placement must be tetris, not {scenario.cluster.placement}")
     if arguments.requests < 10:
         raise ConfigError(f"--requests must be at least 10, not {arguments.requests}")
-    loads = [float(load) for load in _numbers(parse_sweep(f"loads={arguments.loads}")[1], "--loads")]
-    seeds = [int(seed) for seed in _numbers(arguments.seeds.split(","), "--seeds")]
+    loads = [float(load) for load in _numbers(parse_sweep(f"loads={arguments.loads}")[1])]
+    seeds = seeds_of(arguments.seeds)
 
     # Mean TTFT over the seeds, each with the same number of requests (§5.1).
     def mean_s(load: float, rate: float) -> float:
@@ -154,11 +155,11 @@ def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
     return trace
 
 
-def _numbers(values: list[Any], flag: str) -> list[float]:
+def _numbers(values: list[Any]) -> list[float]:
     try:
         found = [float(value) for value in values]
     except (TypeError, ValueError):
-        raise ConfigError(f"{flag}: {values} are not all numbers") from None
-    if flag == "--loads" and not all(value > 0 for value in found):
-        raise ConfigError(f"{flag} must be above 0 requests a second")
+        raise ConfigError(f"--loads: {values} are not all numbers") from None
+    if not all(value > 0 for value in found):
+        raise ConfigError("--loads must be above 0 requests a second")
     return found

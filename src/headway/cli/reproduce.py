@@ -84,24 +84,17 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 
 
 def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], None]) -> Any:
-    import os
-
+    from headway.cli.options import processes_of, seeds_of
     from headway.research.base import RunOptions
 
-    seeds = None
-    if arguments.seeds:
-        try:
-            seeds = tuple(int(seed) for seed in arguments.seeds.split(","))
-        except ValueError:
-            raise ConfigError(f"--seeds {arguments.seeds!r}: whole numbers, such as 0,1,2") from None
+    seeds = tuple(seeds_of(arguments.seeds)) if arguments.seeds else None
     if arguments.window is not None and not arguments.window > 0:
         raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
-    jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
     return RunOptions(
         quick=arguments.quick,
         seeds=seeds,
         window_s=arguments.window,
-        jobs=jobs,
+        jobs=processes_of(arguments.jobs),
         stopwatch=time.perf_counter,
         on_progress=on_progress,
     )

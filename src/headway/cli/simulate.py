@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read the scenario file and apply `--set` and `--seeds`. Raises ConfigError."""
+    from headway.cli.options import seeds_of
     from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
@@ -106,20 +105,19 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--set {text!r}: one value; use --sweep for several")
         data = with_field(data, field, values[0])
     if arguments.seeds:
-        try:
-            data = with_field(data, "run.seeds", [int(seed) for seed in arguments.seeds.split(",")])
-        except ValueError:
-            raise ConfigError(f"--seeds {arguments.seeds!r}: whole numbers, such as 0,1,2") from None
+        data = with_field(data, "run.seeds", seeds_of(arguments.seeds))
     return data
 
 
 def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
+    from headway.cli.options import processes_of
     from headway.sim.report.console import show
     from headway.sim.report.progress import RunProgress
     from headway.sim.report.sim_table import simulation_report
     from headway.sim.result_json import document
     from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
 
+    jobs = processes_of(arguments.jobs)
     parse = _parser(arguments.scenario, data)
     # The file itself is validated even where every field that it sets is swept.
     base = parse(data, str(arguments.scenario))
@@ -130,7 +128,6 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
         raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
     if arguments.event_log is not None and points[0].scenario.cluster.placement is not None:
         raise ConfigError("--event-log is that of one engine: the scenario has a cluster.placement")
-    jobs = arguments.jobs if arguments.jobs > 0 else os.cpu_count() or 1
     _check_files(arguments)
     detail = _detail(arguments)
     with RunProgress(sum(len(point.scenario.run.seeds) for point in points)) as progress:
@@ -144,9 +141,8 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     # Of a measured cluster only what was set: the defaults are of hardware that a scenario names.
     shown = base.scenario.model_dump(mode="json", by_alias=True, exclude_unset=base.cluster is not None)
     outcome = document(shown, result.points)
-    if arguments.json is not None and str(arguments.json) == "-":
-        sys.stdout.buffer.write(_bytes(outcome))
-    else:
+    # Where a file goes to stdout, it is alone there.
+    if "-" not in map(str, (arguments.json, arguments.csv, arguments.requests, arguments.trace)):
         show(simulation_report(outcome))
         show(_band_line(points[0], swept=len(points) > 1))
     _write(arguments, outcome)
@@ -213,7 +209,7 @@ def _detail(arguments: argparse.Namespace) -> RunDetail | None:
 
 def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
     """Write the files of all points."""
-    if arguments.json is not None and str(arguments.json) != "-":
+    if arguments.json is not None:
         write_output(arguments.json, _bytes(outcome))
     if arguments.csv is not None:
         from headway.sim.report.sim_csv import summary_csv

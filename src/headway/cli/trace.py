@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,20 @@ def run(arguments: argparse.Namespace) -> int:
         run = read_cluster(arguments.log)
         write_output(arguments.out, msgspec.json.encode(cluster_trace_events(run)))
         counts = f"{len(run.spans)} spans, {len(run.transfers)} KV transfers, {len(run.requests)} requests"
-        print(f"{len(run.instances)} instances, {counts}: {arguments.out}")
+        _say(f"{len(run.instances)} instances, {counts}: {arguments.out}", arguments.out)
         return 0
     trace = timeline(of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
     write_output(arguments.out, msgspec.json.encode(live_trace_events(trace)))
     lanes = len({(one.group, one.stage) for one in trace.slices})
-    print(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}")
+    _say(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}", arguments.out)
     return 0
+
+
+def _say(words: str, out: Path) -> None:
+    # Where the trace goes to stdout, it is alone there.
+    print(words, file=sys.stderr if str(out) == "-" else sys.stdout)
 
 
 def of_an_engine(events: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:

@@ -66,8 +66,8 @@ flag stands alone."""
 
 _ADVICE = {
     "--trust-remote-code": "no code of a checkpoint runs here: leave it out",
-    "--gpu-memory-utilization": "say --kv-cache-memory SIZE; without it half of the free memory is for KV",
-    "--device-memory-utilization": "say --kv-cache-memory SIZE; without it half of the free memory is for KV",
+    "--gpu-memory-utilization": "say --kv-cache-memory SIZE; without it KV gets at most half of the free memory",
+    "--device-memory-utilization": "say --kv-cache-memory SIZE; without it KV gets at most half of the free memory",
     "--num-gpu-blocks-override": "say how much memory KV gets with --kv-cache-memory SIZE",
     "--long-prefill-token-threshold": "chunks follow --t-target-ms here, or --chunking static:N",
     "--no-enable-chunked-prefill": "--chunking whole reads each prompt in one piece",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from headway.core.errors import ConfigError
 
@@ -14,6 +14,15 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+
+
+def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("give each seed once: equal seeds give equal runs")
+    return seeds
+
+
+Seeds = Annotated[tuple[CountOrZero, ...], Field(min_length=1), AfterValidator(_distinct)]
 SomeSection = TypeVar("SomeSection", bound="FileSection")
 
 _LIMITS = {
@@ -48,8 +57,13 @@ def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
         return root.model_validate(data)
     except ValidationError as error:
         # pydantic reports a union's alternatives one by one: `dict.fromkeys` drops equal messages
-        faults = [_fault(dict(item), root) for item in error.errors()]
+        faults = [_fault(dict(item), root) for item in error.errors() if not _follows(dict(item))]
         raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
+
+
+def _follows(item: dict[str, Any]) -> bool:
+    """Whether a list is too short for pydantic only because some of its entries are at fault, which is said of them."""
+    return item["type"] == "too_short" and len(item["input"]) >= int(item["ctx"]["min_length"])
 
 
 def limit_words(kind: str, item: Any) -> str | None:

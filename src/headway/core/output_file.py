@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from headway.core.errors import ConfigError
@@ -27,7 +28,13 @@ def check_outputs(*files: Path | None) -> None:
 
 
 def write_output(file: Path, body: bytes) -> None:
-    """Write a file whole, under another name first: an interrupted run leaves no half of one. Raises ConfigError."""
+    """Write a file whole, under another name first: an interrupted run leaves no half of one. `-` is stdout.
+
+    Raises ConfigError."""
+    if str(file) == "-":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(body)
+        return
     check_outputs(file)
     # A link is kept, and what it names is written.
     file = file.resolve()

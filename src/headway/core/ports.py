@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import socket
 
+from headway.core.errors import ConfigError
+
+
+def check_port(port: int) -> None:
+    """Raise ConfigError where the value of `--port` is none."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port}: a port is 0 to 65535")
+
 
 def free_port() -> int:
     """Return a TCP port that is free on loopback at present."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, FileSection, Positive, validated
+from headway.core.file_sections import Count, FileSection, Positive, Seeds, validated
 from headway.sim.scenario import LatencySection, MemorySection, ModelSection
 from headway.sim.workload.section import WorkloadSection
 
@@ -57,9 +57,9 @@ class SearchSection(FileSection):
     split: bool = Field(
         default=True, description="try separate prefill and decode instances too (first free prefill instance)"
     )
-    policies: tuple[str, ...] = Field(default=("lars",), description="orders of waiting prefills")
+    policies: tuple[str, ...] = Field(default=("lars",), min_length=1, description="orders of waiting prefills")
     t_target_s: tuple[Positive, ...] = Field(
-        default=(0.025, 0.05, 0.1, 0.2), description="longest iterations aimed at, seconds"
+        default=(0.025, 0.05, 0.1, 0.2), min_length=1, description="longest iterations aimed at, seconds"
     )
     effort: Count = Field(
         default=2_000_000,
@@ -92,9 +92,7 @@ class PlanQuestion(FileSection):
     memory: MemorySection = MemorySection()
     search: SearchSection = SearchSection()
     window_s: Positive | None = Field(default=None, description="arrivals of so many seconds; null: all of them")
-    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = Field(
-        default=(0,), description="a plan meets a demand if it does with each of these seeds"
-    )
+    seeds: Seeds = Field(default=(0,), description="a plan meets a demand if it does with each of these seeds")
 
     @model_validator(mode="after")
     def _demands_are_known(self) -> PlanQuestion:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,9 @@ from headway.planning.demand_watch import BACKLOG, of_class, tolerated
 from headway.planning.measure_runner import MeasureRunner
 from headway.planning.question import PlanQuestion
 from headway.planning.simulate import CandidateMeasure, SimulationJob, workload_of
+from headway.sim.requests import classes_of
 from headway.sim.workload import TraceRequest
+from headway.sim.workload.classes import check_classes
 
 _FIRST_PART = 8
 """The first round of a screening simulates one part in so many of the workload."""
@@ -78,12 +81,14 @@ class PlanSearch:
         self._measures: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._bounded = self._screened = 0
-        classes = {request.klass for request in self._workloads[0]}
-        for demand in self.demands:
-            if demand.klass != "all" and demand.klass not in classes:
+        first, demanded = self._workloads[0], [one.klass for one in self.demands if one.klass != "all"]
+        check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`")
+        classes = {request.klass for request in first}
+        for klass in demanded:
+            if klass not in classes:
                 raise ConfigError(
-                    f"demands.{demand.klass}: the workload has no such class; it has "
-                    f"{', '.join(sorted(name or '(unnamed)' for name in classes))}, and `all`"
+                    f"demands.{klass}: none of the {len(first)} requests that were drawn is of this class: more are "
+                    "needed (workload.requests, or window_s), or leave the demand out"
                 )
 
     def run(self) -> PlanResult:

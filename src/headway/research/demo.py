@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
 from headway.serving.load.client import LoadRequest, text_prompt
 from headway.serving.load.command import end_like_ctrl_c
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from headway.runtime.embedded import model_path
     from headway.sim.report.console import say, show
 
+    if not args.chat_interval > 0:
+        raise ConfigError(f"--chat-interval is {args.chat_interval}; it must be above 0 seconds")
     end_like_ctrl_c()
     texts = DemoTexts(str(model_path()), args.document_tokens, args.chat_tokens, args.seed)
     size = spell(texts.document_tokens)

@@ -67,7 +67,8 @@ class PromptReader:
             return (self._token_ids(raw, name, name),)
         items = self._many.decode(raw)
         if len(items) > self._max_prompts:
-            raise RequestError(f"'{name}' holds {len(items)} prompts; at most {self._max_prompts} are allowed", name)
+            asked = f"'{name}' holds {len(items)} prompts"
+            raise RequestError(f"{asked}; at most {self._max_prompts} are allowed (--max-prompts)", name)
         together = len(memoryview(raw))
         return tuple(
             self._one(item, add_special_tokens, name, f"{name}[{index}]", together) for index, item in enumerate(items)

@@ -39,7 +39,8 @@ class EngineSettings(SettingsModel):
     )
     kv_cache_memory: ByteSize | None = Field(
         None,
-        description="memory for keys and values, e.g. 4G; default: half of what is free",
+        description="memory for keys and values, e.g. 4G; default: half of what is free, at most two full "
+        "contexts and 256K tokens in each KV group",
         json_schema_extra=_shown_as("SIZE"),
     )
     block_size: WholeNumber = Field(64, description="tokens in a KV block", json_schema_extra=_shown_as("TOKENS"))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.core.setting_types import ByteSize, Flag, Number, Text, TextList, WholeNumber
+from headway.core.errors import ConfigError
+from headway.core.setting_types import ByteSize, Flag, Number, Text, TextList, WholeNumber, parsed_by, text_list
 from headway.core.settings import SettingsModel
+
+
+def _model_names(value: Any) -> tuple[str, ...]:
+    names = text_list(value)
+    if not all(name.strip() for name in names):
+        raise ConfigError("a name is empty: give one, or leave the setting out")
+    return names
+
+
+ModelNames = Annotated[tuple[str, ...], parsed_by(_model_names)]
 
 
 class EndpointSettings(SettingsModel):
     """What an operator may set about the HTTP server. Times in seconds, sizes in bytes."""
 
-    served_model_name: TextList = Field(
+    served_model_name: ModelNames = Field(
         (),
         description="names that requests may give as 'model'; the first is shown. Default: the engine's",
         json_schema_extra={"nargs": "+"},  # --served-model-name a b, as in vLLM; a,b too
@@ -54,7 +65,9 @@ class EndpointSettings(SettingsModel):
     max_instances: WholeNumber = Field(
         64, gt=0, description="instances that a cluster may have with those that join while it serves; above it: 429"
     )
-    max_prompts: WholeNumber = Field(64, gt=0, description="prompts in one batched completions request")
+    max_prompts: WholeNumber = Field(
+        64, gt=0, description="prompts of one request, each counted `n` times; above it: 400"
+    )
     request_timeout_s: Number | None = Field(
         None, gt=0, description="seconds after which a request is ended; a request may ask for less, not for more"
     )
@@ -71,7 +84,9 @@ class EndpointSettings(SettingsModel):
     slo_max_ttft_s: Number = Field(3600.0, description="loosest time to first token that a client may ask for")
     slo_min_tbt_s: Number = Field(0.005, gt=0, description="tightest time between tokens that a client may ask for")
     slo_max_tbt_s: Number = Field(60.0, description="loosest time between tokens that a client may ask for")
-    drain_timeout_s: Number = Field(300.0, description="seconds that a SIGTERM waits for accepted requests to finish")
+    drain_timeout_s: Number = Field(
+        300.0, ge=0, description="seconds that a SIGTERM waits for accepted requests to finish"
+    )
     worker_threads: WholeNumber = Field(
         2, gt=0, description="threads that parse and tokenise bodies above 2 KiB, and as many for those above 256 KiB"
     )

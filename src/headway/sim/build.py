@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.pipeline import StageLink
 from headway.sim.prefix_cache import PrefixCacheSpec
-from headway.sim.requests import requests_of
+from headway.sim.requests import classes_of, requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import ClusterSection, LatencySection, ModelSection, PoolSection, Scenario
 from headway.sim.simulation import simulate
@@ -39,6 +40,7 @@ from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.vllm.section import VllmSection
 from headway.sim.vllm.spec import VllmSpec, stock_flags
 from headway.sim.workload import TraceRequest
+from headway.sim.workload.classes import check_classes
 
 if TYPE_CHECKING:
     from headway.sim.cluster.measured import MeasuredCluster
@@ -92,8 +94,11 @@ def run_scenario(
 
 
 def workload_of(scenario: Scenario, seed: int) -> list[TraceRequest]:
-    """Return the requests of one seed. What is cached of their prompts is the simulated cache's to say, if any."""
+    """Return the requests of one seed. What is cached of their prompts is the simulated cache's to say, if any.
+
+    Raises ConfigError for an SLO of a class that the workload does not have."""
     requests = requests_of(scenario.workload, scenario.run.window_s, seed)
+    check_classes("slo.", scenario.slo, requests, partial(classes_of, scenario.workload))
     return requests if scenario.prefix_cache is None else [replace(each, cached_tokens=0) for each in requests]
 
 

@@ -10,6 +10,7 @@ from headway.core.errors import ConfigError
 from headway.sim.recorded_workload import is_event_log, recorded_trace
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.arrivals import ArrivalProcess, arrivals
+from headway.sim.workload.classes import final_classes
 from headway.sim.workload.presets import MixPart, WorkloadPreset, preset
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.rewriting import rewrite
@@ -21,7 +22,10 @@ DEFAULT_REQUESTS = 1000
 
 
 def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> list[TraceRequest]:
-    """Return the workload of one run, by arrival, each request with a class. Raises ConfigError when none is left."""
+    """Return the workload of one run, by arrival, each request with a class. Raises ConfigError when none is left, and
+    for a negative seed."""
+    if seed < 0:
+        raise ConfigError(f"seed {seed}: seeds are whole numbers from 0")
     # a stream of its own: noise and patience are seeded apart, so that they do not change the requests
     rng = np.random.default_rng([seed, 1])
     if section.sessions is not None:
@@ -40,6 +44,18 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
     if not requests:
         raise ConfigError("workload: no request is left after slicing and cutting")
     return requests
+
+
+def classes_of(section: WorkloadSection) -> set[str]:
+    """Return the classes that the workload's requests may have, drawn or not. Reads the trace, if it is one."""
+    if section.long_rule is not None:
+        return {"short", "long"}
+    if section.trace:
+        names = {request.klass for trace in _read(section) for request in trace.requests}
+    else:
+        parts = preset(section.preset).parts if section.preset else section.mix or ()
+        names = {part.klass for part in parts}
+    return final_classes(names) | ({"long"} if section.long_share is not None else set())
 
 
 def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Generator) -> list[TraceRequest]:

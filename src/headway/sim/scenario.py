@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, FileSection, Positive, validated
+from headway.core.file_sections import Count, FileSection, Positive, Seeds, validated
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
@@ -244,9 +244,7 @@ class RunSection(FileSection):
     window_s: Positive | None = Field(
         default=None, description="observe for so long; null: until the last request ends"
     )
-    seeds: tuple[int, ...] = Field(
-        default=(0,), min_length=1, description="one run each; several give confidence intervals"
-    )
+    seeds: Seeds = Field(default=(0,), description="one run each; several give confidence intervals")
     noise: NoiseSection = NoiseSection()
     timeout_s: Positive | None = Field(default=None, description="clients leave so long after arrival")
     patience_s: Positive | None = Field(

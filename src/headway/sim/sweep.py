@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from headway.sim.scenario import Scenario, parse_scenario
 
 Values = tuple[str, list[Any]]
 LOAD = "workload.qps"
+MOST_VALUES = 1000
+"""Values that one sweep may have."""
 Stopwatch = Callable[[], float] | None
 RunOutcome = dict[str, Any] | str
 """A run's JSON, or the reason why its layout does not fit in memory."""
@@ -57,7 +60,7 @@ def parse_sweep(text: str, option: str = "--sweep") -> Values:
     """`workload.qps=0.25:1.75:0.25` (both ends included) or `policy.policy=fcfs,lars` → (field, values).
 
     Values that begin with a bracket are YAML, as in `search.tp=[4, 8]`: one value, of which a comma is no end.
-    option: what errors say was faulty.
+    option: what errors say was faulty. Raises ConfigError, also for more than `MOST_VALUES` values.
     """
     import yaml
 
@@ -77,10 +80,13 @@ def parse_sweep(text: str, option: str = "--sweep") -> Values:
             raise ConfigError(
                 f"{option} {text!r}: {rest!r} is not a value in YAML ({' '.join(str(error).split())})"
             ) from None
-    if step <= 0 or stop < start:
+    if not (0 < step < math.inf and start <= stop):
         raise ConfigError(f"{option} {text!r}: the step must be above 0 and the stop not below the start")
     # the tolerance keeps the last value despite rounding errors; rounding to 12 digits removes them from values
-    count = int((stop - start) / step + 1e-9) + 1
+    steps = (stop - start) / step + 1e-9
+    if steps >= MOST_VALUES:
+        raise ConfigError(f"{option} {text!r} gives more than {MOST_VALUES:,} values: take a larger step")
+    count = int(steps) + 1
     values = [round(start + i * step, 12) for i in range(count)]
     whole = all(part.strip().lstrip("-").isdigit() for part in parts)
     return field.strip(), [int(value) for value in values] if whole else values
@@ -116,7 +122,13 @@ def _index(elements: list[Any], name: str, path: str) -> int:
 
 
 def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield (swept fields and their values, the scenario's data) for every combination of the swept values."""
+    """Yield (swept fields and their values, the scenario's data) for every combination of the swept values.
+
+    Raises ConfigError for a field that is swept twice."""
+    fields = [field for field, _ in sweeps]
+    twice = next((field for field in fields if fields.count(field) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice} is swept twice: give all of its values at once, such as {twice}=VALUE,VALUE")
     for chosen in itertools.product(*(values for _, values in sweeps)):
         at = {field: value for (field, _), value in zip(sweeps, chosen, strict=True)}
         changed = dict(data)

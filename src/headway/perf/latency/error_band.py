@@ -64,8 +64,11 @@ class ErrorBand(msgspec.Struct, frozen=True):
         return self.seconds / (1.0 - self.share) if self.share < 1.0 else inf
 
     def words(self) -> str:
-        """Return the band to print behind a figure, such as `± 14%` or `± 86%, extrapolated (history)`."""
-        text = f"± {self.share:.0%}"
+        """Return the band to print behind a figure, such as `± 14%` or `± 86%, extrapolated (history)`.
+
+        From 100% on `high_s` is infinite and a difference would be negative: the least time is named alone."""
+        unbounded = round(self.share, 2) >= 1
+        text = f"at least 1/{1 + self.share:.1f} of it, no upper bound" if unbounded else f"± {self.share:.0%}"
         if self.extrapolated:
             text += f", extrapolated ({', '.join(self.extrapolated)})"
         return f"{text}, derived" if self.derived else text

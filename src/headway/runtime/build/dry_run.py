@@ -49,7 +49,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     while past < info.max_model_len:
         chunk, _ = solve_tokens(latency, BatchLoad(), past, MAX_CHUNK, budget)
         # The scheduler takes at least `min_chunk`, even over budget.
-        chunk = max(chunk, scheduler.config.min_chunk)
+        chunk = min(max(chunk, scheduler.config.min_chunk), info.max_model_len - past)
         alone = times.total_s(past)
         band = prefill_band(latency, past) if past else None
         lines.append(f"{past:>14,}   {chunk:>10,}   {alone:>10.2f} s{f' {band.words()}' if band else ''}")

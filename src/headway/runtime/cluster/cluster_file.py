@@ -16,6 +16,7 @@ from headway.policy.placement.registry import check_options
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
 from headway.sim.scenario import RunSection, SloSection
+from headway.sim.workload.section import WorkloadSection
 
 SPAN_ROWS = 512
 LARGEST_POOL = 1024
@@ -173,6 +174,10 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     _check_placement(file, where)
+    if file.workload:
+        # Without a source of requests there is one by default, which only measured instances tell.
+        named = file.workload.keys() & {"preset", "trace", "mix"}
+        validated(WorkloadSection, file.workload if named else {"preset": "x", **file.workload}, f"{where}: workload")
     return file
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.core.output_file import check_outputs
-from headway.serving.load.arguments import tokens
+from headway.serving.load.arguments import tokens, whole
 from headway.serving.load.client import TargetEndpoint
 from headway.serving.load.convoy import ConvoyPlan, PromptSource, random_prompts
 from headway.serving.load.convoy_json import convoy_json
@@ -70,8 +70,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add("--shared-prefix", int, 0, "tokens at the start that all prompts share; else no prefix cache helps")
     add("--max-seconds", float, 600.0, "send no shorts after that")
     help_text = "draw prompt ids below this (default: the checkpoint's, else 256)"
-    group.add_argument("--vocab-size", type=int, help=help_text)
-    add("--seed", int, 0, "decides every prompt")
+    group.add_argument("--vocab-size", type=whole(2), help=help_text)
+    add("--seed", whole(0), 0, "decides every prompt")
     add("--timeout", float, 3600.0, "seconds for one request")
 
 

@@ -32,6 +32,11 @@ class GoodputTargets:
             base = self._given.get(klass, NO_TARGETS)
             self._given[klass] = replace(base, **{_FIELDS[name]: value / 1000})
 
+    @property
+    def classes(self) -> list[str]:
+        """Classes that objectives name."""
+        return [klass for klass in self._given if klass]
+
     def of(self, klass: str) -> SloTargets:
         """Return the objectives of requests of a class."""
         common, own = self._given.get("", NO_TARGETS), self._given.get(klass, NO_TARGETS)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the load run, those of the workload included."""
     from headway.serving.load import load_workload
+    from headway.serving.load.arguments import whole
 
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", help="model name, or checkpoint folder (default: the first of /v1/models)")
     where.add_argument("--api-key", help="sent as a bearer token")
     where.add_argument(
-        "--vocab-size", type=int, help="draw prompt ids below this (default: the checkpoint's, else 256)"
+        "--vocab-size", type=whole(2), help="draw prompt ids below this (default: the checkpoint's, else 256)"
     )
     where.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="for one request (default %(default)s)"
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     judge.add_argument("--send-slo", action="store_true", help="tell the server the objectives too, by header")
     judge.add_argument(
-        "--seed", type=int, default=0, help="decides lengths, arrivals and prompts (default %(default)s)"
+        "--seed", type=whole(0), default=0, help="decides lengths, arrivals and prompts (default %(default)s)"
     )
     judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
     judge.add_argument("--plot", type=Path, metavar="FILE", help="draw CDFs and waits there (.png or .svg)")
@@ -59,13 +60,14 @@ def run(args: argparse.Namespace) -> int:
     from headway.serving.load.endpoint import first_model
     from headway.serving.load.goodput import GoodputTargets
     from headway.serving.load.load_jobs import job_of, jobs
-    from headway.serving.load.load_workload import workload
+    from headway.serving.load.load_workload import classes_of, workload
     from headway.serving.load.open_loop import run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.serving.load.text_prompts import TextPrompts
     from headway.sim.report.console import say, show
     from headway.sim.report.style import check_picture
     from headway.sim.report.units import tokens
+    from headway.sim.workload.classes import check_classes
 
     goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json)
     check_picture(args.plot)
     requests, description = workload(args, np.random.default_rng((args.seed, 0)))
+    check_classes("--goodput ", goodput.classes, requests, partial(classes_of, args))
     folder = args.model is not None and Path(args.model).is_dir()
     model = args.model if args.model is not None and not folder else str(first_model(args.url, args.api_key)["id"])
     vocab_size = args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB

@@ -13,6 +13,7 @@ from headway.core.errors import ConfigError
 from headway.serving.load.arguments import tokens
 from headway.sim.workload import RequestTrace, TraceRequest, transforms
 from headway.sim.workload.arrivals import PoissonArrivals, arrivals
+from headway.sim.workload.classes import final_classes
 from headway.sim.workload.presets import PRESETS, WorkloadPreset, preset, simple
 from headway.sim.workload.readers import FORMATS, read_trace
 from headway.sim.workload.specs import parse_lengths
@@ -145,6 +146,15 @@ def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[T
         "share_prefixes",
     )
     return requests, {**source, **{name: getattr(args, name) for name in settings}}
+
+
+def classes_of(args: argparse.Namespace) -> set[str]:
+    """Return the classes that requests may have, sent or not. Reads the trace, if there is one."""
+    if args.sessions is not None:
+        return {FIRST, LATER}
+    if args.trace:
+        return final_classes(request.klass for request in _read(args.trace).requests)
+    return final_classes(part.klass for part in preset(args.preset).parts) if args.preset else final_classes([""])
 
 
 def _drawn(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:

@@ -77,6 +77,8 @@ class WorkloadSection(FileSection):
         given = [name for name in ("preset", "trace", "mix") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of preset, trace and mix, not {' and '.join(given) or 'none'}")
+        if not getattr(self, given[0]):
+            raise ValueError(f"`{given[0]}` is empty: fill it in, or give another of preset, trace and mix")
         if self.arrivals == "trace" and self.trace is None:
             raise ValueError("`arrivals: trace` needs a trace")
         others = (self.slice, self.requests, self.long_rule, self.long_share)
