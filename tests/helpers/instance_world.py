@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 from tests.helpers.polling import let_arrive
+from tests.helpers.process_tree import listener_pid
 
 from headway.core.sampling import SamplingParams
 from headway.core.span import Strategy
@@ -226,6 +227,11 @@ class World:
 
     def __getitem__(self, number: int) -> Instance:
         return self.instances[number]
+
+    def rank_pids(self, number: int) -> list[int]:
+        """Processes of an instance's ranks: those that listen for other instances, rank 0 first."""
+        peer = self[number].peer
+        return [listener_pid(address.removeprefix("unix:")) for address in (peer.address, *peer.others)]
 
     def meet(self, without: Sequence[int] = ()) -> None:
         there = [one for one in self.instances if one.number not in without]

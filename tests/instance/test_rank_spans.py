@@ -309,24 +309,6 @@ def test_a_group_of_unequal_sizes_is_refused(world: World) -> None:
     world.clean()
 
 
-def rank_pids(world: World, number: int) -> list[int]:
-    """Processes of an instance's ranks: those that listen for other instances, rank 0 first."""
-    peer = world[number].peer
-    return [_listener(address.removeprefix("unix:")) for address in (peer.address, *peer.others)]
-
-
-def _listener(path: str) -> int:
-    """The process that listens at a Unix socket."""
-    inode = next(line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(path))
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(held) == f"socket:[{inode}]" for held in (process / "fd").iterdir()):
-                return int(process.name)
-        except OSError:
-            continue
-    raise AssertionError(f"nobody listens at {path}")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "how"), [(1, signal.SIGKILL), pytest.param(0, signal.SIGSTOP, marks=LONG)])
 def test_a_lost_rank_ends_its_instance_and_the_span(
@@ -334,7 +316,7 @@ def test_a_lost_rank_ends_its_instance_and_the_span(
 ) -> None:
     name = f"k{rank}"
     start_on_some(world, name, Part(60, (0, 1, 2)), (0, 1))
-    os.kill(rank_pids(world, 1)[rank], how)
+    os.kill(world.rank_pids(1)[rank], how)
     world[1].process.join(10.0)
     assert not world[1].process.is_alive()
     if how == signal.SIGSTOP:

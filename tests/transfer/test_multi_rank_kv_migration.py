@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World, frame
-from tests.helpers.polling import let_arrive, until
+from tests.helpers.polling import let_arrive
 
 from headway.runtime.engine.instance_protocol import ReserveKv
 from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
@@ -138,34 +138,6 @@ def test_a_decode_without_all_of_its_kv_is_refused(world: World) -> None:
     end(world, "early")
 
 
-def rank_pids(world: World, number: int) -> list[int]:
-    """Processes of an instance's ranks: those that listen for other instances, rank 0 first."""
-    peer = world[number].peer
-    found: list[int] = []
-
-    def all_listen() -> bool:
-        pids = [_listener(address.removeprefix("unix:")) for address in (peer.address, *peer.others)]
-        found[:] = [pid for pid in pids if pid is not None]
-        return len(found) == len(pids)
-
-    until(all_listen, what=f"a rank of instance {number} does not listen")
-    return found
-
-
-def _listener(path: str) -> int | None:
-    """The process that listens at a Unix socket, or None while it is not seen: a process may start or end meanwhile."""
-    inode = next(
-        (line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(path)), None
-    )
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(held) == f"socket:[{inode}]" for held in (process / "fd").iterdir()):
-                return int(process.name)
-        except OSError:
-            continue
-    return None
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "how"),
@@ -187,7 +159,7 @@ def test_a_lost_rank_takes_only_its_own_instance(
     submit(world, source, name, prompt_of(600, 9), "prefill")
     send(world, name, 1, (source,), 0, 600, target)
     world[left].hear(0.02)
-    os.kill(rank_pids(world, lost)[1], how)
+    os.kill(world.rank_pids(lost)[1], how)
     world[lost].process.join(10.0)
     assert not world[lost].process.is_alive()
     world[lost].hear()
