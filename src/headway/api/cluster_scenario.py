@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import validated
 from headway.core.settings import resolve
 from headway.perf.latency.groups import GroupShape
 from headway.runtime.build import dry_run
 from headway.runtime.build.cluster_dry_run import LONG_EVERY, OUTPUT, prompt_lengths
 from headway.runtime.build.measured_cluster import InstanceMeasurement, cluster_plan, measurement
-from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of
+from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of, workload_of
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
@@ -25,7 +24,6 @@ from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.measured import MeasuredCluster
 from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, PrefixCacheSection, Scenario
 from headway.sim.sweep import ParsedScenario
-from headway.sim.workload.section import WorkloadSection
 
 REQUESTS = 300
 """Simulated requests of a file without a `workload`."""
@@ -79,9 +77,6 @@ class ClusterScenarios:
 
 def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str) -> Scenario:
     """Return the scenario's sections. Those of hardware and latencies stay unset: `cluster` has what was measured."""
-    workload = file.workload
-    if not workload.keys() & {"preset", "trace", "mix"}:
-        workload = {**_traffic(cluster), **workload}
     caches = [engine.prefix_cache for engine in cluster.engines if engine.prefix_cache is not None]
     first = iter(first_of(file))
     pools = []
@@ -106,7 +101,7 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
         model=ModelSection(**{name: getattr(cluster.shape, name) for name in ModelSection.model_fields}),
         memory=MemorySection(block_tokens=cluster.engines[0].block_tokens),
         prefix_cache=PrefixCacheSection.model_validate({"eviction": caches[0].eviction}) if caches else None,
-        workload=validated(WorkloadSection, workload, f"{where}: workload"),
+        workload=workload_of(file, _traffic(cluster), where),
         slo=file.slo,
         run=file.run,
     )

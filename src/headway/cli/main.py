@@ -93,7 +93,7 @@ def _run(words: list[str]) -> int:
         parser.error(f"there is no command {chosen!r}" + "".join(f"; did you mean {name}?" for name in close))
     if chosen in LINUX_ONLY and not {"-h", "--help"} & set(words):
         require_linux(f"`headway {chosen}`")
-    if words[:1] == [chosen] and _starts_engines(words):
+    if chosen == words[0] and _starts_engines(words):
         from headway.runtime.launcher.engine_template import start_early
 
         start_early()  # what takes longest, beside this command's own imports

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import distinct_seeds
 from headway.core.settings import SettingsModel, flag_of
 
 
@@ -42,15 +43,15 @@ def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> di
     return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
-def seeds_of(text: str) -> list[int]:
+def seeds_of(text: str) -> tuple[int, ...]:
     """Read the value of `--seeds`, such as 0,1,2. Raises ConfigError for what is no seed and for repeated ones."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise ConfigError(f"--seeds {text!r}: write whole numbers from 0, such as 0,1,2")
-    seeds = [int(word) for word in words]
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text!r}: give each seed once: equal seeds give equal runs")
-    return seeds
+    try:
+        return distinct_seeds(tuple(int(word) for word in words))
+    except ValueError as error:
+        raise ConfigError(f"--seeds {text!r}: {error}") from None
 
 
 def processes_of(jobs: int) -> int:

@@ -87,7 +87,7 @@ def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], No
     from headway.cli.options import processes_of, seeds_of
     from headway.research.base import RunOptions
 
-    seeds = tuple(seeds_of(arguments.seeds)) if arguments.seeds else None
+    seeds = seeds_of(arguments.seeds) if arguments.seeds else None
     if arguments.window is not None and not arguments.window > 0:
         raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
     return RunOptions(

@@ -105,7 +105,7 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--set {text!r}: one value; use --sweep for several")
         data = with_field(data, field, values[0])
     if arguments.seeds:
-        data = with_field(data, "run.seeds", seeds_of(arguments.seeds))
+        data = with_field(data, "run.seeds", list(seeds_of(arguments.seeds)))
     return data
 
 

@@ -16,13 +16,14 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 
 
-def _distinct(seeds: tuple[int, ...]) -> tuple[int, ...]:
+def distinct_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the seeds. Raises ValueError where one is repeated."""
     if len(set(seeds)) < len(seeds):
         raise ValueError("give each seed once: equal seeds give equal runs")
     return seeds
 
 
-Seeds = Annotated[tuple[CountOrZero, ...], Field(min_length=1), AfterValidator(_distinct)]
+Seeds = Annotated[tuple[CountOrZero, ...], Field(min_length=1), AfterValidator(distinct_seeds)]
 SomeSection = TypeVar("SomeSection", bound="FileSection")
 
 _LIMITS = {

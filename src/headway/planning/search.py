@@ -82,14 +82,11 @@ class PlanSearch:
         self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._bounded = self._screened = 0
         first, demanded = self._workloads[0], [one.klass for one in self.demands if one.klass != "all"]
-        check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`")
-        classes = {request.klass for request in first}
-        for klass in demanded:
-            if klass not in classes:
-                raise ConfigError(
-                    f"demands.{klass}: none of the {len(first)} requests that were drawn is of this class: more are "
-                    "needed (workload.requests, or window_s), or leave the demand out"
-                )
+        for klass in check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`"):
+            raise ConfigError(
+                f"demands.{klass}: none of the {len(first)} requests that were drawn is of this class: more are "
+                "needed (workload.requests, or window_s), or leave the demand out"
+            )
 
     def run(self) -> PlanResult:
         """Search. Deterministic; the number of processes changes nothing."""

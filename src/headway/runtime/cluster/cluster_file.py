@@ -4,6 +4,7 @@ policy."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -162,6 +163,13 @@ class ClusterFile(FileSection):
         return {pool.host for pool in self.pools}
 
 
+def workload_of(file: ClusterFile, default: Mapping[str, Any], where: str) -> WorkloadSection:
+    """Return the file's workload; `default`: what arrives, where it names neither preset, trace nor mix. Raises
+    ConfigError."""
+    named = file.workload.keys() & {"preset", "trace", "mix"}
+    return validated(WorkloadSection, {**({} if named else default), **file.workload}, f"{where}: workload")
+
+
 def cluster_file(data: Any, where: str) -> ClusterFile:
     """Validate plain data. ConfigError names the fields at fault and what is allowed there."""
     file = validated(ClusterFile, data, where)
@@ -174,10 +182,8 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     _check_placement(file, where)
-    if file.workload:
-        # Without a source of requests there is one by default, which only measured instances tell.
-        named = file.workload.keys() & {"preset", "trace", "mix"}
-        validated(WorkloadSection, file.workload if named else {"preset": "x", **file.workload}, f"{where}: workload")
+    # What arrives by default only measured instances tell: any source will do here.
+    workload_of(file, {"preset": "azure-conv-like"}, where)
     return file
 
 

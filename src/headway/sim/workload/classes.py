@@ -20,8 +20,8 @@ def check_classes(
     requests: Iterable[TraceRequest],
     declared: Callable[[], set[str]],
     also: str = "",
-) -> None:
-    """Raise ConfigError for a class that the workload cannot have.
+) -> list[str]:
+    """Return the classes that no request has. Raises ConfigError for one that the workload cannot have.
 
     setting: what errors say before the class. declared: returns the workload's classes; asked only where no request has
     the class, as it may read a trace. also: what errors say after the classes that there are."""
@@ -33,3 +33,4 @@ def check_classes(
             raise ConfigError(
                 f"{setting}{name}: the workload has no such class; it has {', '.join(sorted(known))}{also}"
             )
+    return missing
