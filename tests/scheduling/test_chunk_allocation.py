@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
@@ -150,13 +152,13 @@ def test_what_takes_several_iterations_yields_from_its_size_on_and_is_stretched_
         quotas, _ = pack(BatchLoad(), [long(0.5)], yields_from, rules, AdaptiveChunks(), MILLISECOND)
         assert quotas == [ChunkAllocation("long", tokens)]
     quotas, _ = pack(
-        BatchLoad(), [replace(turn, yields=False)], SEVERAL_ITERATIONS, rules, AdaptiveChunks(), MILLISECOND
+        BatchLoad(), [structs.replace(turn, yields=False)], SEVERAL_ITERATIONS, rules, AdaptiveChunks(), MILLISECOND
     )
     assert quotas == [ChunkAllocation("turn", 22)]
 
 
 def test_long_request_yields_nothing_to_shorts_of_a_lower_priority() -> None:
-    prior = replace(long(0.5), yields=False)
+    prior = structs.replace(long(0.5), yields=False)
     candidates = [prior, short("s", 10)]
     assert pack(BatchLoad(), candidates, LONG, RULES, AdaptiveChunks(), MILLISECOND)[0] == [ChunkAllocation("long", 20)]
 

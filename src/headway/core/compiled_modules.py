@@ -23,7 +23,10 @@ MODULES = (
     "kv/block_allocator",
     "kv/block_manager",
     "perf/latency/base",
+    "perf/latency/corrected",
+    "perf/latency/further_prompts",
     "perf/latency/prefill_cache",
+    "perf/latency/table_latency",
     *(
         f"policy/iteration/{name}"
         for name in (
@@ -35,6 +38,7 @@ MODULES = (
             "completion",
             "decision",
             "decodes",
+            "efficient_chunks",
             "fcfs",
             "group_state",
             "iteration_budget",
@@ -53,13 +57,13 @@ MODULES = (
     "sim/replica_counters",
 )
 """Files of the package that are compiled, without suffix. Together they call each other as C functions."""
-SUBCLASSED = {"SimulatedEngine"}
+SUBCLASSED = {"CoupledLatency", "LatencyModel", "SimulatedEngine"}
 """Compiled classes that have subclasses in interpreted modules."""
 INTERPRETED_BASES = {"msgspec.Struct", "Protocol", "NamedTuple"}
 """Classes with such bases stay interpreted: mypyc drops the options of a class statement (`frozen=True`), and
-interpreted classes inherit from protocols. A compiled class may inherit from compiled ones only (TableLatency, which
-inherits from a protocol, crashed in the garbage collector)."""
-COMPILED_BASES = {"PrefillState", "_QueueCounts"}
+interpreted classes inherit from protocols. A compiled class may inherit from compiled ones only: one that inherited
+from a protocol crashed in the garbage collector."""
+COMPILED_BASES = {"LatencyModel", "PrefillState", "_QueueCounts"}
 _MYPY_SETTINGS = """[mypy]
 follow_imports = silent
 ignore_missing_imports = True

@@ -6,9 +6,11 @@ are lives in the engine: policies see counts only.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-BACKGROUND_PRIORITY = 2**63 - 1
+BACKGROUND_PRIORITY: Final = 2**63 - 1
 """Of requests that no client waits for, such as prepared documents: the last of all."""
 
 

@@ -87,6 +87,8 @@ class BlockAllocator:
 
     def _choose(self, blocks: int) -> int:
         """Return the index of the smallest free run that holds all `blocks`, else of the largest; the first on ties."""
+        if len(self._free) == 1:
+            return 0
         counts = [count for _, count in self._free]
         best = min([count for count in counts if count >= blocks], default=0) or max(counts)
         return counts.index(best)

@@ -9,7 +9,7 @@ microseconds. `CoupledLatency` is the exception.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol, cast
+from typing import ClassVar, Final, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 Seconds = npt.NDArray[np.float64]
 
-_INTERPOLATED = 10
+_INTERPOLATED: Final = 10
 """Look-ups of a search by interpolation before it goes on by halves."""
-MAX_CHUNK = 16_384
+MAX_CHUNK: Final = 16_384
 """Largest chunk that is ever sized by time, in tokens. (`whole` chunking does not call `solve_tokens`.)"""
 
 
@@ -59,7 +59,7 @@ class FloorTable(NamedTuple):
     per_past: Sequence[float]
 
 
-class LatencyModel(Protocol):
+class LatencyModel:
     """Predicted seconds for one pipeline stage of one instance, in its layout.
 
     Pure: equal arguments give equal results until `observe` is called. Implementations inherit from it. The first four
@@ -82,15 +82,15 @@ class LatencyModel(Protocol):
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
         Includes what is fixed per iteration. `token_s(0, 0)` is the fixed part."""
-        ...
+        raise NotImplementedError
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         """Attention time of one prefill chunk of first..last tokens over `past` cached tokens."""
-        ...
+        raise NotImplementedError
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         """Attention time of `decodes` single-token rows that read `kv_sum` KV tokens together."""
-        ...
+        raise NotImplementedError
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Learn from a batch of this load that took `measured_s`. Models that do not learn ignore it."""
@@ -129,7 +129,7 @@ class LatencyModel(Protocol):
         return None
 
 
-class CoupledLatency(LatencyModel, Protocol):
+class CoupledLatency(LatencyModel):
     """Model whose terms depend on each other (KV that is prefetched while products run costs nothing later).
 
     The sum of the separable terms is an upper bound of `whole_s`; `whole_s` is non-decreasing in a chunk's tokens."""
@@ -138,6 +138,7 @@ class CoupledLatency(LatencyModel, Protocol):
 
     def whole_s(self, load: BatchLoad) -> float:
         """Return the predicted seconds of a whole batch."""
+        raise NotImplementedError
 
 
 def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:

@@ -86,7 +86,8 @@ class TableLatency(LatencyModel):
         self._tokens = _dense(
             [(float(rows), seconds) for rows, seconds in source.tokens], max_rows, "token knots", start=0
         )
-        self._rows, self._least_rows = self._tokens.data, _floor(self._tokens).data
+        self._rows: Sequence[float] = self._tokens.data
+        self._least_rows: Sequence[float] = _floor(self._tokens).data
         self._last = max_rows
         a = _dense([(float(c), a) for c, a, _ in source.chunks], MAX_CHUNK, "chunk knots", start=0)
         _continue_in_pieces(a, source.chunks[-1])
@@ -190,8 +191,10 @@ class _ChunkAttention:
 
     def __init__(self, a: Seconds, b: Seconds) -> None:
         self.a, self.b = a, b
-        self.own, self.per_past = a.data, b.data
-        self.least_own, self.least_per_past = _floor(a).data, _floor(b).data
+        self.own: Sequence[float] = a.data
+        self.per_past: Sequence[float] = b.data
+        self.least_own: Sequence[float] = _floor(a).data
+        self.least_per_past: Sequence[float] = _floor(b).data
 
 
 def _shares(knots: Sequence[tuple[int, float]]) -> Seconds:
@@ -212,7 +215,7 @@ class _BilinearGrid:
     """
 
     def __init__(self, table: DecodeTable) -> None:
-        self._counts, self._past = list(table.counts), list(table.past)
+        self._counts, self._past = list(table.counts), [float(tokens) for tokens in table.past]
         self._rows = [list(row) for row in table.seconds]
         self._per_token = table.per_token
         # Look-ups by number of requests.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.admission import KvBlockAdmission
@@ -12,12 +12,12 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.prefill import LONG, ONE_ITERATION, WHOLE, PrefillState
 from headway.policy.iteration.queue import SizeBound, WaitingQueue
 
-BACKGROUND_EVERY = 128
+BACKGROUND_EVERY: Final = 128
 """Iterations of other work after which a background request has tokens in one of them, where it otherwise has
 iterations of its own: fewer than 1 in 100 gaps between tokens of other requests are longer for it."""
-MAX_BLOCKED = 32
+MAX_BLOCKED: Final = 32
 """Most requests without enough KV that one decision looks at: a bound on its time."""
-_NO_LIMIT = float("inf")
+_NO_LIMIT: Final = float("inf")
 
 
 class RemoteCost(NamedTuple):

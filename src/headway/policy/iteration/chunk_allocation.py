@@ -12,6 +12,7 @@ otherwise wait for a second one, and further where a long prefix of it is cached
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,7 +26,6 @@ from headway.policy.iteration.space_sharing import time_of_larger_s
 
 MAX_UNSCHEDULABLE = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""
-
 
 BACKGROUND_GAIN = 2.0
 """An iteration of a background request may take so many times what one of its tokens takes."""
@@ -61,7 +61,8 @@ class PackCandidate(msgspec.Struct, frozen=True, gc=False):
     """Tokens of its chunk that was interrupted, if there is one: of the same size it goes on where it was."""
 
 
-class PackRules(msgspec.Struct, gc=False):
+@dataclass
+class PackRules:
     """Settings of `SchedulerConfig` that `pack` reads; the config explains each field."""
 
     t_target_s: float
@@ -249,7 +250,7 @@ class _Filling:
         budget_s = self._budget_s(candidate)
         self._full_time = budget_s == rules.t_target_s
         # Smallest chunk worth a place; a prompt's last tokens may be fewer than min_chunk.
-        floor = min(rules.min_chunk or 1, remaining, room or 1)
+        floor = min(min(rules.min_chunk or 1, remaining), room or 1)
         # If the smallest chunk exceeds the time, search no larger one: measured tables are not monotonic, and the
         # little time that a larger chunk may save is not worth a search.
         if not self.first and self._exceeds(model, past, floor, budget_s):
@@ -392,8 +393,8 @@ class _Filling:
 
     def _exceeds(self, model: LatencyModel, past: int, tokens: int, budget_s: float) -> bool:
         """Whether a chunk of so many tokens makes the iteration longer than the budget, by a model of its own costs."""
-        load, attention_s = self.load, model.attention_s(past, tokens)
+        attention_s = model.attention_s(past, tokens)
         if self._decode_s is None:
-            return load_s(model, load.with_chunk(tokens, attention_s, past)) > budget_s
+            return load_s(model, self.load.with_chunk(tokens, attention_s, past)) > budget_s
         # As `load_s`, without making a load.
-        return model.rows_s(load.tokens + tokens) + self._decode_s + (load.chunk_s + attention_s) > budget_s
+        return model.rows_s(self.load.tokens + tokens) + self._decode_s + (self.load.chunk_s + attention_s) > budget_s

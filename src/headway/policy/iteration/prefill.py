@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from headway.core.request import Request
 from headway.policy.iteration.ordering import PrefillFacts
 
-WHOLE = 1 << 62
+WHOLE: Final = 1 << 62
 """The shard limit of a request whose KV lies in one group."""
 ONE_ITERATION: Final = 0
 """Size of a prompt that takes at most one usual iteration alone; cached tokens do not count."""

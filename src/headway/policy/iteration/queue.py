@@ -7,7 +7,6 @@ the lines are dense arrays, and each of the first few is found by one vector ope
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,10 +21,8 @@ if TYPE_CHECKING:
 
 _FIRST = 16
 """Members of many found one by one before the rest is sorted: mostly all that one decision consumes."""
-_FEW, _MANY = 12, 256
-"""So few are sorted without arrays; up to so many only `_FIRST_OF_FEWER` are found one by one."""
-_FIRST_OF_FEWER = 5
-"""As many searches as a sort takes."""
+_FEW, _MANY = 12, 128
+"""So few are sorted without arrays; up to so many at once, which takes as long as to find five of them."""
 _AHEAD_S = (60.0, 4.0, 0.25)
 """How far ahead it is asked whether the first members stay the first, seconds."""
 
@@ -102,7 +99,7 @@ class _QueueCounts:
         self.begun: dict[int, PrefillState] = {}
         self.waiting_changes = self.prioritised = self.most_known = 0
         # By size: members by priority.
-        self._priorities = Counter[int](), Counter[int](), Counter[int]()
+        self._priorities: tuple[dict[int, int], ...] = {}, {}, {}
 
     def note_begun(self, member: PrefillState, gained: bool) -> None:
         """See `WaitingQueue`."""
@@ -125,11 +122,13 @@ class _QueueCounts:
         """Count a member that is added (step 1) or removed (-1)."""
         self.sizes[member.size] += step
         priority, priorities = member.request.priority, self._priorities[member.size]
-        priorities[priority] += step
+        count = priorities.get(priority, 0) + step
         if priority:
             self.prioritised += step
         # clients choose priorities: keep those that are there
-        if not priorities[priority]:
+        if count:
+            priorities[priority] = count
+        else:
             del priorities[priority]
         if member.holds_kv:
             self.note_begun(member, step > 0)
@@ -283,9 +282,9 @@ class PrefillQueue(_QueueCounts):
         keys = self._intercept[:n] - self._slope[:n] * now
         taken: list[int] = []
         # While there are other priorities, the key alone does not order.
-        if not self.prioritised:
-            slot, first = int(keys.argmin()), _FIRST if n > _MANY else _FIRST_OF_FEWER
-            while len(taken) < first:
+        if n > _MANY and not self.prioritised:
+            slot = int(keys.argmin())
+            while len(taken) < _FIRST:
                 # Mask the member that is about to be yielded, to find the one behind it.
                 key, keys[slot] = keys[slot], np.inf
                 following = int(keys.argmin())
