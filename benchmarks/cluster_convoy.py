@@ -40,7 +40,7 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 POINTS = (50, 90, 99)
 Waits = dict[str, list[float]]
-"""Seconds from arrival to the first token, by class."""
+"""Seconds from the call to the first token, by class."""
 
 
 def scenario(policy: str, seconds: float) -> dict[str, Any]:
@@ -79,9 +79,10 @@ async def live(file: Path, requests: Sequence[TraceRequest]) -> Waits:
     waits: Waits = {}
 
     async def one(number: int, request: TraceRequest, began_s: float) -> None:
-        at_s = began_s + request.arrival_s
         prompt = np.ones(request.prompt_tokens, np.int32).tobytes()
-        await asyncio.sleep(at_s - time.monotonic())
+        await asyncio.sleep(began_s + request.arrival_s - time.monotonic())
+        # A sleep ends late: that is not the cluster's.
+        at_s = time.monotonic()
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
         submit = SubmitRequest(id=f"r{number}", received_s=at_s, prompt_tokens=request.prompt_tokens, params=params)
         first_s = None

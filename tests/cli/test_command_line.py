@@ -86,6 +86,7 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
         (["--max-model-len", "a lot"], "--max-model-len: 'a lot' is not a number of tokens"),
         (["/no/such/model"], "/no/such/model is not a folder"),
         (["--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
+        (["--tensor-parallel-size", "0"], "tensor-parallel-size must be at least 1, not 0"),
         (["--block-size", "0"], "block-size must be between 1 and 65536 tokens, not 0"),
     ],
 )

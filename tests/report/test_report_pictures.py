@@ -74,7 +74,7 @@ def test_a_convoy_without_answered_shorts_is_drawn(tmp_path: Path, waits: list[f
 
 def test_load_pictures_and_tables(tmp_path: Path) -> None:
     save(load_figure(records()), tmp_path / "l.png")
-    save(load_figure([]), tmp_path / "empty.png")
+    save(load_figure([]), tmp_path / "empty.PNG")
     save(cdf_figure({"a": [0.1, 0.2], "b": [0.0, 0.3], "none": []}, "time"), tmp_path / "cdf.svg")
     summary = summarise(records())
     table = text_of(load_table(summary))

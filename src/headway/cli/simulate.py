@@ -188,7 +188,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a file that cannot be written: before minutes of simulation, not after them."""
     from headway.sim.report.style import check_picture
 
-    page = arguments.gantt is not None and arguments.gantt.suffix == ".html"
+    page = arguments.gantt is not None and arguments.gantt.suffix.lower() == ".html"
     check_outputs(arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log)
     check_outputs(arguments.gantt if page else None)
     check_picture(None if page else arguments.gantt)
@@ -246,7 +246,7 @@ def _gantt(arguments: argparse.Namespace, name: str, cluster: ClusterResult) -> 
     from headway.sim.report.gantt import gantt_figure
     from headway.sim.report.gantt_html import gantt_page
 
-    if arguments.gantt.suffix == ".html":
+    if arguments.gantt.suffix.lower() == ".html":
         page = gantt_page(cluster.bars, cluster.instances, name, arguments.until)
         write_output(arguments.gantt, page.encode())
     else:

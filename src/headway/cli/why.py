@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headway.sim.report.why_text import why_json, why_text
 
     check_outputs(arguments.json, arguments.picture)
-    if arguments.picture is not None and arguments.picture.suffix not in (".png", ".svg"):
+    if arguments.picture is not None and arguments.picture.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--picture {arguments.picture}: name a file that ends in .png or .svg")
     told, simulated = _explanation(arguments)
     if arguments.json is None or str(arguments.json) != "-":

@@ -102,6 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
+        for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")
         logged = self.event_log is not None
         if self.prefix_cache and (self.kv_parallel_size > 1 or (logged and self.instance is not None)):
             raise ConfigError(_PREFIX_CACHE_ALONE)
@@ -115,11 +120,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"prefix-cache-policy must be one of {', '.join(EVICTION_POLICIES)}, not {self.prefix_cache_policy!r}"
             )
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size")
-        for name in ("max_model_len", "kv_cache_bytes", "threads", *sizes):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {value}")
         if self.kv_parallel_size == 1 and "kv_shard_tokens" in self.scheduler:
             raise ConfigError("kv-shard-tokens says how KV groups share a request: it needs kv-parallel-size above 1")
         if not 1 <= self.block_size <= 65536:

@@ -66,7 +66,7 @@ def check_picture(file: Path | None) -> list[Path]:
     """Return the files that `save` writes for a name; their folders are made. None: none. Raises ConfigError."""
     if file is None:
         return []
-    if file.suffix not in ("", ".png", ".svg", ".pdf"):
+    if file.suffix.lower() not in ("", ".png", ".svg", ".pdf"):
         raise ConfigError(f"cannot draw {file}: its name must end in .png, .svg or .pdf, or have no suffix (both)")
     files = [file] if file.suffix else [file.with_suffix(".png"), file.with_suffix(".svg")]
     check_outputs(*files)
@@ -81,6 +81,6 @@ def save(figure: Figure, file: Path) -> list[Path]:
     files = check_picture(file)
     with house_style():
         for target in files:
-            metadata = {"Date": None} if target.suffix == ".svg" else None
+            metadata = {"Date": None} if target.suffix.lower() == ".svg" else None
             figure.savefig(target, metadata=metadata)
     return files
