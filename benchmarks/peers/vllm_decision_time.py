@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
+from vllm.config import ModelConfig
 
 
 def main() -> None:
@@ -28,15 +29,7 @@ def main() -> None:
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
         model = model_config(Path(folder))
-        engine = VirtualEngine(model, blocks=a.blocks, max_num_seqs=a.running + 64, batched_tokens=8192)
-        # Time of this thread on a processor: what else runs on the machine does not count.
-        engine.scheduler.headway_stopwatch = time.thread_time
-        for i in range(a.running):
-            engine.add(f"decode{i}", 50, 20_000)
-        while len(engine.first_token) < a.running:
-            engine.step()
-        for i in range(a.waiting):
-            engine.add(f"long{i}", a.prompt, 1)
+        engine = prepared(model, a)
         for phase in ("first steps", "later"):
             engine.scheduler.headway_stats.decision_s.clear()
             for _ in range(a.steps):
@@ -46,15 +39,30 @@ def main() -> None:
             waiting = len(engine.scheduler.waiting)
             errors = engine.scheduler.headway_errors
             print(f"{phase}: {len(times)} decisions, {quantiles}; {waiting} wait, {errors} errors")
-        again = repeated(engine, a.steps)
-        print(f"before schedule(): P50 {again[0]:.0f} us; the same once more, from warm caches: P50 {again[1]:.0f} us")
+        first, again = repeated(prepared(model, a), a.steps)
+        print(f"first steps, before schedule(): P50 {first:.0f} us; once more, from warm caches: P50 {again:.0f} us")
 
 
-def repeated(engine: VirtualEngine, steps: int) -> list[float]:
+def prepared(model: ModelConfig, a: argparse.Namespace) -> VirtualEngine:
+    """Return an engine in which requests decode, and long prompts have just come."""
+    engine = VirtualEngine(model, blocks=a.blocks, max_num_seqs=a.running + 64, batched_tokens=8192)
+    # Time of this thread on a processor: what else runs on the machine does not count.
+    engine.scheduler.headway_stopwatch = time.thread_time
+    for i in range(a.running):
+        engine.add(f"decode{i}", 50, 20_000)
+    while len(engine.first_token) < a.running:
+        engine.step()
+    for i in range(a.waiting):
+        engine.add(f"long{i}", a.prompt, 1)
+    return engine
+
+
+def repeated(engine: VirtualEngine, steps: int) -> tuple[float, float]:
     """Decide twice before each step. Return the medians of the first and the second time, microseconds.
 
     vLLM's own scheduler has read megabytes before the first, which finds little of its own in the caches."""
-    decide, times = engine.scheduler._decide, []
+    decide = engine.scheduler._decide
+    times: list[tuple[float, float]] = []
 
     def twice(now: float) -> bool:
         started = time.thread_time()
@@ -67,7 +75,7 @@ def repeated(engine: VirtualEngine, steps: int) -> list[float]:
     engine.scheduler._decide = twice
     for _ in range(steps):
         engine.step()
-    return [1e6 * statistics.median(column) for column in zip(*times, strict=True)]
+    return 1e6 * statistics.median(first for first, _ in times), 1e6 * statistics.median(again for _, again in times)
 
 
 if __name__ == "__main__":
