@@ -62,9 +62,9 @@ class FloorTable(NamedTuple):
 class LatencyModel:
     """Predicted seconds for one pipeline stage of one instance, in its layout.
 
-    Pure: equal arguments give equal results until `observe` is called. Implementations inherit from it. The first four
-    methods are required; overriding the scalar ones avoids allocating a vector, and overriding the floors speeds up
-    `solve_tokens`."""
+    Pure: equal arguments give equal results until `observe` is called. Implementations inherit from it. `token_s`,
+    `chunk_s` and `decode_s` are required; overriding the scalar methods avoids allocating a vector, and overriding the
+    floors speeds up `solve_tokens`."""
 
     coupled: ClassVar[bool] = False
     """Whether it is a `CoupledLatency`. (Asking an object for what it has not takes a microsecond, compiled.)"""
