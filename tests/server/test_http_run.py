@@ -150,7 +150,7 @@ def test_sigterm_drains_the_server(slow: Process) -> None:
     assert got[0].endswith(b"data: [DONE]\n\n")
     log = slow.end()
     assert slow.process.returncode == 0
-    assert "draining signal=SIGTERM in_flight=1" in log
+    assert "draining signal=SIGTERM in_flight=1 second_signal=" in log
     assert "closed" in log
     assert "ended True 0" in log
 

@@ -95,10 +95,8 @@ class DrainingServer(uvicorn.Server):
 
     def _on_signal(self, name: str) -> None:
         if self._draining is None and self.started:
-            log.info(
-                "draining; a second signal ends at once",
-                extra={"fields": {"signal": name, "in_flight": self._context.in_flight}},
-            )
+            fields = {"signal": name, "in_flight": self._context.in_flight, "second_signal": "ends at once"}
+            log.info("draining", extra={"fields": fields})
             self._draining = asyncio.create_task(self._drain())
         elif not self.started:
             log.info("ending", extra={"fields": {"signal": name}})
