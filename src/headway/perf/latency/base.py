@@ -82,15 +82,15 @@ class LatencyModel:
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
         Includes what is fixed per iteration. `token_s(0, 0)` is the fixed part."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `token_s`")
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         """Attention time of one prefill chunk of first..last tokens over `past` cached tokens."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `chunk_s`")
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         """Attention time of `decodes` single-token rows that read `kv_sum` KV tokens together."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `decode_s`")
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Learn from a batch of this load that took `measured_s`. Models that do not learn ignore it."""
@@ -138,7 +138,7 @@ class CoupledLatency(LatencyModel):
 
     def whole_s(self, load: BatchLoad) -> float:
         """Return the predicted seconds of a whole batch."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks `whole_s`")
 
 
 def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:
