@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.latency_models import gpu_roofline, table, tables
 
-from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds, load_s, one_chunk_s, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.table_latency import TableLatency
 
@@ -102,12 +101,3 @@ def test_no_chunk_is_ever_larger_than_the_tables_reach() -> None:
 def test_more_time_never_means_a_smaller_chunk(model: TableLatency, past: int, budget_s: float, more_s: float) -> None:
     less, more = (solve_tokens(model, BatchLoad(), past, 500, seconds)[0] for seconds in (budget_s, budget_s + more_s))
     assert less <= more
-
-
-def test_a_model_without_a_required_method_is_named() -> None:
-    class RowsOnly(LatencyModel):
-        def token_s(self, first: int, last: int) -> Seconds:
-            return np.ones(last - first + 1)
-
-    with pytest.raises(NotImplementedError, match="RowsOnly lacks `chunk_s`"):
-        solve_tokens(RowsOnly(), BatchLoad(), 0, 8, 1.0)

@@ -61,7 +61,7 @@ def logged_run(requests: int = 60, outputs: int = 4) -> list[dict[str, Any]]:
             if not decodes:
                 request.num_computed_tokens += tokens
                 request.is_prefill_chunk = request.num_computed_tokens < request.num_tokens
-            load = driver.scheduled(plan, {request.request_id: tokens}, tokens)
+            load = driver.scheduled(plan, {request.request_id: tokens})
             made += not request.is_prefill_chunk
             seconds = SLOWER * load_s(table, plan.load) if decodes else SLOWER * plan_s(table, load)
             now += seconds

@@ -63,7 +63,7 @@ INTERPRETED_BASES = {"msgspec.Struct", "Protocol", "NamedTuple"}
 """Classes with such bases stay interpreted: mypyc drops the options of a class statement (`frozen=True`), and
 interpreted classes inherit from protocols. A compiled class may inherit from compiled ones only: one that inherited
 from a protocol crashed in the garbage collector."""
-COMPILED_BASES = {"LatencyModel", "PrefillState", "_QueueCounts"}
+COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "_QueueCounts"}
 _MYPY_SETTINGS = """[mypy]
 follow_imports = silent
 ignore_missing_imports = True

@@ -248,7 +248,7 @@ class HeadwaySchedulerMethods:
     def _note(self: Any, output: Any, began_s: float) -> None:
         """Move the policy's cursors to what vLLM has scheduled."""
         driver, plan = self._headway, self._headway_plan
-        load = driver.scheduled(plan, output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+        load = driver.scheduled(plan, output.num_scheduled_tokens)
         if self._headway_off:
             # Some of these may have begun.
             driver.tally.forget()

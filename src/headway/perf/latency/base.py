@@ -8,6 +8,7 @@ microseconds. `CoupledLatency` is the exception.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, NamedTuple, cast
 
@@ -59,7 +60,7 @@ class FloorTable(NamedTuple):
     per_past: Sequence[float]
 
 
-class LatencyModel:
+class LatencyModel(ABC):
     """Predicted seconds for one pipeline stage of one instance, in its layout.
 
     Pure: equal arguments give equal results until `observe` is called. Implementations inherit from it. `token_s`,
@@ -79,20 +80,20 @@ class LatencyModel:
         """Whether it began as a guess, so that it says little of how much longer chunks would gain."""
         return False
 
+    @abstractmethod
     def token_s(self, first: int, last: int) -> Seconds:
         """Time of everything that depends on the row count only, for first..last rows inclusive: shape (last-first+1,).
         Includes what is fixed per iteration. `token_s(0, 0)` is the fixed part."""
-        raise NotImplementedError(f"{type(self).__name__} lacks `token_s`")
 
+    @abstractmethod
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         """Attention time of one prefill chunk of first..last tokens over `past` cached tokens."""
-        raise NotImplementedError(f"{type(self).__name__} lacks `chunk_s`")
 
+    @abstractmethod
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         """Attention time of `decodes` single-token rows that read `kv_sum` KV tokens together."""
-        raise NotImplementedError(f"{type(self).__name__} lacks `decode_s`")
 
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
+    def observe(self, load: BatchLoad, measured_s: float) -> None:  # noqa: B027 - few models learn
         """Learn from a batch of this load that took `measured_s`. Models that do not learn ignore it."""
 
     def rows_s(self, rows: int) -> float:
@@ -136,9 +137,9 @@ class CoupledLatency(LatencyModel):
 
     coupled: ClassVar[bool] = True
 
+    @abstractmethod
     def whole_s(self, load: BatchLoad) -> float:
         """Return the predicted seconds of a whole batch."""
-        raise NotImplementedError(f"{type(self).__name__} lacks `whole_s`")
 
 
 def decode_load(model: LatencyModel, decodes: int, kv_sum: int) -> BatchLoad:

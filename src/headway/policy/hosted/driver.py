@@ -146,12 +146,10 @@ class PolicyDriver:
             quotas = {}
         return StepPlan(quotas, load, load_s(self.policy.latency, load))
 
-    def scheduled(self, plan: StepPlan, tokens: Mapping[str, int], total: int) -> BatchLoad:
-        """Move the policy by the tokens that vLLM has scheduled of each request, `total` together.
-
-        Return the actual load of the step."""
+    def scheduled(self, plan: StepPlan, tokens: Mapping[str, int]) -> BatchLoad:
+        """Move the policy by the tokens that vLLM has scheduled of each request. Return the actual load of the step."""
         chunks = {name: tokens[name] for name in tokens.keys() & self.prefills.keys()}
-        rows = total - sum(chunks.values())
+        rows = sum(tokens.values()) - sum(chunks.values())
         self.tally.computed(rows)
         return self.advance(plan, chunks, len(tokens) - len(chunks), rows)
 

@@ -164,16 +164,16 @@ class RecordingDriver(PolicyDriver):
         self._log.decided(now, plan, step, before)
         return plan
 
-    def scheduled(self, plan: StepPlan, tokens: Mapping[str, int], total: int) -> BatchLoad:
+    def scheduled(self, plan: StepPlan, tokens: Mapping[str, int]) -> BatchLoad:
         prefills = {name: self.prefills[name] for name in tokens.keys() & self.prefills.keys()}
-        load = super().scheduled(plan, tokens, total)
+        load = super().scheduled(plan, tokens)
         chunks = [
             (name, request.num_computed_tokens - tokens[name], tokens[name], not request.is_prefill_chunk)
             for name, request in sorted(prefills.items())
         ]
         others: dict[str, Any] = {
             "others": len(tokens) - len(chunks),
-            "rows": total - sum(chunk[2] for chunk in chunks),
+            "rows": sum(tokens.values()) - sum(chunk[2] for chunk in chunks),
         }
         if left_out := sorted(self.decoding.keys() - tokens.keys()):
             others["left_out"] = left_out

@@ -393,8 +393,8 @@ class _Filling:
 
     def _exceeds(self, model: LatencyModel, past: int, tokens: int, budget_s: float) -> bool:
         """Whether a chunk of so many tokens makes the iteration longer than the budget, by a model of its own costs."""
-        attention_s = model.attention_s(past, tokens)
+        load, attention_s = self.load, model.attention_s(past, tokens)
         if self._decode_s is None:
-            return load_s(model, self.load.with_chunk(tokens, attention_s, past)) > budget_s
+            return load_s(model, load.with_chunk(tokens, attention_s, past)) > budget_s
         # As `load_s`, without making a load.
-        return model.rows_s(self.load.tokens + tokens) + self._decode_s + (self.load.chunk_s + attention_s) > budget_s
+        return model.rows_s(load.tokens + tokens) + self._decode_s + (load.chunk_s + attention_s) > budget_s

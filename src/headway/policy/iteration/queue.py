@@ -1,7 +1,7 @@
 """Waiting and half-done prefills, ordered by (priority, urgency now, order of arrival) without sorting them all.
 
 Two ways: where all lines have the same slope, their order never changes and a sorted list keeps it; otherwise (LARS)
-the lines are dense arrays, and each of the first few is found by one vector operation.
+the lines are dense arrays: they are sorted anew, and of very many each of the first is found by one vector operation.
 """
 
 from __future__ import annotations

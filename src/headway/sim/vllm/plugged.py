@@ -63,7 +63,7 @@ class PluggedPolicy:
     def after(self, step: VllmStep, now: float) -> None:
         """See `SchedulerPlugin`."""
         if self._plan is not None and self._driver is not None:
-            load = self._driver.scheduled(self._plan, step.tokens, sum(step.tokens.values()))
+            load = self._driver.scheduled(self._plan, step.tokens)
             self._clock.made(step.number, now, load, self._plan.predicted_s)
 
     def preempted(self, request: VllmRequestState) -> None:
