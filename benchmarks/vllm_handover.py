@@ -27,7 +27,7 @@ import aiohttp
 from benchmarks.peers.vllm_server import entered_together, vllm_server
 from headway.core.ports import free_port
 from headway.runtime.embedded import model_path
-from headway.runtime.http_cluster.http_server import HttpServer
+from headway.runtime.http_cluster.http_server import HttpServer, open_session
 from headway.runtime.http_cluster.kv_hand_over import LEASE_S, KvHandOver
 from headway.serving.load.machine import machine
 
@@ -143,7 +143,7 @@ def tokens_of(chance: random.Random, count: int) -> list[int]:
 
 async def measure(urls: list[str], a: argparse.Namespace) -> dict[str, Any]:
     chance = random.Random(a.seed)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with open_session() as session:
         pair = Pair(urls, session)
         # The first hand-over connects the two.
         await pair.compare(tokens_of(chance, 64), 1)

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
-import aiohttp
 import aiohttp.web
 import pytest
 from tests.helpers.http_world import ask, cluster_of, run
 from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import HeadwayError
-from headway.runtime.http_cluster.http_server import HttpServer, ServerBusyError, ServerGoneError
+from headway.runtime.http_cluster.http_server import HttpServer, ServerBusyError, ServerGoneError, open_session
 from headway.runtime.http_cluster.kv_hand_over import KvHandOver, prefill_body
 
 PROMPT = [5, 9, 200, 31]
@@ -29,7 +28,7 @@ async def pair(**faults: Any) -> AsyncIterator[tuple[TokenServer, TokenServer, B
     target = TokenServer(prefill_s=0.002, gap_s=0.002, peers=[source], **faults)
     await source.start()
     await target.start()
-    async with aiohttp.ClientSession() as session:
+    async with open_session() as session:
         ends = HttpServer(source.url, session), HttpServer(target.url, session)
 
         def begin(name: str, output: int = 8) -> KvHandOver:
@@ -195,5 +194,28 @@ def test_a_client_of_a_cluster_that_leaves_between_the_legs_leaves_no_kv_behind(
             while source.kept or target.running:
                 await asyncio.sleep(0.005)
             assert not cluster.report().requests
+
+    run(work)
+
+
+def test_a_completion_does_not_meet_a_server_that_closes_its_idle_connection() -> None:
+    async def one_answer_a_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        page = b'{"kv_transfer_params": {"remote_port": 1}}'
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(page) + page
+        )
+        await writer.drain()
+        # The next request on this connection, if there is one, comes while the server closes it.
+        await reader.read(1)
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(one_answer_a_connection, "127.0.0.1", 0)
+        async with server, open_session() as session:
+            end = HttpServer(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", session)
+            assert await end.healthy()
+            assert await end.prefill({}, {}) == {"remote_port": 1}
+            assert await end.prefill({}, {}) == {"remote_port": 1}
 
     run(work)

@@ -22,8 +22,9 @@ def test_two_vllm_servers_answer_as_one_and_keep_no_kv_of_clients_that_left(tmp_
     command = [sys.executable, "-m", "benchmarks.vllm_handover", "--vllm-python", VLLM, "--nixl", NIXL]
     command += ["--lengths", "16,100,1024", "--aborts", "10", "--logs", tmp_path, "--json", figures, "--plugged", "40"]
     done = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    logs = [log.read_text() for log in tmp_path.glob("*.log")]
+    logs = [log.read_text() for log in sorted(tmp_path.glob("*.log"))]
+    ends = "".join(f"\n--- a server's log ends\n{log[-4000:]}" for log in logs)
+    assert done.returncode == 0, done.stdout + done.stderr + ends
     assert ["Headway schedules prefills" in log and "policy failed" not in log for log in logs] == [True, True]
     found = json.loads(figures.read_text())
     assert all(row["equal"] and row["bytes"] >= row["prompt_tokens"] * 1024 for row in found["rows"])

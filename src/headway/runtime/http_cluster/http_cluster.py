@@ -22,7 +22,7 @@ from headway.runtime.http_cluster.completion_body import check_supported
 from headway.runtime.http_cluster.http_controller import HttpController
 from headway.runtime.http_cluster.http_instance import HttpInstance
 from headway.runtime.http_cluster.http_request import HttpRequest
-from headway.runtime.http_cluster.http_server import HttpServer
+from headway.runtime.http_cluster.http_server import HttpServer, open_session
 from headway.runtime.http_cluster.prefill_queue import LearnedLatency, PrefillQueue
 from headway.runtime.http_cluster.server_command import ServerCommand
 
@@ -132,10 +132,8 @@ class HttpCluster:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
-        import aiohttp
-
         rules = self._rules
-        session = self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        session = self._session = open_session()
         for number, each in enumerate(self._settings):
             server = HttpServer(each.url, session, self._api_key)
             queue = PrefillQueue(number, rules.latency)

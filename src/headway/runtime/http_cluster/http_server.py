@@ -51,8 +51,20 @@ class StreamedTokens(msgspec.Struct, frozen=True):
     """The server's `finish_reason`."""
 
 
+def open_session() -> aiohttp.ClientSession:
+    """Return a session for the clients of any number of servers, each request on a connection of its own.
+
+    A server closes a connection that was idle for some seconds (vLLM: five). A completion that is sent on it at that
+    moment fails as if the server were gone, and aiohttp repeats nothing but reads. Needs a running event loop.
+    """
+    import aiohttp
+
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+
 class HttpServer:
-    """Client of one server. `url`: without a path. Raises nothing but what the methods name."""
+    """Client of one server. `url`: without a path; `session`: of `open_session`. Raises nothing but what the methods
+    name."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
