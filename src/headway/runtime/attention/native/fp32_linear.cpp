@@ -24,7 +24,7 @@ constexpr int kSums = 12;                            // of 16
 #endif
 constexpr int kRows = kSums / (kEach > 1 ? kEach : 2);  // in a block
 constexpr i64 kTogether = 240;                       // rows that one pass over the weights serves
-constexpr i64 kFew = kRows / 2;                      // blocks up to here wait for the memory of the weights
+constexpr i64 kQuad = 4, kQuads = (kRows + 3) / 4;   // rows that are laid at a time, and of these in a block
 
 // Panels that a block of `rows` takes at a time.
 constexpr int panels_of(int rows) {
@@ -72,7 +72,7 @@ void tile(const float* x, const T* w, i64 k, i64 row, i64 panel, const Epilogue<
         for (int c = 0; c < kVectors; c++) {
             const T* from = w + c / kEach * kPanel * k + p * kPanel + c % kEach * kLanes;
             in[c] = widen(from);
-            if (R <= kFew) __builtin_prefetch(from + 512);
+            if (c % kEach == 0) __builtin_prefetch(from + 1024);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -138,18 +138,34 @@ void swiglu(const T* x, i64 k, float* y) {
     }
 }
 
+// Rows r .. r + 3 of a block of `rows` rows, which begins at `row`, as far as it has them. scratch: 4 k.
 template <class T>
-void lay(const Rows<T>& in, i64 row, i64 rows, float* scratch, float* to) {
-    const i64 k = in.k;
-    for (i64 r = 0; r < rows; r++) {
-        const T* from = in.x + (row + r) * (in.gated ? 2 * k : k);
-        float* flat = rows == 1 ? to : scratch;
+void lay(const Rows<T>& in, i64 row, i64 rows, i64 r, float* scratch, float* to) {
+    const i64 k = in.k, count = std::min(rows - r, kQuad);
+    for (i64 i = 0; i < count; i++) {
+        const T* from = in.x + (row + r + i) * (in.gated ? 2 * k : k);
+        float* flat = rows == 1 ? to : scratch + i * k;
         if (in.gated) swiglu(from, k, flat);
         else if (in.norm) normalise(from, in.norm, in.eps, k, flat);
         else
             for (i64 c = 0; c < k; c += kLanes) narrow(flat + c, widen(from + c));
+    }
+    if (count < kQuad) {
         if (rows > 1)
-            for (i64 p = 0; p < k; p++) to[p * rows + r] = flat[p];
+            for (i64 i = 0; i < count; i++)
+                for (i64 p = 0; p < k; p++) to[p * rows + r + i] = scratch[i * k + p];
+        return;
+    }
+    for (i64 p = 0; p < k; p += kQuad) {
+        four x[kQuad];
+        for (i64 i = 0; i < kQuad; i++) memcpy(x + i, scratch + i * k + p, sizeof(four));
+        const four a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+        const four c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+        x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+        x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+        x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+        x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+        for (i64 i = 0; i < kQuad; i++) memcpy(to + (p + i) * rows + r, x + i, sizeof(four));
     }
 }
 
@@ -166,13 +182,13 @@ void linear(const T* x, const T* norm, float eps, int gated, const T* w, const T
 #pragma omp parallel
     {
         static thread_local std::vector<float> scratch;
-        if (i64(scratch.size()) < k) scratch.resize(k);
+        if (i64(scratch.size()) < kQuad * k) scratch.resize(kQuad * k);
         for (i64 begin = 0; begin < rows; begin += kTogether) {
             const i64 held = std::min(rows - begin, kTogether), blocks = (held + kRows - 1) / kRows;
 #pragma omp for schedule(static)
             for (i64 b = 0; b < blocks; b++) {
-                const i64 first = held * b / blocks, last = held * (b + 1) / blocks;
-                lay(in, begin + first, last - first, scratch.data(), laid + first * k);
+                const i64 first = held * b / blocks, count = held * (b + 1) / blocks - first;
+                for (i64 r = 0; r < count; r += kQuad) lay(in, begin + first, count, r, scratch.data(), laid + first * k);
             }
             const i64 together = panels_of(int((held + blocks - 1) / blocks)), groups = (count + together - 1) / together;
 #pragma omp for schedule(static) collapse(2)
