@@ -17,6 +17,7 @@ from tests.helpers.random_weights import random_decoder, reference_config
 
 from headway.core.sampling import SamplingParams
 from headway.runtime.attention.base import BatchSegment
+from headway.runtime.engine.numerics import settle
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.sampling import make_state, sample
 
@@ -67,6 +68,7 @@ def _runs(row: int, batch: int, span: int, block: int | None) -> tuple[tuple[int
 
 
 def main() -> None:
+    settle()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

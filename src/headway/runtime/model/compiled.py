@@ -69,9 +69,10 @@ class CompiledLayers:
         # What follows a row's attention looks at no other row: a piece at a time, its activations stay in the cache.
         size = hidden.element_size()
         width, across = layer.out.out * size, layer.out.inputs * size
-        both = hidden.new_empty(min(rows, native.together), layer.gate_up.out)
-        for begin in range(0, rows, native.together):
-            count, here = min(native.together, rows - begin), at + begin * width
+        piece = native.together * torch.get_num_threads()
+        both = hidden.new_empty(min(rows, piece), layer.gate_up.out)
+        for begin in range(0, rows, piece):
+            count, here = min(piece, rows - begin), at + begin * width
             weight, bias, out, inputs = layer.out
             # Residual and output are both `hidden`: the projection adds in place.
             native.linear(mixed.data_ptr() + begin * across, 0, eps, 0, weight, bias, here, here, count, out, inputs)

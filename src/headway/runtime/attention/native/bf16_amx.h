@@ -23,6 +23,9 @@
 #define TILE_ZERO(t) AMX("tilezero %%tmm" #t ::: "memory")
 #define TILE_LOAD(t, from, stride) \
     AMX("tileloadd (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"(i64(stride)) : "memory")
+// Of what is read once: it leaves in the first cache what is read again.
+#define TILE_STREAM(t, from, stride) \
+    AMX("tileloaddt1 (%0,%1,1), %%tmm" #t ::"r"((const void*)(from)), "r"(i64(stride)) : "memory")
 #define TILE_STORE(t, to, stride) AMX("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"((void*)(to)), "r"(i64(stride)) : "memory")
 #define TILE_MULTIPLY(c, a, b) AMX("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::: "memory")
 

@@ -13,6 +13,8 @@
 #ifndef __AVX512BF16__
 extern "C" int headway_supported() { return 0; }
 #else
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -24,6 +26,7 @@ namespace {
 
 constexpr i64 kRows = 12;       // in a block: 12 x 2 accumulators
 constexpr i64 kFew = 6;         // blocks up to here take 4 panels at a time
+constexpr i64 kShare = 128;     // rows of a thread from which on it takes all panels of its own rows
 
 struct Epilogue {
     const bf16* bias;
@@ -91,18 +94,20 @@ void panels(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 firs
     }
 }
 
-// Rows row .. row + rows, at most 16 or, with R 2, 32, and C panels, from column 16 * `panel` on. x: their R blocks.
+// Rows row .. row + rows, at most 16 or, with R 2, 32, and C panels, from column 16 * `panel` on. x: their R blocks. later:
+// what is fetched into the second cache, `lines` cache lines a step.
 template <int R, int C>
-void amx_tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 panel, const Epilogue& e) {
+void amx_tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 panel, const char* later, i64 lines,
+              const Epilogue& e) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
     w += panel * 16 * k;
     // Each operand is loaded for the next step as soon as it was used: tiles are loaded while others are multiplied.
-    TILE_LOAD(4, x, 64);
+    TILE_STREAM(4, x, 64);
     TILE_LOAD(6, w, 64);
-    if (R == 2) TILE_LOAD(5, x + 8 * k, 64);
+    if (R == 2) TILE_STREAM(5, x + 8 * k, 64);
     if (C == 2) TILE_LOAD(7, w + 16 * k, 64);
     for (i64 p = 0; p < k / 2; p += 16) {
         if (R == 1)
@@ -110,14 +115,15 @@ void amx_tile(const uint32_t* x, const bf16* w, i64 k, i64 row, i64 rows, i64 pa
 #pragma GCC unroll 2
                 for (int c = 0; c < C; c++)
                     _mm_prefetch((const char*)(w + c * 16 * k + (p + line) * 32 + 1024), _MM_HINT_T0);
+        for (const char* end = later + 64 * lines; later < end; later += 64) _mm_prefetch(later, _MM_HINT_T1);
         const i64 next = p + 16 < k / 2 ? p + 16 : p;
         TILE_MULTIPLY(0, 4, 6);
         if (C == 2) TILE_MULTIPLY(1, 4, 7);
-        TILE_LOAD(4, x + 16 * next, 64);
+        TILE_STREAM(4, x + 16 * next, 64);
         if (R == 2) TILE_MULTIPLY(2, 5, 6);
         TILE_LOAD(6, w + 32 * next, 64);
         if (R == 2 && C == 2) TILE_MULTIPLY(3, 5, 7);
-        if (R == 2) TILE_LOAD(5, x + 8 * k + 16 * next, 64);
+        if (R == 2) TILE_STREAM(5, x + 8 * k + 16 * next, 64);
         if (C == 2) TILE_LOAD(7, w + 16 * k + 32 * next, 64);
     }
     alignas(64) float sums[4][256];
@@ -222,35 +228,56 @@ struct ByTiles {
         for (i64 r = 0; r < rows; r++) in.write(begin + first + r, to + 32 * r, 512);
     }
     static void multiply(const uint32_t* laid, const bf16* w, i64 k, i64 begin, i64 held, i64 panel, i64 last, const Epilogue& e) {
-        for (i64 first = 0; first < held; first += 32) {
+        // Each tile fetches its part of the next two panels, which are 32 lines for each step.
+        const i64 tiles = (held + 31) / 32, lines = (32 + tiles - 1) / tiles;
+        const char* later = (const char*)(w + 16 * last * k);
+        for (i64 first = 0; first < held; first += 32, later += lines * 2 * k) {
             const i64 rows = std::min<i64>(32, held - first);
             (rows > 16 ? last - panel == 2 ? amx_tile<2, 2> : amx_tile<2, 1> : last - panel == 2 ? amx_tile<1, 2> : amx_tile<1, 1>)(
-                laid + first * k / 2, w, k, begin + first, rows, panel, e);
+                laid + first * k / 2, w, k, begin + first, rows, panel, later, lines, e);
         }
     }
 };
 
+// Memory for a pass over so many rows, from the begin of a cache line on: no row of a tile lies in two.
+uint32_t* room(std::vector<uint32_t>& kept, i64 rows, i64 k) {
+    const i64 size = (rows + 15) / 16 * 16 * k / 2 + 16;
+    if (i64(kept.size()) < size) kept.resize(size);
+    return (uint32_t*)((uintptr_t(kept.data()) + 63) / 64 * 64);
+}
+
+// Many rows are divided among the threads, in the same way in each call: a thread finds in its own cache what it wrote, and
+// waits for no other. Of few, each thread takes some panels, so that each weight is read once.
 template <class Way>
 void linear(const Rows& in, const bf16* w, const Epilogue& e, i64 rows) {
-    static thread_local std::vector<uint32_t> kept;
-    const i64 k = in.k, room = (std::min(rows, Way::kTogether) + 15) / 16 * 16 * k / 2;
-    if (i64(kept.size()) < room + 16) kept.resize(room + 16);
-    // From the begin of a cache line on: no row of a tile lies in two.
-    uint32_t* laid = (uint32_t*)((uintptr_t(kept.data()) + 63) / 64 * 64);
-    const i64 count = (e.n + 15) / 16;
+    static thread_local std::vector<uint32_t> shared;
+    const i64 k = in.k, count = (e.n + 15) / 16;
+    uint32_t* const common = room(shared, std::min(rows, Way::kTogether), k);
 #pragma omp parallel
     {
+        static thread_local std::vector<uint32_t> own;
         static thread_local std::vector<bf16> scratch;
         if (i64(scratch.size()) < k) scratch.resize(k);
         [[maybe_unused]] const typename Way::Registers registers;
-        for (i64 begin = 0; begin < rows; begin += Way::kTogether) {
-            const i64 held = std::min(rows - begin, Way::kTogether);
+        const i64 threads = omp_get_num_threads(), share = (rows / threads + 31) / 32 * 32;
+        if (share >= kShare) {
+            const i64 from = share * omp_get_thread_num(), to = std::min(rows, from + share);
+            uint32_t* const laid = room(own, Way::kTogether, k);
+            for (i64 begin = from; begin < to; begin += Way::kTogether) {
+                const i64 held = std::min(to - begin, Way::kTogether), wide = Way::panels_together(held);
+                for (i64 b = 0; b < Way::blocks(held); b++) Way::lay(in, begin, held, b, scratch.data(), laid);
+                for (i64 panel = 0; panel < count; panel += wide)
+                    Way::multiply(laid, w, k, begin, held, panel, std::min(count, panel + wide), e);
+            }
+        } else {
+            for (i64 begin = 0; begin < rows; begin += Way::kTogether) {
+                const i64 held = std::min(rows - begin, Way::kTogether), wide = Way::panels_together(held);
 #pragma omp for schedule(static)
-            for (i64 b = 0; b < Way::blocks(held); b++) Way::lay(in, begin, held, b, scratch.data(), laid);
-            const i64 wide = Way::panels_together(held);
+                for (i64 b = 0; b < Way::blocks(held); b++) Way::lay(in, begin, held, b, scratch.data(), common);
 #pragma omp for schedule(static)
-            for (i64 panel = 0; panel < count; panel += wide)
-                Way::multiply(laid, w, k, begin, held, panel, std::min(count, panel + wide), e);
+                for (i64 panel = 0; panel < count; panel += wide)
+                    Way::multiply(common, w, k, begin, held, panel, std::min(count, panel + wide), e);
+            }
         }
     }
 }
