@@ -95,6 +95,21 @@ def test_a_row_of_a_linear_layer_is_the_same_alone_and_among_any_others(shape: t
         assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_any_number_of_threads_divides_all_rows(threads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = PackedLinear(torch.randn(40, 64, generator=generator).bfloat16())
+    x = torch.randn(800, 64, generator=generator).bfloat16()
+    alone = torch.cat([linear(row.unsqueeze(0)) for row in x])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (127, 128, 129, 255, 256, 257, 289, 384, 385, 513, 769, 800):
+            assert torch.equal(linear(x[:rows]), alone[:rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_head_norms_and_odd_rotations_take_the_general_path() -> None:
     assert random_decoder(replace(CONFIG, qk_norm=True), torch.bfloat16)._compiled is None
     assert random_decoder(replace(CONFIG, rope=replace(CONFIG.rope, rotary_dim=16)), torch.bfloat16)._compiled is None

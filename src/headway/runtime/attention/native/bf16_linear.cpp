@@ -259,8 +259,8 @@ void linear(const Rows& in, const bf16* w, const Epilogue& e, i64 rows) {
         static thread_local std::vector<bf16> scratch;
         if (i64(scratch.size()) < k) scratch.resize(k);
         [[maybe_unused]] const typename Way::Registers registers;
-        const i64 threads = omp_get_num_threads(), share = (rows / threads + 31) / 32 * 32;
-        if (share >= kShare) {
+        const i64 threads = omp_get_num_threads(), share = (rows + 32 * threads - 1) / (32 * threads) * 32;
+        if (rows >= kShare * threads) {
             const i64 from = share * omp_get_thread_num(), to = std::min(rows, from + share);
             uint32_t* const laid = room(own, Way::kTogether, k);
             for (i64 begin = from; begin < to; begin += Way::kTogether) {
