@@ -35,7 +35,6 @@ import aiohttp
 import torch
 
 from headway.runtime.attention.cpu import CpuBackend
-from headway.runtime.engine.numerics import settle
 from headway.serving.load.machine import machine, versions
 from headway.serving.load.server_process import ServerProcess
 
@@ -211,7 +210,6 @@ def append(table: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> No
 
 def limits(model: Path, dtype: str, threads: int) -> dict[str, float]:
     """Return GFLOP/s of the widest layer's product over 2,048 rows and over each batch's, and GB/s of reads."""
-    settle()
     torch.set_num_threads(threads)
     config = json.loads((model / "config.json").read_text())
     kind = getattr(torch, dtype)
