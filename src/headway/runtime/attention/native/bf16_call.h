@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr i64 kBlock = 16 * kWide * 8;     // rows in a job, at most
+constexpr i64 kBlock = 16 * kWide * 16;    // rows in a job, at most
 constexpr i64 kMostDim = 128;
 
 using Call = CallOf<bf16>;

@@ -1,7 +1,7 @@
 // Attention of chunks of many rows over the keys and values of a pool. Conventions as in bf16_linear.cpp.
 //
 // The heads that share a KV head are rows too: row r of a chunk's KV head is token r / group, head r % group. A job is up
-// to 384 such rows over one span of keys; long spans are cut where there would be fewer jobs than keep all threads busy,
+// to 768 such rows over one span of keys; long spans are cut where there would be fewer jobs than keep all threads busy,
 // and their answers merged by log-sum-exp.
 
 #ifdef __AVX512BF16__
