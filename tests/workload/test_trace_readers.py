@@ -115,6 +115,7 @@ def test_gzip_is_recognised_by_magic_bytes_not_by_name(tmp_path: Path) -> None:
         (OURS_JSON + '{"arrival_s": 1}\n', [":3:", "'prompt_tokens' is missing"]),
         (OURS_JSON + '{"arrival_s": 1, "prompt_tokens": null, "output_tokens": 1}\n', [":3:"]),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", [":2:", "yesterday"]),
+        ("arrival_s,prompt_tokens,output_tokens,class\n1,2,3,all\n", [":2:", "another name"]),
     ],
 )
 def test_errors_name_file_line_and_columns(tmp_path: Path, text: str, words: list[str]) -> None:

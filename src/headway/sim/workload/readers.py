@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.sim.workload.prompt_text import text_of_blocks, with_session_texts
-from headway.sim.workload.trace_request import RequestTrace, TraceError, TraceRequest
+from headway.sim.workload.trace_request import RequestTrace, TraceError, TraceRequest, class_name
 
 Row = Mapping[str, Any]
 # stamps are UTC; a zero near them keeps their 100 ns in a float
@@ -81,7 +81,7 @@ def _headway(row: Row) -> TraceRequest:
         _seconds(row, "arrival_s"),
         _tokens(row, "prompt_tokens"),
         _tokens(row, "output_tokens"),
-        klass=str(row.get("class") or ""),
+        klass=class_name(str(row.get("class") or "")),
         cached_tokens=_tokens(row, "cached_tokens") if row.get("cached_tokens") else 0,
         session=str(row["session"]) if row.get("session") else None,
         think_s=_seconds(row, "think_s") if row.get("think_s") else None,

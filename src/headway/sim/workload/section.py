@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from headway.core.file_sections import Count, FileSection, Positive
+from headway.sim.workload.trace_request import class_name
 
 
 class SessionsSection(FileSection):
@@ -22,7 +23,7 @@ class MixSection(FileSection):
     """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
 
     share: Positive = 1.0
-    klass: str = Field(default="", alias="class")
+    klass: Annotated[str, AfterValidator(class_name)] = Field(default="", alias="class")
     prompt: str
     output: str
 

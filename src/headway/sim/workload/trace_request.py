@@ -15,6 +15,13 @@ class TraceError(ConfigError):
     """Raised when a trace cannot be read or used. The message names the file, the line and the expected content."""
 
 
+def class_name(name: str) -> str:
+    """Return the name of a class of requests. Raises ValueError for the one that reports have for all of them."""
+    if name == "all":
+        raise ValueError("class is 'all', as reports name the sum of all classes: give it another name")
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """Arrival time and lengths of one request."""
