@@ -30,12 +30,12 @@ inline __m512 exp2_16(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
-// 2^x, relative error below 3e-6; zero far below. The polynomial is the minimax one on [-1/2, 1/2].
+// 2^x, relative error below 3e-6; zero far below. The polynomial is the minimax one on [0, 1].
 inline __m512 short_exp2_16(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, 8);  // from the nearest integer
-    __m512 y = _mm512_set1_ps(9.5701e-3f);
-    for (float c : {5.591786e-2f, 2.4024745e-1f, 6.9312181e-1f, 9.9999926e-1f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
-    return _mm512_scalef_ps(y, _mm512_sub_ps(x, r));
+    const __m512 r = _mm512_reduce_ps(x, 9);  // from the integer below, to which scalef rounds too
+    __m512 y = _mm512_set1_ps(1.3534168e-2f);
+    for (float c : {5.2011461e-2f, 2.4144276e-1f, 6.9300383e-1f, 1.0000026f}) y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(y, x);
 }
 
 constexpr float kLog2e = 1.44269504f;

@@ -24,7 +24,7 @@ constexpr int kSums = 12;                            // of 16
 #endif
 constexpr int kRows = kSums / (kEach > 1 ? kEach : 2);  // in a block
 constexpr i64 kTogether = 240;                       // rows that one pass over the weights serves
-constexpr i64 kQuad = 4, kQuads = (kRows + 3) / 4;   // rows that are laid at a time, and of these in a block
+constexpr i64 kQuad = 4;                             // rows that are laid at a time
 
 // Panels that a block of `rows` takes at a time.
 constexpr int panels_of(int rows) {
