@@ -3,8 +3,8 @@
 2,048 requests decode; 64 (or 1,000) prefills wait or are half done; LARS with adaptive chunks on a model like
 Llama-3-8B on an H100. Beside it `complete()`, and both for a static chunk. A decision includes policy order,
 packing, sizing of chunks, KV admission and the batch. `at once`: the prefills come together, and the first decisions
-after that are counted; `kept up`: whenever one completes another comes, for 20,000 decisions; then most of what waits
-is long.
+after that are counted; `kept up`: whenever one completes another comes, for 100 times as many decisions; then most of
+what waits is long.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def iterate(scheduler: Scheduler, now: float) -> float:
 def measure(
     decodes: int, waiting: int, policy: str, chunking: str, rounds: int, kept_up: bool = False
 ) -> dict[str, object]:
-    """Medians in microseconds over decisions with so many waiting, or about so many: else the world is made anew as it
-    drains."""
+    """Medians in microseconds. kept_up: so many always wait; else the world is made anew as it drains."""
     decide: list[float] = []
     complete: list[float] = []
     rng, arrived = random.Random(1), waiting

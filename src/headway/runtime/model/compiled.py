@@ -66,7 +66,8 @@ class CompiledLayers:
         native.rotate(first, cos.data_ptr(), sin.data_ptr(), rows, out, turned, dim, cos.shape[-1])
         query, key, value = torch.split_with_sizes(heads, (config.q_heads, config.kv_heads, config.kv_heads), 1)
         mixed = backend.run(index, query, key, value, plan).contiguous()
-        # What follows a row's attention looks at no other row: a piece at a time, its activations stay in the cache.
+        # What follows a row's attention looks at no other row: a piece at a time, its activations stay in the cache:
+        # in that of the thread whose rows they are, where threads divide the rows.
         size = hidden.element_size()
         width, across = layer.out.out * size, layer.out.inputs * size
         piece = native.together * torch.get_num_threads()
