@@ -3,13 +3,14 @@
 A hop is a function of Headway on the call stack at one of these points (`POINTS`): where the request reaches the
 controller, its policy, and the record of a reservation; where a message about it leaves a process; where an instance
 takes in its prompt, its span and the wish for its KV; and where the first KV is given to the connector. The controller
-is over doubles of instances, the instance has a model.
+is over doubles of instances, the instance has a model. `python -m tests.helpers.request_hops` prints them.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -169,3 +170,17 @@ def _until(found: Sequence[Visit], about: str, point: str = "LiveInstance.tell")
 def hops(found: Sequence[Visit]) -> list[Hop]:
     """Return the different hops of these visits, in order."""
     return list(dict.fromkeys(hop for each in found for hop in each.stack))
+
+
+def main() -> None:
+    """Print each visit with its way, and how many functions and files lie on all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = [*controller_visits(), *instance_visits(Path(folder))]
+    for each in seen:
+        print(f"{each.point}({each.about})", *(f"    {hop.file}: {hop.function}" for hop in each.stack), sep="\n")
+    found = hops(seen)
+    print(f"{len(found)} hops, {len({hop.file for hop in found})} files")
+
+
+if __name__ == "__main__":
+    main()
