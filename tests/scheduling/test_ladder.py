@@ -1,0 +1,159 @@
+"""The ladder: the fewest are late, a late one climbs, shortest first where that makes no other late."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.policy.ladder import STEP, climb, fewest_late, ladder_order, shortest_first
+
+JOB = st.tuples(st.integers(-3, 20), st.integers(1, 8))
+JOBS = st.lists(JOB, max_size=7)
+
+
+def parts(jobs: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
+    """Return the seconds until each is due, and the seconds of work."""
+    return [float(left) for left, _ in jobs], [float(work) for _, work in jobs]
+
+
+def in_time(jobs: Sequence[tuple[int, int]]) -> bool:
+    """Whether all can be in time: if any order does it, that of the due times does."""
+    by_due = sorted(jobs)
+    return all(
+        end <= left for end, (left, _) in zip(itertools.accumulate(work for _, work in by_due), by_due, strict=True)
+    )
+
+
+def least_late(jobs: Sequence[tuple[int, int]]) -> int:
+    """Return the number of late jobs of the best of all choices."""
+    sizes = range(len(jobs), -1, -1)
+    return len(jobs) - next(n for n in sizes if any(in_time(kept) for kept in itertools.combinations(jobs, n)))
+
+
+def late_in(order: Sequence[int], jobs: Sequence[tuple[int, int]]) -> int:
+    """Return how many jobs end after their due time in this order."""
+    ends = itertools.accumulate(jobs[index][1] for index in order)
+    return sum(end > jobs[index][0] for index, end in zip(order, ends, strict=True))
+
+
+@given(JOBS)
+def test_the_fewest_are_late_and_all_others_in_time(jobs: list[tuple[int, int]]) -> None:
+    late = fewest_late(*parts(jobs))
+    assert in_time([job for index, job in enumerate(jobs) if index not in late])
+    assert len(late) == least_late(jobs)
+
+
+@given(JOBS)
+def test_where_all_are_there_at_once_the_whole_order_has_the_fewest_late(jobs: list[tuple[int, int]]) -> None:
+    left, work = parts(jobs)
+    order = ladder_order([-5.0] * len(jobs), left, work, [0] * len(jobs), 0.0).order
+    assert sorted(order) == list(range(len(jobs)))
+    assert late_in(order, jobs) == least_late(jobs)
+
+
+@given(JOBS, st.floats(0, 5), st.sampled_from([0.25, 1.0, 4.0]), st.lists(st.integers(0, 3), min_size=7, max_size=7))
+def test_after_the_climb_all_fit_in_their_order(
+    jobs: list[tuple[int, int]], ahead_s: float, speed: float, before: list[int]
+) -> None:
+    left, work = parts(jobs)
+    spans = [due + 5.0 for due in left]
+    steps = before[: len(jobs)]
+    climbed = climb([-5.0] * len(jobs), spans, work, steps, 0.0, speed, ahead_s)
+
+    def left_s(steps: list[int]) -> list[float]:
+        return [(span * STEP**step - 5.0) * speed - ahead_s for span, step in zip(spans, steps, strict=True)]
+
+    assert fewest_late(left_s(climbed), work) == []
+    assert all(after >= step for step, after in zip(steps, climbed, strict=True))
+    # As many climb as the choice by weight takes out; none where all fit.
+    if not fewest_late(left_s(steps), work):
+        assert climbed == steps
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), min_size=1, max_size=12), st.integers(0, 12))
+def test_shortest_first_makes_none_late_that_is_in_time_by_due(jobs: list[tuple[int, int]], places: int) -> None:
+    left, work = parts(jobs)
+    order = shortest_first(left, work, places)
+    assert sorted(order) == list(range(len(jobs)))
+    by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
+    assert order[places:] == [index for index in by_due if index not in order[:places]]
+    if in_time(jobs):
+        assert late_in(order, jobs) == 0
+
+
+def test_the_shortest_goes_first_only_where_it_fits_the_slack_of_those_due_before_it() -> None:
+    # Due in 10 with 5 s of work: 5 s of slack, of which 0.8 are given away.
+    assert shortest_first([10.0, 30.0], [5.0, 4.0]) == [1, 0]
+    assert shortest_first([10.0, 30.0], [5.0, 4.1]) == [0, 1]
+    # Three that are shorter use the slack up one after the other.
+    assert shortest_first([10.0, 30.0, 31.0, 32.0], [5.0, 2.0, 2.0, 2.0]) == [1, 2, 0, 3]
+
+
+def test_the_largest_is_late_and_climbs_behind_those_in_time() -> None:
+    result = ladder_order([0.0, 0.0, 0.0], [4.0, 5.0, 6.0], [3.0, 4.0, 2.0], [0, 0, 0], 0.0)
+    assert result.order == [0, 2, 1]
+    assert result.steps == [0, 1, 0]
+
+
+def test_one_that_has_climbed_is_rather_kept_than_a_shorter_new_one() -> None:
+    # Due after 5 and 6 s, with 4 and 3 s of work: one of them is late.
+    assert ladder_order([0.0, 0.0], [5.0, 6.0], [4.0, 3.0], [0, 0], 0.0).steps == [1, 0]
+    # The same, where the first has climbed a step: 4 s count as 2.
+    assert ladder_order([0.0, 0.0], [2.5, 6.0], [4.0, 3.0], [1, 0], 0.0).steps == [1, 1]
+
+
+def test_a_higher_priority_goes_first_whatever_is_due() -> None:
+    result = ladder_order([0.0] * 3, [100.0, 1.0, 2.0], [9.0, 0.5, 0.2], [0] * 3, 0.0, priority=[0, 1, 1])
+    assert result.order == [0, 2, 1]
+    # Those of the lower level count the work before them, and climb.
+    assert result.steps == [0, 4, 3]
+
+
+def test_empty_and_single() -> None:
+    assert ladder_order([], [], [], [], 5.0).order == []
+    assert ladder_order([0.0], [1.0], [3.0], [0], 0.0).steps == [2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_full_load_none_is_passed_over_for_ever(seed: int) -> None:
+    """Short ones take all of the machine for ever; a long one is served within a bounded multiple of its time."""
+    rng = random.Random(seed)
+    now, number, next_arrival = 0.0, 0, 0.0
+    waiting: dict[int, tuple[float, float, float, int]] = {-1: (0.0, 20.0, 4.0, 0)}
+    while -1 in waiting:
+        assert now < 20.0 * STEP**6
+        while next_arrival <= now:
+            work = rng.choice((0.05, 0.2, 0.8))
+            waiting[number] = (next_arrival, next_arrival + max(1.0, 5 * work), work, 0)
+            number += 1
+            next_arrival += work
+        names = list(waiting)
+        arrivals, dues, works = (np.array([waiting[name][part] for name in names]) for part in range(3))
+        order, steps = ladder_order(arrivals, dues, works, [waiting[name][3] for name in names], now)
+        for name, step in zip(names, steps, strict=True):
+            waiting[name] = (*waiting[name][:3], step)
+        first = names[order[0]]
+        arrival, due, work, step = waiting.pop(first)
+        step_s = min(0.25, work)
+        now += step_s
+        if work - step_s > 1e-9:
+            waiting[first] = (arrival, due, work - step_s, step)
+
+
+def test_equal_input_gives_equal_output_and_input_stays() -> None:
+    rng = random.Random(3)
+    arrivals = [rng.uniform(-20, 0) for _ in range(300)]
+    dues = [arrival + rng.uniform(1, 30) for arrival in arrivals]
+    works = [rng.uniform(0.01, 2) for _ in range(300)]
+    steps = [0] * 300
+    first, second = (ladder_order(arrivals, dues, works, steps, 0.0, 0.7) for _ in range(2))
+    assert first == second
+    assert steps == [0] * 300
+    # The result of one call is a fixed point of the next at the same time.
+    assert ladder_order(arrivals, dues, works, first.steps, 0.0, 0.7) == first
