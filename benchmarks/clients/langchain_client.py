@@ -31,4 +31,4 @@ try:
     message = f"an answer, {person}"
 except openai.BadRequestError as error:
     message = error.body["message"]
-check("structured output is refused, with a way to have it", "--engine vllm" in message, message)
+check("structured output is refused, with a way to have it", "vllm serve" in message, message)

@@ -111,10 +111,16 @@ def test_a_dry_run_names_idle_pools(
 
 def test_a_flag_that_is_cut_short_is_answered_with_the_whole_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", "--gpu-mem", "0.9"])
+        main(["serve", "--tensor-par", "2"])
     assert ended.value.code == 2
-    assert "--gpu-mem: did you mean --gpu-memory-utilization?" in capsys.readouterr().err
-    # A letter is missing from a flag of vLLM, which the help leaves out.
+    assert "--tensor-par: did you mean --tensor-parallel-size?" in capsys.readouterr().err
+    # A letter is missing.
     with pytest.raises(SystemExit):
-        main(["serve", "--gpu-memory-utilizaton", "0.9"])
-    assert "did you mean --gpu-memory-utilization?" in capsys.readouterr().err
+        main(["serve", "--tensor-paralel-size", "2"])
+    assert "did you mean --tensor-parallel-size?" in capsys.readouterr().err
+
+
+def test_a_flag_of_vllm_s_is_answered_with_the_command_that_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "model", "--engine", "vllm"])
+    assert "`vllm serve MODEL --scheduler-cls headway.vllm.Scheduler`" in capsys.readouterr().err

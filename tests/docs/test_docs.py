@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli import vllm_engine
 from headway.cli.main import COMMANDS, NESTED
 from headway.sim.vllm.section import VllmSection
 
@@ -107,10 +106,6 @@ def test_every_command_that_a_page_shows_is_understood(capsys: pytest.CaptureFix
         parser = ArgumentParser(exit_on_error=False)
         import_module(module).add_arguments(parser)
         try:
-            if words[1:] and "--engine vllm" in " ".join(words):
-                # Another command line: vLLM's, without the flag that chooses it.
-                vllm_engine.vllm_line([word for word in words[1:] if word not in ("--engine", "vllm")], {})
-                continue
             parser.parse_args(words[2 if nested else 1 :])
         except SystemExit:
             refused.append((page.name, " ".join(words), capsys.readouterr().err.splitlines()[-1]))

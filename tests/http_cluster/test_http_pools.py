@@ -44,6 +44,7 @@ ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
         ({"pools": [{"urls": [URL]}]}, "say `backend: vllm` too"),
         ({"pools": [{"backend": "vllm", "urls": ["10.0.0.1:8000"]}]}, "no address such as"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "command": "x"}]}, "leave out command"),
+        ({"pools": [{"backend": "vllm", "serve": {"x": 1}}]}, "give the flags of vLLM servers in `command`"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "count": 2}]}, "there are 1 urls"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "kv_events": ["tcp://a:1"] * 2}]}, "give one for each"),
         ({"pools": [{"backend": "vllm", "urls": [URL], "kv_events": ["10.0.0.1:5557"]}]}, "such as tcp://"),
@@ -86,18 +87,17 @@ def test_a_setting_of_an_engine_is_refused_for_servers_with_their_own(
 
 
 def test_the_marks_of_a_command_are_filled_in_and_other_braces_stay() -> None:
-    words = server_words("vllm serve {model} --port={port} -x '{\"a\": {}}' {index}", {}, "m", 3, 80, "x")
+    words = server_words("vllm serve {model} --port={port} -x '{\"a\": {}}' {index}", "m", 3, 80, "x")
     assert words == ["vllm", "serve", "m", "--port=80", "-x", '{"a": {}}', "3"]
     with pytest.raises(ConfigError, match="cannot be read"):
-        server_words("vllm 'serve", {}, "m", 0, 80, "x")
+        server_words("vllm 'serve", "m", 0, 80, "x")
 
 
-def test_without_a_command_the_pools_settings_are_flags() -> None:
-    words = server_words(None, {"t_target_ms": 40, "enforce-eager": True, "off": False}, "m", 0, 80, "{}")
-    said = "serve m --engine vllm --host 127.0.0.1 --t-target-ms 40 --enforce-eager --kv-events-config {} --port 80"
-    assert words[3:] == said.split()
-    for flags in ({"kv-events-config": "mine"}, {"data-parallel-size": 2}):
-        assert "{}" not in server_words(None, flags, "m", 0, 80, "{}")
+def test_without_a_command_vllm_serves_with_headways_scheduler() -> None:
+    words = server_words(None, "m", 0, 80, '{"a b": 1}')
+    assert words[:7] == ["vllm", "serve", "m", "--host", "127.0.0.1", "--port", "80"]
+    assert words[words.index("--scheduler-cls") + 1] == "headway.vllm.Scheduler"
+    assert words[-2:] == ["--kv-events-config", '{"a b": 1}']
 
 
 def test_started_servers_publish_their_kv_events_where_their_command_says_so(tmp_path: Path) -> None:

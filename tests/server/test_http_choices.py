@@ -166,7 +166,7 @@ async def test_tools_and_structure_are_refused_with_the_engine_that_has_them(con
     async with connect(served_model_name=("m",)) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert "--engine vllm" in answer.json()["error"]["message"]
+    assert "vllm serve" in answer.json()["error"]["message"]
 
 
 async def test_one_model_by_name_also_with_slashes(connect: Any) -> None:

@@ -63,8 +63,8 @@ def test_a_stream_opens_the_message_sends_its_text_and_ends_with_the_whole(clien
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "--engine vllm"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "--engine vllm"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "vllm serve"),
+        ({"text": {"format": {"type": "json_object"}}}, "text", "vllm serve"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "nothing is stored"),
         ({"input": []}, "input", "non-empty array"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", "only messages"),

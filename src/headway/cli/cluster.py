@@ -72,7 +72,7 @@ def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) ->
     if foreign:
         raise ConfigError(
             f"{where}: {flag_of(foreign[0])} is of an engine; those of backend vllm have their own settings: say "
-            "it under a pool's `serve`, or where its servers are started"
+            "it in the pool's `command`, or where its servers are started"
         )
     from headway.serving.launch import serve_http_cluster
 

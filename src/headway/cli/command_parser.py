@@ -45,8 +45,8 @@ class CommandParser(argparse.ArgumentParser):
         """Exit with status 2 and one line, without the usage, which fills a screen for some commands."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists what there is)\n")
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Exit because of unknown arguments, with suggestions of flags that are spelt alike."""
+    def refuse(self, unknown: Sequence[str], advice: str = "") -> NoReturn:
+        """Exit because of unknown arguments, with suggestions of flags that are spelt alike, and `advice`."""
         hints = []
         shown = [flag for flag, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
         # Only flags get hints; a surplus word could be anything.
@@ -54,10 +54,7 @@ class CommandParser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if not flag.startswith("--"):
                 continue
-            # What was cut short, also of flags of vLLM that the help leaves out; else what is spelt alike, of those
-            # only what is nearly the same.
-            begun = [known for known in self._option_string_actions if len(flag) > 4 and known.startswith(flag)]
+            begun = [known for known in shown if len(flag) > 4 and known.startswith(flag)]
             close = begun[:1] or get_close_matches(flag, shown, 1, 0.7)
-            close = close or get_close_matches(flag, list(self._option_string_actions), 1, 0.9)
             hints += [f"{flag}: did you mean {found}?" for found in close]
-        self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints))
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints) + advice)

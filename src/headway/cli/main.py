@@ -37,6 +37,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("headway.cli.completion", "a script by which a shell completes commands, flags and files"),
 }
 
+ADVICE = {"serve": "; for flags of vLLM run `vllm serve MODEL --scheduler-cls headway.vllm.Scheduler`"}
+"""What to do about unknown flags, by command."""
+
 LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))
 """Commands whose engine needs Linux (eventfd, memfd, pidfd)."""
 
@@ -80,10 +83,6 @@ def _run(words: list[str]) -> int:
     # Before the main parser: `headway profile` takes a model folder where these have their second word.
     if tuple(words[:2]) in NESTED:
         return _nested(words)
-    if words[:1] == ["serve"]:
-        status = _other_engine(words[1:])
-        if status is not None:
-            return status
     chosen = next((word for word in words if not word.startswith("-")), None)
     parser = CommandParser(prog="headway", description="Long-context LLM serving.")
     parser.add_argument("--version", action="version", version=f"headway {__version__}")
@@ -109,22 +108,9 @@ def _run(words: list[str]) -> int:
             run, asked = module.run, sub
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        asked.refuse(unknown)
+        asked.refuse(unknown, ADVICE.get(str(chosen), ""))
     assert run is not None
     return run(arguments)
-
-
-def _other_engine(words: list[str]) -> int | None:
-    """Start vLLM where `headway serve` is to do that; None: the native engine is to serve."""
-    # Plain starts pay for no second look at their words.
-    if (
-        not any("engine" in word or word.startswith("--config") for word in words)
-        and "HEADWAY_ENGINE" not in os.environ
-    ):
-        return None
-    from headway.cli import vllm_engine
-
-    return vllm_engine.take_over(words)
 
 
 def _starts_engines(words: list[str]) -> bool:

@@ -8,10 +8,12 @@ is that of this environment, else `vllm` on PATH, or --vllm-command PATH; that e
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from headway.cli.vllm_engine import vllm_python
 from headway.core.errors import ConfigError
 from headway.core.output_file import check_outputs
 
@@ -24,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where the plug-in looks)"
     )
-    parser.add_argument("--vllm-command", metavar="PATH", help="the `vllm` to profile (default: as of serve)")
+    parser.add_argument(
+        "--vllm-command", metavar="PATH", help="the `vllm` to profile (default: this environment's, else that on PATH)"
+    )
 
 
 def run(arguments: argparse.Namespace, passed: list[str]) -> int:
@@ -37,8 +41,43 @@ def run(arguments: argparse.Namespace, passed: list[str]) -> int:
             "be among them; give the model and the flags that it is served with"
         )
     check_outputs(arguments.out)
-    line = [vllm_python(arguments.vllm_command), "-m", "headway.vllm.step_profile", "--model", arguments.model, *passed]
+    line = [
+        _vllm_python(arguments.vllm_command),
+        "-m",
+        "headway.vllm.step_profile",
+        "--model",
+        arguments.model,
+        *passed,
+    ]
     line += ["--headway-budget", str(arguments.budget)]
     if arguments.out is not None:
         line += ["--headway-out", str(arguments.out.absolute())]
     return subprocess.run(line, check=False).returncode
+
+
+def _vllm_python(named: str | None) -> str:
+    """Return the interpreter of the environment of a `vllm`: the named one, else this environment's, else that on PATH.
+
+    Raises ConfigError where there is none, and where its environment has no Headway: vLLM would report it after a
+    minute.
+    """
+    if named is None and find_spec("vllm") is not None:
+        return sys.executable
+    command = shutil.which(named or "vllm")
+    if command is None:
+        raise ConfigError(
+            f"--vllm-command {named}: there is no such command"
+            if named
+            else "--vllm: there is no vLLM in this environment and no `vllm` on PATH: install vLLM here, or name one "
+            "with --vllm-command"
+        )
+    with Path(command).open("rb") as script:
+        first = script.readline(1000).decode("utf-8", "replace").strip()
+    python = first.removeprefix("#!")
+    if python == first or not Path(python).name.startswith("python"):
+        raise ConfigError(f"{command} is not a Python script: name the `vllm` of an environment with --vllm-command")
+    if subprocess.run([python, "-c", "import headway.vllm"], capture_output=True, check=False).returncode:
+        raise ConfigError(
+            f"the environment of {command} has no Headway: run `{python} -m pip install --no-deps headway` first"
+        )
+    return python

@@ -6,7 +6,6 @@ import argparse
 
 from headway.cli.options import add_options, environment, given_flags
 from headway.cli.start_settings import StartSettings
-from headway.cli.vllm_flags import add_vllm_flags
 from headway.core.errors import ConfigError
 from headway.core.settings import print_config, resolve
 from headway.runtime.engine.numerics import settle
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
     add_options(parser, StartSettings)
-    add_vllm_flags(parser)
 
 
 def settings_of(arguments: argparse.Namespace) -> StartSettings:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from headway.core.setting_types import Text
 from headway.serving.serve_settings import ServeSettings
-
-EngineName = Literal["native", "vllm", "auto"]
 
 
 class StartSettings(ServeSettings):
@@ -21,15 +17,4 @@ class StartSettings(ServeSettings):
     revision: Text | None = Field(None, description="branch, tag or commit of a hub id in the local cache")
     download_dir: Text | None = Field(
         None, description="the local hub cache; default: that of HF_HUB_CACHE or HF_HOME. Nothing is downloaded"
-    )
-    engine: EngineName = Field(
-        "native",
-        description="native; vllm: start vLLM with Headway's scheduler in it, with any flags of `vllm serve`; auto: "
-        "vLLM where there is a GPU and a vLLM that the scheduler knows, else native",
-    )
-    vllm_command: Text | None = Field(
-        None,
-        description="the `vllm` to start, of an environment that has Headway too; default: vLLM of this environment, "
-        "else the first on PATH",
-        json_schema_extra={"metavar": "PATH"},
     )

@@ -27,7 +27,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     if role in ("tool", "function"):
         raise RequestError(
             f"'{name}.role' {role!r} is not supported: the native engine has no tools; "
-            "`headway serve MODEL --engine vllm` has that",
+            "`vllm serve MODEL --scheduler-cls headway.vllm.Scheduler` has that",
             f"{name}.role",
         )
     if role not in _ROLES:

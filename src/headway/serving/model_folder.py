@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 from headway.core.errors import ConfigError
@@ -32,35 +29,12 @@ def model_folder(named: str | None, revision: str | None = None, download_dir: s
         )
     found = _cached(named, revision, download_dir)
     if found is None:
-        raise not_cached(named, revision)
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(
+            f"{named} is neither a folder nor a model in the local hub cache{at}, and nothing is downloaded here: "
+            f"run `hf download {named}{f' --revision {revision}' if revision else ''}`, or give the checkpoint's folder"
+        )
     return str(found)
-
-
-def not_cached(named: str, revision: str | None = None) -> ConfigError:
-    """Return the error for a hub id that is not in the local hub cache."""
-    at = f" at revision {revision}" if revision else ""
-    return ConfigError(
-        f"{named} is neither a folder nor a model in the local hub cache{at}, and nothing is downloaded here: "
-        f"run `hf download {named}{f' --revision {revision}' if revision else ''}`, or give the checkpoint's folder"
-    )
-
-
-def cached_checkpoint(named: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
-    """Return the folder of a hub id whose files are all in the local hub cache; None for anything else.
-
-    All: settings, a tokenizer, and the weights that their index names.
-    """
-    # Without the library (a base install beside a vLLM elsewhere) nothing is looked up.
-    if not is_hub_id(named) or find_spec("huggingface_hub") is None:
-        return None
-    folder = _cached(named, revision, download_dir)
-    if folder is None or not (folder / "config.json").is_file() or not any(folder.glob("*token*")):
-        return None
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-        return str(folder) if all((folder / name).is_file() for name in files) else None
-    return str(folder) if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) else None
 
 
 def _cached(named: str, revision: str | None, download_dir: str | None) -> Path | None:
@@ -78,8 +52,3 @@ def _cached(named: str, revision: str | None, download_dir: str | None) -> Path 
 def is_hub_id(named: str | None) -> bool:
     """Return whether `named` is to be looked up in the hub cache."""
     return named is not None and _HUB_ID.fullmatch(named) is not None and not Path(named).exists()
-
-
-def is_offline() -> bool:
-    """Return whether the environment forbids the hub (HF_HUB_OFFLINE)."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")

@@ -71,7 +71,7 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool | None = Field(None, description="token counts so far in every chunk")
 
 
-_OTHER_ENGINE = "; `headway serve MODEL --engine vllm` has that"
+_OTHER_ENGINE = "; `vllm serve MODEL --scheduler-cls headway.vllm.Scheduler` has that"
 NO_STRUCTURE = "the native engine has no structured output" + _OTHER_ENGINE
 NO_TOOLS = "the native engine has no tools" + _OTHER_ENGINE
 

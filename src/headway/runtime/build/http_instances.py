@@ -28,7 +28,7 @@ def instance_settings(file: ClusterFile, model: str, folder: Path) -> list[HttpI
         for _ in range(0 if pool.urls else pool.count):
             number, port = len(found), free_port()
             config, address = events_config(folder.resolve() / f"kv-{number}")
-            words = server_words(pool.command, pool.serve, model, number, port, config)
+            words = server_words(pool.command, model, number, port, config)
             process = ServerCommand(words, port, folder / f"instance-{number}.log")
             at = address if any(config in word for word in words) else None
             found.append(HttpInstanceSettings(i, process.url, process, pool.role, at))

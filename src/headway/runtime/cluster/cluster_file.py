@@ -57,8 +57,8 @@ class InstancePool(FileSection):
     command: str | None = Field(
         default=None,
         description="backend vllm: what starts one of `count` servers, with `{model}`, `{port}`, `{index}` and "
-        "`{kv_events}` (for `--kv-events-config`) filled in; null: `headway serve --engine vllm`, with the pool's "
-        "`serve` as flags",
+        "`{kv_events}` (for `--kv-events-config`) filled in; null: `vllm serve` with Headway's scheduler and no "
+        "flags of your own",
     )
     host: Annotated[int, Field(ge=0)] = Field(
         default=0, description="the host that the instances run on: 0 is this one, the others are nodes of Ray"
@@ -77,8 +77,10 @@ class InstancePool(FileSection):
         given = [name for name in ("urls", "command") if getattr(self, name)]
         if self.backend == "native" and given:
             raise ValueError(f"{given[0]} is of servers behind HTTP: say `backend: vllm` too")
-        if len(given) > 1 or (given and self.serve):
-            raise ValueError(f"with {given[0]}, the servers' settings are not the pool's: leave out command and serve")
+        if len(given) > 1:
+            raise ValueError("the servers of urls are running: leave out command")
+        if self.backend == "vllm" and self.serve:
+            raise ValueError("`serve` is of Headway's engine: give the flags of vLLM servers in `command`")
         if self.urls and self.count not in (1, len(self.urls)):
             raise ValueError(f"count is {self.count}, and there are {len(self.urls)} urls: leave count out")
         if self.kv_events and len(self.kv_events) != len(self.urls):

@@ -7,36 +7,28 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from headway.core.errors import ConfigError
 
+VLLM_COMMAND = (
+    "vllm serve {model} --host 127.0.0.1 --port {port} --scheduler-cls headway.vllm.Scheduler "
+    "--middleware headway.vllm.SloMiddleware --kv-events-config {kv_events}"
+)
+"""How a server is started where the pool has no `command`."""
 _GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 _QUOTED_BYTES = 1500
 
 
-def server_words(
-    command: str | None, flags: Mapping[str, Any], model: str, index: int, port: int, kv_events: str
-) -> list[str]:
+def server_words(command: str | None, model: str, index: int, port: int, kv_events: str) -> list[str]:
     """Return the words of a server's command.
 
     command: of the pool, in which `{model}`, `{port}`, `{index}` (the instance's number) and `{kv_events}` (the value
-    of vLLM's `--kv-events-config`) are filled in; None: `headway serve --engine vllm` with these flags. Raises
-    ConfigError.
+    of vLLM's `--kv-events-config`) are filled in; None: vLLM with Headway's scheduler. Raises ConfigError.
     """
-    if command is None:
-        words = [sys.executable, "-m", "headway.cli.main", "serve", model, "--engine", "vllm", "--host", "127.0.0.1"]
-        for name, value in flags.items():
-            flag = "--" + name.replace("_", "-")
-            words += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
-        # Each rank of data parallelism would publish on sockets of its own.
-        if not {name.replace("-", "_") for name in flags} & {"kv_events_config", "data_parallel_size"}:
-            words += ["--kv-events-config", kv_events]
-        return [*words, "--port", str(port)]
+    command = command or VLLM_COMMAND
     try:
         words = shlex.split(command)
     except ValueError as error:
