@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from headway.research.base import RunOptions
-from headway.research.registry import EXPERIMENTS, experiment
-from headway.research.table import report_table
 from headway.sim.report.console import show
+from headway_research.base import RunOptions
+from headway_research.registry import EXPERIMENTS, experiment
+from headway_research.table import report_table
 
 FIGURES = ("medha.fig13", "medha.fig10")
 REPORTED = ("Multi-prefill batching", "SRPT", "5% long")

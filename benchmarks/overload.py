@@ -22,13 +22,13 @@ import numpy as np
 from benchmarks.policy_table import SHARED, TRACES, at_load, lengths, machine
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
-from headway.research.base import PlotPanel
-from headway.research.plot import draw
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.metrics.definitions import tbt_s, ttft_s
 from headway.sim.runner import run_in_processes
 from headway.sim.workload import TraceRequest
+from headway_research.base import PlotPanel
+from headway_research.plot import draw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 AZURE_2024 = SHARED / "azure-llm-2024-digitised" / "quantiles.csv"

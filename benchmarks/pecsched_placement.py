@@ -24,9 +24,9 @@ from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
-from headway.research.pecsched_drill import DrillResult, PlacementDrill
 from headway.serving.load.machine import machine
 from headway.sim.workload.presets import AZURE_CONV_IN
+from headway_research.pecsched_drill import DrillResult, PlacementDrill
 
 SIZES = (32, 128, 512, 2048, 8192)
 

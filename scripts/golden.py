@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from headway.cli.main import main as headway
-from headway.research.base import RunOptions
-from headway.research.registry import experiment, names
+from headway_research.base import RunOptions
+from headway_research.registry import experiment, names
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -47,7 +47,7 @@ PARTS: dict[str, Box] = {
     "placement": (3.4, 1.3, 2.6, 1.1, "policy.placement\nwhere a span goes", GREEN),
     "latency": (7.0, 1.3, 2.6, 1.1, "perf.latency\nhow long a batch takes", GREEN),
     "sim": (10.4, 1.3, 2.6, 1.1, "sim\nvirtual time, workload,\nmetrics, reports", ORANGE),
-    "api": (10.4, 6.6, 2.6, 0.7, "cli · api · research", ORANGE),
+    "api": (10.4, 6.6, 2.6, 0.7, "cli · api", ORANGE),
     "vllm": (0.0, -0.5, 2.4, 1.1, "vllm\nplug-in of\nvLLM's scheduler", BLUE),
     "hosted": (3.4, -0.5, 2.6, 1.1, "policy.hosted\npolicy.iteration in a\nhost engine's scheduler", GREEN),
     "planning": (10.4, -0.5, 2.6, 1.1, "planning\ncheapest deployment\nthat meets demands", ORANGE),

@@ -116,9 +116,9 @@ def one_line(text: str | None) -> str:
 
 
 def not_reproduced_page() -> str:
-    from headway.research.base import LEAST_LONGS
-    from headway.research.recorded import CAUSES_IN_WORDS, cause_of, recorded
-    from headway.research.registry import EXPERIMENTS
+    from headway_research.base import LEAST_LONGS
+    from headway_research.recorded import CAUSES_IN_WORDS, cause_of, recorded
+    from headway_research.registry import EXPERIMENTS
 
     runs = recorded()
     failing = [(name, run, row) for name, run in runs.items() for row in run.failing]
@@ -133,7 +133,7 @@ def not_reproduced_page() -> str:
     lines: dict[str, list[tuple[str, ...]]] = {}
     for name, run, row in failing:
         cause = cause_of(name, row.claim)
-        assert cause is not None, f"{name}: {row.claim}: say why in research/causes.yaml"
+        assert cause is not None, f"{name}: {row.claim}: say why in headway_research/causes.yaml"
         counts[cause.cause] += 1
         seeds = "one" if row.one_seed else str(len(run.seeds) or "none drawn")
         seeds += f"; {row.longs} long requests a run" if row.longs else ""

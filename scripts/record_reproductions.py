@@ -1,7 +1,7 @@
 """Keep what full runs gave: `headway reproduce all --json DIR`, then `python scripts/record_reproductions.py DIR`.
 
 Experiments that DIR lacks keep what was recorded of them before. A run with --quick is not a reproduction: do not
-record it. Then write down why each new failing row fails (src/headway/research/causes.yaml), and `make docs`.
+record it. Then write down why each new failing row fails (src/headway_research/causes.yaml), and `make docs`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.research.recorded import RECORDED, cause_of, to_record
-from headway.research.registry import EXPERIMENTS
+from headway_research.recorded import RECORDED, cause_of, to_record
+from headway_research.registry import EXPERIMENTS
 
 
 def main(folder: str) -> int:

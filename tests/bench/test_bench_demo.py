@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli import demo
 from headway.core.errors import ConfigError
-from headway.research import demo
 from headway.runtime.embedded import model_path
 
 

@@ -224,7 +224,7 @@ def test_numbers_below_the_least_are_refused(
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
-        "import argparse, sys\nfrom headway.research import demo\n"
+        "import argparse, sys\nfrom headway.cli import demo\n"
         "from headway.serving.load import command\np = argparse.ArgumentParser()\n"
         "command.add_arguments(p)\ndemo.add_arguments(argparse.ArgumentParser())\np.format_help()\n"
         "print([n for n in ('aiohttp', 'matplotlib', 'torch', 'tokenizers') if n in sys.modules])\n"

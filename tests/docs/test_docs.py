@@ -21,6 +21,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md")) + [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 ]
 PACKAGES = sorted(path.name for path in (ROOT / "src" / "headway").iterdir() if (path / "__init__.py").exists())
+STUDIES = "headway_research"
 GENERATED = "<!-- Generated"
 
 
@@ -30,8 +31,10 @@ def written_text(page: Path) -> str:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name under `headway` is a module, or something in one."""
-    parts = ("headway", *name.removeprefix("headway.").split("."))
+    """Whether a dotted name under `headway` or `headway_research` is a module, or something in one."""
+    parts = tuple(name.split("."))
+    if parts[0] not in ("headway", STUDIES):
+        parts = ("headway", *parts)
     for split in range(len(parts), 0, -1):
         try:
             found = import_module(".".join(parts[:split]))
@@ -47,7 +50,7 @@ def resolves(name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_that_a_page_names_exists(page: Path):
-    pattern = rf"`((?:headway\.)?(?:{'|'.join(PACKAGES)})(?:\.\w+)+)`"
+    pattern = rf"`((?:headway\.)?(?:{'|'.join((*PACKAGES, STUDIES))})(?:\.\w+)+)`"
     named = set(re.findall(pattern, written_text(page)))
     fields = {"policy.policy", "policy.t_target_s", "policy.admission_age_s", "policy.kv_headroom"}
     fields |= {f"vllm.{name}" for name in VllmSection.model_fields}
@@ -57,9 +60,10 @@ def test_every_module_that_a_page_names_exists(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_that_a_page_names_exists(page: Path):
     text = page.read_text()
-    top = "|".join(("src", "tests", "docs", "examples", "scripts", "benchmarks", *PACKAGES))
+    top = "|".join(("src", "tests", "docs", "examples", "scripts", "benchmarks", STUDIES, *PACKAGES))
     paths = set(re.findall(rf"(?<![\w./])((?:{top})/[\w./-]*\w)", text))
-    missing = [p for p in sorted(paths) if not (ROOT / p).exists() and not (ROOT / "src" / "headway" / p).exists()]
+    roots = (ROOT, ROOT / "src", ROOT / "src" / "headway")
+    missing = [path for path in sorted(paths) if not any((root / path).exists() for root in roots)]
     assert missing == []
 
 

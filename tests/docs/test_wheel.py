@@ -19,7 +19,7 @@ from headway.core.compiled_modules import can_compile
 from headway.core.native_build import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src" / "headway"
+PACKAGES = [ROOT / "src" / "headway", ROOT / "src" / "headway_research"]
 PREBUILT = platform.machine() == "x86_64" and find_compiler() is not None
 
 pytestmark = [
@@ -86,10 +86,11 @@ def run(installed: Path, *words: str, cwd: Path, **changed: str) -> str:
     return outcome.stdout
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
+def test_the_wheel_holds_every_file_of_both_packages(wheel: Path):
     held = set(zipfile.ZipFile(wheel).namelist())
-    files = (path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    assert [name for path in files if (name := path.relative_to(SOURCE.parent).as_posix()) not in held] == []
+    files = [path for package in PACKAGES for path in package.rglob("*")]
+    names = [path.relative_to(ROOT / "src").as_posix() for path in files if path.is_file()]
+    assert [name for name in names if "__pycache__" not in name and name not in held] == []
     assert "entry_points.txt" in {Path(name).name for name in held}
 
 

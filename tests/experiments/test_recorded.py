@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headway.research.base import ClaimRow, ExperimentReport, RunOptions
-from headway.research.recorded import (
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions
+from headway_research.recorded import (
     FailingRow,
     OneModeRow,
     RecordedRun,
@@ -14,8 +14,8 @@ from headway.research.recorded import (
     recorded,
     to_record,
 )
-from headway.research.registry import EXPERIMENTS, experiment
-from headway.research.verdicts import band, judge
+from headway_research.registry import EXPERIMENTS, experiment
+from headway_research.verdicts import band, judge
 
 TIMED = {"tetris.table2"}
 """By the machine's clock: no two runs are alike."""

@@ -11,11 +11,11 @@ import pytest
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.research.base import SCHEMA, RunOptions
-from headway.research.recorded import recorded
-from headway.research.registry import EXPERIMENTS, experiment, names
-from headway.research.verdicts import allowed
 from headway.sim.scenario import parse_scenario
+from headway_research.base import SCHEMA, RunOptions
+from headway_research.recorded import recorded
+from headway_research.registry import EXPERIMENTS, experiment, names
+from headway_research.verdicts import allowed
 
 PROMISED = {
     *(f"medha.{name}" for name in ("worked-example", "eq1", "fig1", "fig3b", "fig4", "fig5b", "fig7", "fig9", "fig10",
@@ -73,7 +73,7 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_simulated_figures_do_not_depend_on_processes_or_earlier_runs() -> None:
-    from headway.research import medha_setting
+    from headway_research import medha_setting
 
     found = []
     for jobs in (1, 2):

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from headway.research import verdicts as v
-from headway.research.base import plain
+from headway_research import verdicts as v
+from headway_research.base import plain
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,13 @@ import pytest
 from tests.helpers.cluster_worlds import cluster
 from tests.helpers.fake_cluster import FakeCluster
 
-from headway.cli import profile_rates
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.policy.placement.registry import make_placement
-from headway.research import tetris_rates
 from headway.serving.load.endpoint import ask
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
+from headway_research import profile_rates, tetris_rates
 
 SCENARIO = {
     "cluster": {

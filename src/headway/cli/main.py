@@ -23,11 +23,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "headway.serving.load.command",
         "load an OpenAI endpoint and measure it; `bench convoy` compares policies",
     ),
-    "demo": ("headway.research.demo", "a long document and chats on one server, in numbers and a picture"),
+    "demo": ("headway.cli.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
     "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
-    "reproduce": ("headway.cli.reproduce", "a paper's claims beside what comes out here"),
-    "accel": ("headway.cli.accel", "what on-chip memory and an idle HBM channel are worth, on a machine of your own"),
+    "reproduce": ("headway_research.reproduce", "a paper's claims beside what comes out here"),
+    "accel": (
+        "headway_research.accel",
+        "what on-chip memory and an idle HBM channel are worth, on a machine of your own",
+    ),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
     "examples": ("headway.cli.examples", "the example files that come with the package: listed, or copied"),
     "doctor": ("headway.cli.doctor", "what this machine can do: processor, memory, kernels, devices, packages, ports"),
@@ -47,7 +50,7 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
     ("profile", "fit"): "headway.cli.profile_fit",
     ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
-    ("profile", "rates"): "headway.cli.profile_rates",
+    ("profile", "rates"): "headway_research.profile_rates",
     ("profile", "--vllm"): "headway.cli.profile_vllm",
 }
 """Two-word commands with a parser of their own, by their words."""
@@ -55,6 +58,9 @@ NESTED: dict[tuple[str, str], str] = {
 PASSES_FLAGS = frozenset((("profile", "--vllm"),))
 """Those that take flags of another program."""
 
+
+STUDIES = "headway_research"
+"""The package of the papers' reproductions and studies. Only its commands need it; they are found by name."""
 
 SERVE_ONLY = frozenset(
     (
@@ -148,8 +154,12 @@ def _guarded(run: Callable[[], int]) -> int:
         print(f"headway: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        if missing == STUDIES:
+            print(f"headway: error: this command is in {STUDIES}: install Headway's whole wheel", file=sys.stderr)
+            return 2
         # A missing module of the extra is the user's to install; any other one is a fault here.
-        if (error.name or "").split(".")[0] not in SERVE_ONLY:
+        if missing not in SERVE_ONLY:
             raise
         print(f"headway: error: this command needs {error.name}: pip install 'headway[serve]'", file=sys.stderr)
         return 2

@@ -1,0 +1,188 @@
+"""Times that need no scheduler: a lone prefill, a lone decode, and both under KV parallelism.
+
+All times come from the shipped operator fits (`perf.latency.fitted`) for one pipeline stage; every stage is taken as
+slow as the last, which has the LM head. Public measurements end at 12K tokens of history on an H100 (4K on an A100), so
+results for longer contexts are extrapolated by the fit.
+
+The two modes differ in one assumption about kernels. paper: attention of a chunk over its history is spread over the
+whole device from the first token on, as Medha §3.1 states of its kernels. default: kernels behave as measured up to the
+measured history, and are split over the device only beyond it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
+from headway.perf.hardware.models import model
+from headway.perf.hardware.shapes import ModelShape
+from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.fitted import EngineAssumptions, fitted
+from headway.perf.latency.layout import ParallelLayout, RankShape, cut
+from headway.perf.latency.table_latency import TableLatency
+from headway_research.base import MODES, Mode
+
+# chunks of a static prefill that are computed; the others are interpolated
+SAMPLES = 400
+LEAST_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class InstanceModel:
+    """One instance: the latency of a stage, and the cost of hops between stages and of merges between KV groups."""
+
+    device: AcceleratorSpec
+    shape: ModelShape
+    layout: ParallelLayout
+    latency: TableLatency
+
+    @property
+    def stages(self) -> int:
+        return self.layout.stages
+
+    @property
+    def part(self) -> RankShape:
+        """The share of a rank of the first stage, which has the most layers."""
+        return cut(self.shape, self.layout, 0)
+
+    def hop_s(self, rows: int) -> float:
+        """Return the seconds to send `rows` rows of activations to the next stage, each rank over its own link."""
+        return self.layout.stage_link(self.device).transfer_s(
+            rows * self.shape.hidden * self.shape.dtype_bytes // self.layout.tp
+        )
+
+    def merge_s(self, rows: int, groups: int) -> float:
+        """Return the seconds of KV parallelism's all-gather, over a stage's layers.
+
+        Each group sends the fp32 partial outputs and log-sum-exps of its heads to each of the others, between nodes.
+        """
+        if groups == 1:
+            return 0.0
+        link = self.layout.across_link(self.device)
+        # head_dim outputs and one log-sum-exp for each row and head, four bytes each
+        partial = rows * self.part.q_heads * (self.part.head_dim + 1) * 4
+        return self.part.layers * link.transfer_s((groups - 1) * partial)
+
+    def chunk_s(self, past: float, tokens: int, decodes: int = 0, decode_kv: int = 0, groups: int = 1) -> float:
+        """Return the seconds of one iteration on a stage: one chunk beside decodes, with the history cut over `groups`.
+
+        Mnemosyne Eq. 9: attention is divided by the groups, all else stays, and the merge is added.
+        """
+        rows = tokens + decodes
+        seconds = self.latency.rows_s(rows)
+        # attention of the chunk over its history; linear layers are in `rows_s`
+        if tokens:
+            seconds += one_chunk_s(self.latency, round(past / groups), tokens)
+        if decodes:
+            seconds += self.latency.decode_s(decodes, decode_kv // groups)
+        return seconds + self.merge_s(rows, groups)
+
+    def through_s(self, stage_s: float, rows: int) -> float:
+        """Return the seconds from entering the first stage to leaving the last."""
+        return self.stages * stage_s + (self.stages - 1) * self.hop_s(rows)
+
+    def tbt_s(self, past: int, chunk: int = 0, groups: int = 1, chunk_past: int = 0) -> float:
+        """Return the time between tokens of one decode over `past` tokens, beside a chunk of another prompt if given.
+
+        A token leaves the last stage before the next one enters the first.
+        """
+        return self.through_s(self.chunk_s(chunk_past, chunk, 1, past, groups), 1 + chunk)
+
+
+@dataclass(frozen=True)
+class LonePrefill:
+    """The times of a lone prefill."""
+
+    ttft_s: float
+    iterations: Seconds
+    """Seconds on a stage by chunk, in order; those of equal chunks may be interpolated between samples."""
+
+    @property
+    def worst_s(self) -> float:
+        return float(self.iterations.max())
+
+    def percentile_s(self, percent: float) -> float:
+        return float(np.percentile(self.iterations, percent))
+
+
+@cache
+def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
+    """Return the model of an instance by the names of device and model; the latency fit is compiled once."""
+    layout = ParallelLayout(tp=tp, stages=stages)
+    assumptions = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
+    return InstanceModel(
+        accelerator(device), model(name), layout, fitted(device, name, layout, stages - 1, assumptions=assumptions)
+    )
+
+
+def static_prefill(m: InstanceModel, prompt: int, chunk: int, groups: int = 1) -> LonePrefill:
+    """Return a lone prefill in equal chunks, each entering the first stage as the one before leaves it (SPP).
+
+    With several KV groups one joins after each equal share of the prompt, and a chunk's history is the part on the
+    fullest group (Mnemosyne's Eq. 10 cuts it evenly; here shards are only appended to).
+    """
+    shard = -(-prompt // groups)
+
+    def chunk_s(past: float, tokens: int) -> float:
+        return m.chunk_s(min(past, shard), tokens) + m.merge_s(tokens, 1 + int(past // shard))
+
+    starts = np.arange(0, prompt, chunk)
+    # a chunk's time is close to linear in its history: compute a sample, interpolate the rest
+    at = starts if starts.size <= SAMPLES else starts[np.unique(np.linspace(0, starts.size - 1, SAMPLES).astype(int))]
+    seconds = np.array([chunk_s(past, chunk) for past in at.tolist()])
+    if at.size < starts.size:
+        seconds = np.interp(starts, at, seconds)
+    # the last chunk may be shorter, and is never interpolated
+    last = prompt - int(starts[-1])
+    if last < chunk:
+        seconds[-1] = chunk_s(float(starts[-1]), last)
+    # the last chunk passes the other stages after the first one has computed all chunks
+    tail = (m.stages - 1) * (float(seconds[-1]) + m.hop_s(last))
+    return LonePrefill(float(seconds.sum()) + tail, seconds)
+
+
+def adaptive_prefill(m: InstanceModel, prompt: int, t_target_s: float) -> LonePrefill:
+    """Return a lone prefill in the largest chunks that take `t_target_s` on a stage, at least LEAST_CHUNK tokens
+    (Medha §3.2)."""
+    past, seconds, chunk = 0, [], 0
+    while past < prompt:
+        chunk, _ = solve_tokens(m.latency, BatchLoad(), past, prompt - past, t_target_s)
+        chunk = min(max(chunk, LEAST_CHUNK), prompt - past)
+        seconds.append(m.chunk_s(past, chunk))
+        past += chunk
+    # chunks differ in time: the last one waits in later stages for the slowest before it
+    tail = (m.stages - 1) * (max(seconds[-m.stages :]) + m.hop_s(chunk))
+    return LonePrefill(sum(seconds) + tail, np.array(seconds))
+
+
+def prefill_flops(shape: ModelShape, prompt: int) -> float:
+    """Return the model FLOPs of a prompt, with attention counted causally."""
+    return shape.linear_flops(prompt) + shape.attention_flops(prompt, 0)
+
+
+def latency_source(*machines: InstanceModel, scenario: str) -> dict[str, Any]:
+    """Return the `source` of a report whose times come from this module."""
+    unique = {m.latency.source.fingerprint: m for m in machines}
+    return {
+        "latency": [
+            {
+                "of": name,
+                "status": m.latency.source.status,
+                "families": m.latency.source.details.get("families", {}),
+                "validated_history": m.latency.source.validated_past,
+                "provenance": m.latency.source.provenance,
+            }
+            for name, m in unique.items()
+        ],
+        "scenario": scenario,
+        "modes": "paper: attention kernels split KV over the device always; default: beyond the measured history",
+        "seeds": [],
+        "window_s": None,
+    }
+
+
+__all__ = ["MODES", "InstanceModel", "LonePrefill", "adaptive_prefill", "latency_source", "machine", "static_prefill"]

@@ -1,0 +1,358 @@
+"""The one setting of PecSched's figures (§6.2): four models on 4 × 8 A100, a node's network 400 Gb/s. Nothing is tuned
+per figure.
+
+Times of iterations: operator fits of the A100 (`perf.latency.fitted`); of long prefills: fast SP's corrected formulas
+at the roofline's shares of peak. 4, 4, 1 and 1 replicas decode short requests under PecSched; its peers use them as any
+other. Not stated in the paper, and chosen here: the replicas of a long request, 22, 24, 7 and 7 (implied by the
+throughput that Reservation leaves to short requests; memory alone needs 2, 3, 1 and 2), and the load of the cluster.
+
+Regimes, since no single load gives all of the paper's figures (docs/papers/pecsched.md). Loads are shares of what the
+replicas that prefill under PecSched can compute:
+
+unsaturated  short requests 0.5, long ones 0.3
+busy         short requests 0.9, long ones 0.1
+short 0.6    to `short 1.0`: so much by short requests, long ones 0.3 (`pecsched.ageing`)
+trace        the Azure 2023 trace's 8.05 requests a second, 5% of them long, as the paper says: long requests
+             alone are then more than the cluster can do
+
+Requests are drawn (Azure's lengths up to P95; 100K to 500K uniform; Poisson). Queueing delay counts to the end of the
+window for requests that have not begun; JCT likewise, over long requests of the window's first half; of these those
+that have not ended are unfinished. Starved: never begun, of those that came in the first two thirds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.perf.latency.groups import GroupShape
+from headway.sim.cluster.build import cluster_of, run_cluster
+from headway.sim.cluster.result import ClusterResult
+from headway.sim.runner import SimulationCache
+from headway.sim.scenario import parse_scenario
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.arrivals import ConstantArrivals
+from headway.sim.workload.presets import preset
+from headway_research.base import MODES, Mode, RunOptions
+
+Regime = Literal["unsaturated", "busy", "trace", "short 0.6", "short 0.7", "short 0.8", "short 0.9", "short 1.0"]
+SWEEP: dict[float, Regime] = {
+    0.5: "unsaturated", 0.6: "short 0.6", 0.7: "short 0.7", 0.8: "short 0.8", 0.9: "short 0.9", 1.0: "short 1.0"
+}  # fmt: skip
+LOADS: dict[Regime, tuple[float, float]] = {
+    **{regime: (load, 0.3) for load, regime in SWEEP.items()},
+    "busy": (0.9, 0.1),
+}
+# Azure 2023: requests a second, and the share that the paper makes long
+TRACE_RPS, TRACE_LONG = 8.05, 0.05
+# percentiles of the queueing delay that are kept
+CUTS = (1, 25, 50, 75, 99)
+SEEDS = (0,)
+QUICK_S = 20.0
+
+
+class PecSchedCluster(NamedTuple):
+    """A model of Table 5 on 32 GPUs."""
+
+    model: str
+    tp: int
+    prefill: int
+    """Replicas that prefill under PecSched."""
+    decode: int
+    """Replicas that decode under PecSched."""
+    long_sp: int
+    """Replicas of a long request."""
+    window_s: float
+    """Observed seconds of a run; fewer where requests are many."""
+
+
+MODELS: dict[str, PecSchedCluster] = {
+    "Mistral-v0.3 7B": PecSchedCluster("mistral-7b", 1, 28, 4, 22, 240.0),
+    "Phi-3 14B": PecSchedCluster("phi-3-14b", 1, 28, 4, 24, 400.0),
+    "Yi 34B": PecSchedCluster("yi-34b", 4, 7, 1, 7, 1200.0),
+    "Llama-3.1 70B": PecSchedCluster("llama-3-70b", 4, 7, 1, 7, 1500.0),
+}
+
+SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FIFO": ("fifo", {}),
+    "FIFO, no longs": ("fifo", {}),
+    # as the paper sets them up: idle reserved replicas stay idle, and long requests are not promoted
+    "Reservation": ("reservation", {"mode": "paper"}),
+    "Priority": ("priority", {"mode": "paper"}),
+    "PecSched": ("pecsched", {}),
+    # ablations (§6.4): without preemption, disaggregation, colocation, fast SP
+    "/PE": ("pecsched", {"preempt": False}),
+    "/Dis": ("pecsched", {"disaggregate": False}),
+    "/CoL": ("pecsched", {"colocate": False}),
+    "/FSP": ("pecsched", {"fast_sp": False}),
+}
+PEERS = ("FIFO", "Reservation", "Priority")
+ABLATIONS = ("/PE", "/Dis", "/CoL", "/FSP")
+
+
+class PecSchedPoint(NamedTuple):
+    """The inputs of one simulation. Two runs with equal points have equal results."""
+
+    name: str
+    system: str
+    mode: Mode
+    regime: Regime
+    window_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class PecSchedResult:
+    """The figures of one simulation."""
+
+    delay_s: dict[str, float]
+    """Queueing delay of short requests, by percentile."""
+    short_rps: float
+    """Short requests completed, for each second of the window."""
+    long_jct_s: float | None
+    """Mean JCT of long requests that arrived in the window's first half."""
+    starved: float | None
+    """Share of long requests never begun, of those that arrived in the first two thirds."""
+    unfinished: float | None
+    """Share of long requests that did not end, of those that arrived in the first half."""
+    idle: float
+    """Share of the replicas' time in which nothing was computed."""
+    pauses: int
+    """Preemptions of long prefills."""
+    longs: int
+    """Long requests that arrived."""
+
+
+def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float) -> dict[str, Any]:
+    """Return a point as a scenario's data, as `headway simulate` takes it."""
+    at = MODELS[name]
+    placement, changed = SYSTEMS[system]
+    options: dict[str, Any] = {"long_sp": at.long_sp, **changed}
+    # separate decode replicas exist only where PecSched disaggregates; its peers use all replicas for both
+    apart = placement == "pecsched" and options.get("disaggregate", True)
+    if placement == "pecsched":
+        options |= {"mode": mode, "long_replicas": "fixed"}
+    pools: list[dict[str, Any]] = [
+        {
+            "role": "prefill" if apart else "mixed",
+            "count": at.prefill + (0 if apart else at.decode),
+            "tp": at.tp,
+            "per_node": 8 // at.tp,
+        }
+    ]
+    if apart:
+        pools.append({"role": "decode", "count": at.decode, "tp": at.tp, "kv_tokens": replica_kv_tokens(name)})
+    short_rps, long_rps = _rates(name, regime)
+    if system == "FIFO, no longs":
+        long_rps = 0.0
+    return {
+        "name": f"{system}, {name}, {regime}, {mode} mode",
+        "model": at.model,
+        "cluster": {
+            "accelerator": "a100-80gb",
+            "placement": placement,
+            "options": options,
+            "pools": pools,
+            "spans": {"source": "fast-sp", "node_gbit_s": 400},
+        },
+        "latency": {"source": "fitted"},
+        "policy": {
+            "policy": "fcfs",
+            "chunking": "static:4096",
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 256,
+            # the unit of "takes many iterations": not the machine's, so that figures are those of one setting
+            "t_target_s": 0.055,
+            "newcomer_wait_s": 0.0,
+        },
+        "workload": {
+            "preset": "pecsched-short",
+            "long_share": long_rps / (short_rps + long_rps),
+            "long_preset": "pecsched-long",
+            "qps": short_rps + long_rps,
+        },
+        "run": {"window_s": window_s},
+    }
+
+
+@cache
+def _rates(name: str, regime: Regime) -> tuple[float, float]:
+    """Return (short, long) requests a second of a regime."""
+    if regime == "trace":
+        return TRACE_RPS * (1 - TRACE_LONG), TRACE_RPS * TRACE_LONG
+    # load = rate · replica-seconds of a request / replicas that prefill, solved for the rate
+    short_s, long_s = work_s(name)
+    shorts, longs = LOADS[regime]
+    return shorts * MODELS[name].prefill / short_s, longs * MODELS[name].prefill / long_s
+
+
+@cache
+def replica_kv_tokens(name: str) -> int:
+    """Return the KV tokens that a replica's memory holds (one that decodes never gets a long request, either)."""
+    at = MODELS[name]
+    data = {
+        "model": at.model,
+        "cluster": {"placement": "fifo", "pools": [{"role": "prefill", "count": 1, "tp": at.tp}]},
+        "latency": {"source": "fitted"},
+        "workload": {"preset": "pecsched-short"},
+    }
+    return cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).instances[0].capacity
+
+
+@cache
+def work_s(name: str) -> tuple[float, float]:
+    """Return the replica-seconds of a mean short prefill, and of a mean long one as a plain ring."""
+    at = MODELS[name]
+    data = {
+        "model": at.model,
+        "cluster": {
+            "placement": "fifo",
+            "pools": [{"count": at.prefill, "tp": at.tp}],
+            "spans": {"source": "fast-sp", "node_gbit_s": 400},
+        },
+        "latency": {"source": "fitted"},
+        "workload": {"preset": "pecsched-short"},
+    }
+    spans = cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).spans
+    rng = np.random.default_rng(0)
+    shorts = preset("pecsched-short").draw(rng, ConstantArrivals(1.0), 2000)
+    # an even grid instead of draws: the mean over 100K to 500K uniform
+    lengths = np.linspace(100_000, 500_000, 33).astype(int).tolist()
+    ring = GroupShape(at.long_sp, -(-at.long_sp * at.tp // 8))
+    return (
+        fmean(spans.prefill_s(0, request.prompt_tokens, GroupShape(1)) for request in shorts),
+        # a long prefill occupies all replicas of its ring
+        at.long_sp * fmean(spans.prefill_s(0, tokens, ring) for tokens in lengths),
+    )
+
+
+def measure(result: ClusterResult) -> PecSchedResult:
+    """Return the figures of a run."""
+    end_s = result.sim.duration_s
+    shorts = [record for record in result.sim.records if record.klass == "short"]
+    longs = [record for record in result.sim.records if record.klass == "long"]
+    # a lower bound for requests that have not begun
+    delays = [(end_s if r.scheduled_s is None else r.scheduled_s) - r.arrival_s for r in shorts]
+    early = [r for r in longs if r.arrival_s < end_s / 2]
+    jct = [(r.finish_s if r.finish_s is not None else end_s) - r.arrival_s for r in early]
+    due = [r for r in longs if r.arrival_s < end_s * 2 / 3]
+    return PecSchedResult(
+        delay_s={f"p{cut}": float(np.quantile(delays, cut / 100)) for cut in CUTS},
+        short_rps=sum(record.ok for record in shorts) / end_s,
+        long_jct_s=fmean(jct) if jct else None,
+        starved=sum(r.scheduled_s is None for r in due) / len(due) if due else None,
+        unfinished=sum(r.finish_s is None for r in early) / len(early) if early else None,
+        idle=result.sim.idle_share,
+        pauses=result.paused,
+        longs=len(longs),
+    )
+
+
+def run_point(point: PecSchedPoint) -> PecSchedResult:
+    """Simulate a point and return its figures."""
+    data = scenario(point.name, point.system, point.mode, point.regime, point.window_s)
+    return measure(run_cluster(parse_scenario(data), point.seed))
+
+
+RESULTS: SimulationCache[PecSchedPoint, PecSchedResult] = SimulationCache()
+
+
+class PecSchedStudy:
+    """The points of a figure; results are shared by all figures of a process."""
+
+    def __init__(self, options: RunOptions, names: Sequence[str] = tuple(MODELS)) -> None:
+        self.names = names[-1:] if options.quick else names
+        self.seeds = options.seeds or SEEDS
+        self._options = options
+
+    def window_s(self, name: str) -> float:
+        """Return the observed seconds of a model's runs."""
+        return self._options.window_s or (QUICK_S if self._options.quick else MODELS[name].window_s)
+
+    def _point(self, name: str, system: str, mode: Mode, regime: Regime, seed: int) -> PecSchedPoint:
+        """Return the cache key of a point. Only PecSched has modes, so one run of a peer serves both."""
+        own: Mode = mode if SYSTEMS[system][0] == "pecsched" else "default"
+        return PecSchedPoint(name, system, own, regime, self.window_s(name), seed)
+
+    def ensure(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
+        """Simulate the points that have no result yet, in `jobs` processes."""
+        kinds, loads = list(systems), list(regimes)
+        points = (
+            self._point(name, system, mode, regime, seed)
+            for name in self.names
+            for system, mode in kinds
+            for regime in loads
+            for seed in self.seeds
+        )
+        RESULTS.ensure(points, run_point, self._options.jobs, self._options.on_progress)
+
+    def value(self, name: str, system: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99") -> float | None:
+        """Return the mean of a metric over seeds; None where no seed has it. `cut`: the percentile of `delay_s`."""
+        found = []
+        for seed in self.seeds:
+            point = self._point(name, system, mode, regime, seed)
+            if point not in RESULTS:
+                raise ConfigError(f"{system} in {regime} was not simulated")
+            value = getattr(RESULTS[point], metric)
+            value = value[cut] if isinstance(value, dict) else value
+            if value is not None:
+                found.append(float(value))
+        return fmean(found) if found else None
+
+    def ratios(
+        self, over: str, under: str, mode: Mode, regime: Regime, metric: str, cut: str = "p99"
+    ) -> dict[str, float]:
+        """Return `over` / `under` by model, without models where either has no value or `under` is 0."""
+        found = {}
+        for name in self.names:
+            top = self.value(name, over, mode, regime, metric, cut)
+            bottom = self.value(name, under, mode, regime, metric, cut)
+            if top is not None and bottom:
+                found[name] = top / bottom
+        return found
+
+    def values(self, system: str, mode: Mode, regime: Regime, metric: str) -> dict[str, float]:
+        """Return a metric by model, without models that have no value."""
+        found = {name: self.value(name, system, mode, regime, metric) for name in self.names}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def expected_longs(self, name: str, regime: Regime) -> float:
+        """Return the expected number of long requests of a run; the actual number is drawn."""
+        return _rates(name, regime)[1] * self.window_s(name)
+
+    def came(self, name: str, regime: Regime) -> tuple[int, ...]:
+        """Return the long requests of a model's runs, by seed: the same under every system, and few (a mean of two says
+        little)."""
+        points = [
+            self._point(name, system, mode, regime, seed)
+            for seed in self.seeds
+            for system in SYSTEMS
+            if system != "FIFO, no longs"
+            for mode in MODES
+        ]
+        found = {point.seed: RESULTS[point].longs for point in points if point in RESULTS}
+        return tuple(found.values())
+
+    def source(self, regimes: Sequence[Regime], **more: Any) -> dict[str, Any]:
+        """Return the `source` of a report."""
+        name = self.names[-1]
+        return {
+            "latency": "fitted: A100 operator profiles; long prefills: fast-SP formulas, corrected, at 0.7 and 0.6 of "
+            "peak, 6.1% of attention's rate lost a doubling of the ring (measured on 8 A100, beyond that extrapolated)",
+            "scenario": "4 × 8 A100, 400 Gb/s a node; Azure-like short requests, 100K to 500K uniform long ones; "
+            f"replicas of a long request {', '.join(str(MODELS[n].long_sp) for n in self.names)}; "
+            f"regimes {', '.join(regimes)}",
+            # how much a mean over them means
+            "long_requests": {regime: {n: list(self.came(n, regime)) for n in self.names} for regime in regimes},
+            "seeds": list(self.seeds),
+            "window_s": self.window_s(name),
+            "windows_s": {n: self.window_s(n) for n in self.names},
+            "as_scenario_file": scenario(name, "PecSched", "default", regimes[0], self.window_s(name)),
+            **more,
+        }

@@ -1,0 +1,34 @@
+"""Picture of a report: its panels side by side, in the house style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway_research.base import PlotPanel
+
+
+def draw(panels: Sequence[PlotPanel], file: Path) -> list[Path]:
+    """Write the picture (`.png`, `.svg`, or both without a suffix)."""
+    from headway.sim.report.style import COLOURS, MARKERS, house_style, new_figure, save
+
+    with house_style():
+        figure = new_figure(height_in=4.0)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for index, (label, points) in enumerate(panel.lines.items()):
+                if not points:
+                    continue
+                x, y = zip(*points, strict=True)
+                # Beyond the last colour they come again, dashed.
+                style = "-" if index < len(COLOURS) else "--"
+                axes.plot(x, y, style, label=label, lw=1.6, markersize=4, color=COLOURS[index % len(COLOURS)],
+                          marker=MARKERS[index % len(MARKERS)])  # fmt: skip
+            axes.set_title(panel.title, fontweight="bold", fontsize=11)
+            axes.set_xlabel(panel.x)
+            axes.set_ylabel(panel.y)
+            if panel.log_x:
+                axes.set_xscale("log")
+            if panel.log_y:
+                axes.set_yscale("log")
+            axes.legend(fontsize=8)
+    return save(figure, file)

@@ -1,0 +1,187 @@
+"""Registry of experiments by id, in the papers' order: function, title and cost."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from importlib import import_module
+from typing import Literal, NamedTuple
+
+from headway.core.errors import ConfigError
+from headway_research.base import ExperimentReport, RunOptions
+from headway_research.recorded import recorded
+
+
+class ExperimentEntry(NamedTuple):
+    """One line of `headway reproduce --list`."""
+
+    function: str
+    """Module of `headway_research` and function, as module:function; imported when it is chosen."""
+    title: str
+    cost: Literal["seconds", "minutes"] = "seconds"
+    """CPU time in full (not `--quick`): seconds, up to about one minute; minutes, that or more for each seed."""
+
+
+EXPERIMENTS: dict[str, ExperimentEntry] = {
+    "medha.worked-example": ExperimentEntry("medha_worked_example:run", "§4.1: three requests under every policy"),
+    "medha.eq1": ExperimentEntry(
+        "chunk_intensity:run", "Eq. 1: arithmetic intensity of a chunk; 40 tokens saturate an H100"
+    ),
+    "medha.fig1": ExperimentEntry("medha_fig1:run", "TTFT as the share of long requests grows from 0 to 5%", "minutes"),
+    "medha.fig3b": ExperimentEntry("chunk_attention:medha", "attention time of a 1M prefill by chunk size"),
+    "medha.fig4": ExperimentEntry(
+        "adaptive_pareto:medha", "static against adaptive chunks: TTFT over the worst iteration"
+    ),
+    "medha.fig5b": ExperimentEntry("spp_against_cp:medha", "stream pipeline against context parallelism, 1M tokens"),
+    "medha.fig7": ExperimentEntry("kvp_decode:fig7", "KV parallelism: decode alone and beside a chunk"),
+    "medha.fig9": ExperimentEntry(
+        "medha_fig9:fig9", "TTFT over the rate, chats alone and with 5% long requests", "minutes"
+    ),
+    "medha.fig10": ExperimentEntry("medha_fig9:fig10", "decode latency over the rate", "minutes"),
+    "medha.fig11": ExperimentEntry(
+        "medha_fig11:fig11", "2D against 3D parallelism: TTFT over the rate, 5% of up to 2M tokens", "minutes"
+    ),
+    "medha.fig12": ExperimentEntry(
+        "medha_fig11:fig12", "2D against 3D parallelism: decode latency at a high rate", "minutes"
+    ),
+    "medha.fig13": ExperimentEntry(
+        "medha_fig13:run", "FCFS, EDF, LRS, SRPT, LARS, with and without multi-prefill batching", "minutes"
+    ),
+    "medha.fig14": ExperimentEntry(
+        "medha_fig14:run", "LoongServe with and without a pool for short prompts", "minutes"
+    ),
+    "medha.fig15": ExperimentEntry("utilisation:prefill", "MFU of prefills, to 128 GPUs"),
+    "medha.fig16": ExperimentEntry("utilisation:decode", "MBU of decodes with KV parallelism"),
+    "medha.fig17": ExperimentEntry(
+        "spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens; what memory does not allow"
+    ),
+    "medha.fig18": ExperimentEntry("spp_scaling:decode", "decode latency as stages are added"),
+    "medha.fig19": ExperimentEntry("kvp_decode:fig19", "KV parallelism in decode-only batches"),
+    "medha.fig20": ExperimentEntry("kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
+    "medha.headlines": ExperimentEntry(
+        "medha_headlines:run", "5.7× throughput, 5× capacity, 250 ms at chunks of 512", "minutes"
+    ),
+    "mnemosyne.fig1": ExperimentEntry("spp_scaling:overview", "up to 10M tokens on 128 GPUs"),
+    "mnemosyne.fig5": ExperimentEntry("mnemosyne_fig5:run", "resources for 30 s TTFT and 20 ms TBT"),
+    "mnemosyne.fig7": ExperimentEntry("chunk_attention:mnemosyne", "attention time of a 1M prefill by chunk size"),
+    "mnemosyne.fig8": ExperimentEntry(
+        "adaptive_pareto:mnemosyne", "static against adaptive chunks; 1.75× at chunks of 32"
+    ),
+    "mnemosyne.fig14": ExperimentEntry(
+        "spp_against_cp:mnemosyne", "striped attention against SPP: latency and preemption"
+    ),
+    "mnemosyne.fig15": ExperimentEntry("spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens"),
+    "mnemosyne.fig16": ExperimentEntry("spp_scaling:decode", "decode latency as stages are added"),
+    "mnemosyne.fig17": ExperimentEntry("kvp_decode:fig17", "KV parallelism in decode"),
+    "mnemosyne.fig18": ExperimentEntry("kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
+    "mnemosyne.fig19": ExperimentEntry("kvp_tradeoff:timeline", "KV groups join as a prefill grows"),
+    "mnemosyne.fig22": ExperimentEntry("mnemosyne_fig22:run", "decodes beside a chunk: batch time"),
+    "mnemosyne.headlines": ExperimentEntry("mnemosyne_headlines:run", "1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M"),
+    "mnemosyne.amdahl": ExperimentEntry("kvp_decode:amdahl", "KV parallelism as Amdahl's law with 4 : 1"),
+    "tetris.worked-examples": ExperimentEntry("tetris_examples:worked", "§2.4's examples from Table 1's cells"),
+    "tetris.table1": ExperimentEntry("tetris_examples:table1", "Eq. (1) fitted to Table 1"),
+    "tetris.fig2": ExperimentEntry("tetris_overheads:fig2", "decode latency by TP, and by SP × TP on eight GPUs"),
+    "tetris.fig8": ExperimentEntry(
+        "tetris_capacity:fig8", "TTFT over the rate, and how much load each system carries", "minutes"
+    ),
+    "tetris.fig9": ExperimentEntry(
+        "tetris_capacity:fig9", "TTFT at the highest load that the best baseline carries", "minutes"
+    ),
+    "tetris.fig10": ExperimentEntry("tetris_capacity:fig10", "throughput at each system's critical rate", "minutes"),
+    "tetris.fig11": ExperimentEntry("tetris_ablation:fig11", "improvement rates by load, Llama-3 8B", "minutes"),
+    "tetris.fig12": ExperimentEntry("tetris_ablation:fig12", "improvement rates by load, Llama-3 70B", "minutes"),
+    "tetris.fig13": ExperimentEntry(
+        "tetris_ablation:fig13", "what chunks are worth over single-chunk plans", "minutes"
+    ),
+    "tetris.fig14": ExperimentEntry("tetris_overheads:fig14", "what cache balancing and transfers add"),
+    "tetris.table2": ExperimentEntry("tetris_overheads:table2", "planning time up to SP 128"),
+    "tetris.loongserve": ExperimentEntry(
+        "tetris_capacity:loongserve", "LoongServe as published beside what Tetris compares with", "minutes"
+    ),
+    "tetris.noise": ExperimentEntry(
+        "tetris_capacity:noise", "30% execution noise: anchored and open-loop time lines", "minutes"
+    ),
+    "combined.tetris": ExperimentEntry(
+        "combined:tetris", "Weave (Tetris outside, Medha inside) and its peers on Tetris's workloads", "minutes"
+    ),
+    "combined.azure": ExperimentEntry(
+        "combined:azure", "the same on PecSched's rewriting of Azure's conversations", "minutes"
+    ),
+    "packing-prefetch.fig1": ExperimentEntry(
+        "packing_prefetch:fig1", "compute against HBM bandwidth, and what is bound by which"
+    ),
+    "packing-prefetch.slo": ExperimentEntry("packing_prefetch:slo", "the TBT limits: 16.70 and 19.23 ms"),
+    "packing-prefetch.case1": ExperimentEntry(
+        "packing_prefetch:case1", "speed-ups over prefill and KV tokens (Fig. 5)"
+    ),
+    "packing-prefetch.case2": ExperimentEntry("packing_prefetch:case2", "speed-ups over the prefetch buffer (Fig. 6)"),
+    "packing-prefetch.case3": ExperimentEntry(
+        "packing_prefetch_service:case3", "requests a second within the SLO (Fig. 7)", "minutes"
+    ),
+    "packing-prefetch.case4": ExperimentEntry(
+        "packing_prefetch_service:case4", "throughput against latency by chunk (Fig. 8)", "minutes"
+    ),
+    "pecsched.fig1": ExperimentEntry("pecsched_motivation:fig1", "lengths of Azure's requests"),
+    "pecsched.fig2": ExperimentEntry(
+        "pecsched_motivation:fig2", "short requests under FIFO, with and without long ones", "minutes"
+    ),
+    "pecsched.fig3": ExperimentEntry(
+        "pecsched_motivation:fig3", "short requests under reservation and under FIFO", "minutes"
+    ),
+    "pecsched.table1": ExperimentEntry(
+        "pecsched_motivation:table1", "idle share under reservation and under FIFO", "minutes"
+    ),
+    "pecsched.table2": ExperimentEntry(
+        "pecsched_motivation:table2", "long requests that starve under priority", "minutes"
+    ),
+    "pecsched.table3": ExperimentEntry(
+        "pecsched_motivation:table3", "preemptions of long prefills without fast SP", "minutes"
+    ),
+    "pecsched.fast-sp": ExperimentEntry(
+        "pecsched_fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"
+    ),
+    "pecsched.fig9": ExperimentEntry(
+        "pecsched_overall:fig9", "queueing of short requests against FIFO, reservation, priority", "minutes"
+    ),
+    "pecsched.fig10": ExperimentEntry("pecsched_overall:fig10", "throughput of short requests", "minutes"),
+    "pecsched.fig11": ExperimentEntry("pecsched_overall:fig11", "JCT of long requests", "minutes"),
+    "pecsched.fig12": ExperimentEntry("pecsched_overall:fig12", "queueing of short requests, part by part", "minutes"),
+    "pecsched.fig13": ExperimentEntry(
+        "pecsched_overall:fig13", "throughput of short requests, part by part", "minutes"
+    ),
+    "pecsched.fig14": ExperimentEntry("pecsched_overall:fig14", "JCT of long requests, part by part", "minutes"),
+    "pecsched.table6": ExperimentEntry(
+        "pecsched_overall:table6", "suspensions of long requests, part by part", "minutes"
+    ),
+    "pecsched.ageing": ExperimentEntry(
+        "pecsched_ageing:run", "long requests as short ones grow more, with ageing and without", "minutes"
+    ),
+    "pecsched.table7": ExperimentEntry("pecsched_overhead:table7", "scheduling time over JCT", "minutes"),
+    "pecsched.fig15": ExperimentEntry("pecsched_overhead:fig15", "scheduling time to 8,192 GPUs", "minutes"),
+}
+
+
+def names() -> list[str]:
+    """Return all ids, in the papers' order."""
+    return list(EXPERIMENTS)
+
+
+def listing() -> str:
+    """Return one line an experiment: id, cost, how many rows held in the last full run, and title, in columns."""
+    runs = recorded()
+    verdicts = {name: runs[name].verdict() if name in runs else "not run in full" for name in EXPERIMENTS}
+    wide, wider = max(map(len, EXPERIMENTS)), max(map(len, verdicts.values()))
+    return "\n".join(
+        f"{name:{wide}}  {entry.cost}  {verdicts[name]:{wider}}  {entry.title}" for name, entry in EXPERIMENTS.items()
+    )
+
+
+def experiment(name: str) -> Callable[[RunOptions], ExperimentReport]:
+    """Return the function behind an id. ConfigError on an unknown id names close ones."""
+    if name not in EXPERIMENTS:
+        close = difflib.get_close_matches(name, EXPERIMENTS, n=4, cutoff=0.4)
+        hint = f"did you mean {', '.join(close)}?" if close else "`headway reproduce --list` shows all"
+        raise ConfigError(f"no experiment {name!r}; {hint}")
+    module, _, function = EXPERIMENTS[name].function.partition(":")
+    found: Callable[[RunOptions], ExperimentReport] = getattr(import_module(f"headway_research.{module}"), function)
+    return found

@@ -1,0 +1,106 @@
+"""`headway reproduce medha.fig13`: a paper's claims beside the results of Headway's scheduler and models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import ConfigError
+from headway.core.output_file import check_outputs, write_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", nargs="?", help="an experiment, such as medha.fig13 (see --list), or all")
+    parser.add_argument(
+        "--list", action="store_true", help="print id, cost, the last full run's verdict and title of each, and end"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write claims and curves as JSON ('-': stdout; with all: a directory)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="draw it: .png, .svg, both without a suffix; default ID.png (with all: a directory)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test of seconds, not a reproduction")
+    parser.add_argument("--seeds", metavar="N,N,…", help="seeds of simulations, instead of the experiment's")
+    parser.add_argument("--window", type=float, metavar="S", help="observed seconds, instead of the experiment's")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from headway_research.registry import experiment, listing, names
+
+    if arguments.list:
+        print(listing())
+        return 0
+    if arguments.id is None:
+        raise ConfigError("name an experiment (`headway reproduce --list` shows them), or all")
+    if arguments.id != "all":
+        # Raises ConfigError for an unknown id before anything runs.
+        experiment(arguments.id)
+        check_outputs(arguments.json)
+        _one(arguments.id, arguments, arguments.json, arguments.plot, arguments.id)
+        return 0
+    for folder in (arguments.json, arguments.plot):
+        # With all, each experiment writes a file of its own.
+        if folder is not None and (str(folder) == "-" or folder.is_file()):
+            raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
+    for number, name in enumerate(names(), 1):
+        json_file = None if arguments.json is None else arguments.json / f"{name}.json"
+        picture = None if arguments.plot is None else arguments.plot / f"{name}.png"
+        _one(name, arguments, json_file, picture, f"{name}, {number} of {len(names())}")
+    return 0
+
+
+def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None, words: str) -> None:
+    """Run one experiment, print or write what comes out. words: beside its progress."""
+    from headway.sim.report.console import show
+    from headway.sim.report.progress import BatchProgress
+    from headway_research.registry import EXPERIMENTS, experiment
+    from headway_research.table import report_table
+
+    with BatchProgress(words) as progress:
+        report = experiment(name)(_options(arguments, progress.update))
+    data = report.to_json(name)
+    if json_file is not None and str(json_file) == "-":
+        sys.stdout.buffer.write(_bytes(data))
+    else:
+        show(report_table(data, EXPERIMENTS[name].title))
+        if json_file is not None:
+            write_output(json_file, _bytes(data))
+    # Some experiments have claims only and nothing to draw.
+    if picture is not None and report.panels:
+        from headway_research.plot import draw
+
+        draw(report.panels, picture if picture.name else Path(f"{name}.png"))
+
+
+def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], None]) -> Any:
+    from headway.cli.options import processes_of, seeds_of
+    from headway_research.base import RunOptions
+
+    seeds = seeds_of(arguments.seeds) if arguments.seeds else None
+    if arguments.window is not None and not arguments.window > 0:
+        raise ConfigError(f"--window must be above 0 seconds, not {arguments.window:g}")
+    return RunOptions(
+        quick=arguments.quick,
+        seeds=seeds,
+        window_s=arguments.window,
+        jobs=processes_of(arguments.jobs),
+        stopwatch=time.perf_counter,
+        on_progress=on_progress,
+    )
+
+
+def _bytes(data: Any) -> bytes:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n"
