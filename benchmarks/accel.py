@@ -22,8 +22,8 @@ from headway.perf.accelerator.timeline import Mode
 from headway.perf.hardware.models import model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.serving.load.machine import machine
-from headway_research.packing_prefetch_capacity import ServiceLimits, at_rate, capacity, instance, sarathi
-from headway_research.packing_prefetch_service import KV_TOKENS, requests
+from headway_research.accelerator.capacity import ServiceLimits, at_rate, capacity, instance, sarathi
+from headway_research.accelerator.service_figures import KV_TOKENS, requests
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 ASKED = {"cold_us": 1000.0, "memoised_us": 20.0, "search_s": 10.0}

@@ -13,7 +13,7 @@ import time
 from headway.serving.load.machine import machine
 from headway.sim.cluster.build import run_cluster
 from headway.sim.scenario import parse_scenario
-from headway_research.pecsched_setting import MODELS, SYSTEMS, measure, scenario
+from headway_research.pecsched.setting import MODELS, SYSTEMS, measure, scenario
 
 POLICIES = ("FIFO", "Reservation", "Priority", "PecSched")
 

@@ -26,7 +26,7 @@ from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
 from headway.serving.load.machine import machine
 from headway.sim.workload.presets import AZURE_CONV_IN
-from headway_research.pecsched_drill import DrillResult, PlacementDrill
+from headway_research.pecsched.drill import DrillResult, PlacementDrill
 
 SIZES = (32, 128, 512, 2048, 8192)
 

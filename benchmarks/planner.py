@@ -9,7 +9,7 @@ import time
 
 from headway.perf.latency import eq1
 from headway.policy.placement.cdsp import CdspPlanner
-from headway_research.tetris_overheads import TABLE2, planning_us
+from headway_research.tetris.overheads import TABLE2, planning_us
 
 
 def main() -> None:

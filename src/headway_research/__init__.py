@@ -1,5 +1,9 @@
-"""Reproductions of the papers' figures and claims on Headway's own scheduler, simulator and latency models.
+"""Reproductions of the papers' figures and claims on Headway's scheduler, simulator and latency models.
 
-One module for each figure, or for a group of closely related ones. `*_setting` modules hold what the figures of a paper
-share, `verdicts` the rules that compare a result with a claim, `registry` the ids; `headway reproduce` runs them.
+README.md says how to read it. Start with `registry` (the ids), `base` (what an experiment takes and returns) and
+`verdicts` (the rules that compare a result with a claim).
+
+1. The package imports `headway`; `headway` imports nothing of it.
+2. No assumption is fitted to a figure: a folder's `setting` is fixed for all figures of its paper.
+3. A rule for a verdict is fixed before the numbers are known.
 """

@@ -23,141 +23,149 @@ class ExperimentEntry(NamedTuple):
 
 
 EXPERIMENTS: dict[str, ExperimentEntry] = {
-    "medha.worked-example": ExperimentEntry("medha_worked_example:run", "§4.1: three requests under every policy"),
+    "medha.worked-example": ExperimentEntry("medha.worked_example:run", "§4.1: three requests under every policy"),
     "medha.eq1": ExperimentEntry(
-        "chunk_intensity:run", "Eq. 1: arithmetic intensity of a chunk; 40 tokens saturate an H100"
+        "medha.chunk_intensity:run", "Eq. 1: arithmetic intensity of a chunk; 40 tokens saturate an H100"
     ),
-    "medha.fig1": ExperimentEntry("medha_fig1:run", "TTFT as the share of long requests grows from 0 to 5%", "minutes"),
-    "medha.fig3b": ExperimentEntry("chunk_attention:medha", "attention time of a 1M prefill by chunk size"),
+    "medha.fig1": ExperimentEntry("medha.fig1:run", "TTFT as the share of long requests grows from 0 to 5%", "minutes"),
+    "medha.fig3b": ExperimentEntry("medha.chunk_attention:medha", "attention time of a 1M prefill by chunk size"),
     "medha.fig4": ExperimentEntry(
-        "adaptive_pareto:medha", "static against adaptive chunks: TTFT over the worst iteration"
+        "medha.adaptive_pareto:medha", "static against adaptive chunks: TTFT over the worst iteration"
     ),
-    "medha.fig5b": ExperimentEntry("spp_against_cp:medha", "stream pipeline against context parallelism, 1M tokens"),
-    "medha.fig7": ExperimentEntry("kvp_decode:fig7", "KV parallelism: decode alone and beside a chunk"),
+    "medha.fig5b": ExperimentEntry(
+        "medha.spp_against_cp:medha", "stream pipeline against context parallelism, 1M tokens"
+    ),
+    "medha.fig7": ExperimentEntry("medha.kvp_decode:fig7", "KV parallelism: decode alone and beside a chunk"),
     "medha.fig9": ExperimentEntry(
-        "medha_fig9:fig9", "TTFT over the rate, chats alone and with 5% long requests", "minutes"
+        "medha.fig9:fig9", "TTFT over the rate, chats alone and with 5% long requests", "minutes"
     ),
-    "medha.fig10": ExperimentEntry("medha_fig9:fig10", "decode latency over the rate", "minutes"),
+    "medha.fig10": ExperimentEntry("medha.fig9:fig10", "decode latency over the rate", "minutes"),
     "medha.fig11": ExperimentEntry(
-        "medha_fig11:fig11", "2D against 3D parallelism: TTFT over the rate, 5% of up to 2M tokens", "minutes"
+        "medha.fig11:fig11", "2D against 3D parallelism: TTFT over the rate, 5% of up to 2M tokens", "minutes"
     ),
     "medha.fig12": ExperimentEntry(
-        "medha_fig11:fig12", "2D against 3D parallelism: decode latency at a high rate", "minutes"
+        "medha.fig11:fig12", "2D against 3D parallelism: decode latency at a high rate", "minutes"
     ),
     "medha.fig13": ExperimentEntry(
-        "medha_fig13:run", "FCFS, EDF, LRS, SRPT, LARS, with and without multi-prefill batching", "minutes"
+        "medha.fig13:run", "FCFS, EDF, LRS, SRPT, LARS, with and without multi-prefill batching", "minutes"
     ),
     "medha.fig14": ExperimentEntry(
-        "medha_fig14:run", "LoongServe with and without a pool for short prompts", "minutes"
+        "medha.fig14:run", "LoongServe with and without a pool for short prompts", "minutes"
     ),
-    "medha.fig15": ExperimentEntry("utilisation:prefill", "MFU of prefills, to 128 GPUs"),
-    "medha.fig16": ExperimentEntry("utilisation:decode", "MBU of decodes with KV parallelism"),
+    "medha.fig15": ExperimentEntry("medha.utilisation:prefill", "MFU of prefills, to 128 GPUs"),
+    "medha.fig16": ExperimentEntry("medha.utilisation:decode", "MBU of decodes with KV parallelism"),
     "medha.fig17": ExperimentEntry(
-        "spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens; what memory does not allow"
+        "medha.spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens; what memory does not allow"
     ),
-    "medha.fig18": ExperimentEntry("spp_scaling:decode", "decode latency as stages are added"),
-    "medha.fig19": ExperimentEntry("kvp_decode:fig19", "KV parallelism in decode-only batches"),
-    "medha.fig20": ExperimentEntry("kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
+    "medha.fig18": ExperimentEntry("medha.spp_scaling:decode", "decode latency as stages are added"),
+    "medha.fig19": ExperimentEntry("medha.kvp_decode:fig19", "KV parallelism in decode-only batches"),
+    "medha.fig20": ExperimentEntry("medha.kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
     "medha.headlines": ExperimentEntry(
-        "medha_headlines:run", "5.7× throughput, 5× capacity, 250 ms at chunks of 512", "minutes"
+        "medha.headlines:run", "5.7× throughput, 5× capacity, 250 ms at chunks of 512", "minutes"
     ),
-    "mnemosyne.fig1": ExperimentEntry("spp_scaling:overview", "up to 10M tokens on 128 GPUs"),
-    "mnemosyne.fig5": ExperimentEntry("mnemosyne_fig5:run", "resources for 30 s TTFT and 20 ms TBT"),
-    "mnemosyne.fig7": ExperimentEntry("chunk_attention:mnemosyne", "attention time of a 1M prefill by chunk size"),
+    "mnemosyne.fig1": ExperimentEntry("medha.spp_scaling:overview", "up to 10M tokens on 128 GPUs"),
+    "mnemosyne.fig5": ExperimentEntry("medha.mnemosyne_fig5:run", "resources for 30 s TTFT and 20 ms TBT"),
+    "mnemosyne.fig7": ExperimentEntry(
+        "medha.chunk_attention:mnemosyne", "attention time of a 1M prefill by chunk size"
+    ),
     "mnemosyne.fig8": ExperimentEntry(
-        "adaptive_pareto:mnemosyne", "static against adaptive chunks; 1.75× at chunks of 32"
+        "medha.adaptive_pareto:mnemosyne", "static against adaptive chunks; 1.75× at chunks of 32"
     ),
     "mnemosyne.fig14": ExperimentEntry(
-        "spp_against_cp:mnemosyne", "striped attention against SPP: latency and preemption"
+        "medha.spp_against_cp:mnemosyne", "striped attention against SPP: latency and preemption"
     ),
-    "mnemosyne.fig15": ExperimentEntry("spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens"),
-    "mnemosyne.fig16": ExperimentEntry("spp_scaling:decode", "decode latency as stages are added"),
-    "mnemosyne.fig17": ExperimentEntry("kvp_decode:fig17", "KV parallelism in decode"),
-    "mnemosyne.fig18": ExperimentEntry("kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
-    "mnemosyne.fig19": ExperimentEntry("kvp_tradeoff:timeline", "KV groups join as a prefill grows"),
-    "mnemosyne.fig22": ExperimentEntry("mnemosyne_fig22:run", "decodes beside a chunk: batch time"),
-    "mnemosyne.headlines": ExperimentEntry("mnemosyne_headlines:run", "1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M"),
-    "mnemosyne.amdahl": ExperimentEntry("kvp_decode:amdahl", "KV parallelism as Amdahl's law with 4 : 1"),
-    "tetris.worked-examples": ExperimentEntry("tetris_examples:worked", "§2.4's examples from Table 1's cells"),
-    "tetris.table1": ExperimentEntry("tetris_examples:table1", "Eq. (1) fitted to Table 1"),
-    "tetris.fig2": ExperimentEntry("tetris_overheads:fig2", "decode latency by TP, and by SP × TP on eight GPUs"),
+    "mnemosyne.fig15": ExperimentEntry("medha.spp_scaling:prefill", "prefill scaling to 128 GPUs and 10M tokens"),
+    "mnemosyne.fig16": ExperimentEntry("medha.spp_scaling:decode", "decode latency as stages are added"),
+    "mnemosyne.fig17": ExperimentEntry("medha.kvp_decode:fig17", "KV parallelism in decode"),
+    "mnemosyne.fig18": ExperimentEntry("medha.kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
+    "mnemosyne.fig19": ExperimentEntry("medha.kvp_tradeoff:timeline", "KV groups join as a prefill grows"),
+    "mnemosyne.fig22": ExperimentEntry("medha.mnemosyne_fig22:run", "decodes beside a chunk: batch time"),
+    "mnemosyne.headlines": ExperimentEntry("medha.mnemosyne_headlines:run", "1.75×, 30 ms TBT at 10M, 30 s TTFT at 2M"),
+    "mnemosyne.amdahl": ExperimentEntry("medha.kvp_decode:amdahl", "KV parallelism as Amdahl's law with 4 : 1"),
+    "tetris.worked-examples": ExperimentEntry("tetris.examples:worked", "§2.4's examples from Table 1's cells"),
+    "tetris.table1": ExperimentEntry("tetris.examples:table1", "Eq. (1) fitted to Table 1"),
+    "tetris.fig2": ExperimentEntry("tetris.overheads:fig2", "decode latency by TP, and by SP × TP on eight GPUs"),
     "tetris.fig8": ExperimentEntry(
-        "tetris_capacity:fig8", "TTFT over the rate, and how much load each system carries", "minutes"
+        "tetris.capacity:fig8", "TTFT over the rate, and how much load each system carries", "minutes"
     ),
     "tetris.fig9": ExperimentEntry(
-        "tetris_capacity:fig9", "TTFT at the highest load that the best baseline carries", "minutes"
+        "tetris.capacity:fig9", "TTFT at the highest load that the best baseline carries", "minutes"
     ),
-    "tetris.fig10": ExperimentEntry("tetris_capacity:fig10", "throughput at each system's critical rate", "minutes"),
-    "tetris.fig11": ExperimentEntry("tetris_ablation:fig11", "improvement rates by load, Llama-3 8B", "minutes"),
-    "tetris.fig12": ExperimentEntry("tetris_ablation:fig12", "improvement rates by load, Llama-3 70B", "minutes"),
+    "tetris.fig10": ExperimentEntry("tetris.capacity:fig10", "throughput at each system's critical rate", "minutes"),
+    "tetris.fig11": ExperimentEntry("tetris.ablation:fig11", "improvement rates by load, Llama-3 8B", "minutes"),
+    "tetris.fig12": ExperimentEntry("tetris.ablation:fig12", "improvement rates by load, Llama-3 70B", "minutes"),
     "tetris.fig13": ExperimentEntry(
-        "tetris_ablation:fig13", "what chunks are worth over single-chunk plans", "minutes"
+        "tetris.ablation:fig13", "what chunks are worth over single-chunk plans", "minutes"
     ),
-    "tetris.fig14": ExperimentEntry("tetris_overheads:fig14", "what cache balancing and transfers add"),
-    "tetris.table2": ExperimentEntry("tetris_overheads:table2", "planning time up to SP 128"),
+    "tetris.fig14": ExperimentEntry("tetris.overheads:fig14", "what cache balancing and transfers add"),
+    "tetris.table2": ExperimentEntry("tetris.overheads:table2", "planning time up to SP 128"),
     "tetris.loongserve": ExperimentEntry(
-        "tetris_capacity:loongserve", "LoongServe as published beside what Tetris compares with", "minutes"
+        "tetris.capacity:loongserve", "LoongServe as published beside what Tetris compares with", "minutes"
     ),
     "tetris.noise": ExperimentEntry(
-        "tetris_capacity:noise", "30% execution noise: anchored and open-loop time lines", "minutes"
+        "tetris.capacity:noise", "30% execution noise: anchored and open-loop time lines", "minutes"
     ),
     "combined.tetris": ExperimentEntry(
-        "combined:tetris", "Weave (Tetris outside, Medha inside) and its peers on Tetris's workloads", "minutes"
+        "combined.comparison:tetris",
+        "Weave (Tetris outside, Medha inside) and its peers on Tetris's workloads",
+        "minutes",
     ),
     "combined.azure": ExperimentEntry(
-        "combined:azure", "the same on PecSched's rewriting of Azure's conversations", "minutes"
+        "combined.comparison:azure", "the same on PecSched's rewriting of Azure's conversations", "minutes"
     ),
     "packing-prefetch.fig1": ExperimentEntry(
-        "packing_prefetch:fig1", "compute against HBM bandwidth, and what is bound by which"
+        "accelerator.stage_figures:fig1", "compute against HBM bandwidth, and what is bound by which"
     ),
-    "packing-prefetch.slo": ExperimentEntry("packing_prefetch:slo", "the TBT limits: 16.70 and 19.23 ms"),
+    "packing-prefetch.slo": ExperimentEntry("accelerator.stage_figures:slo", "the TBT limits: 16.70 and 19.23 ms"),
     "packing-prefetch.case1": ExperimentEntry(
-        "packing_prefetch:case1", "speed-ups over prefill and KV tokens (Fig. 5)"
+        "accelerator.stage_figures:case1", "speed-ups over prefill and KV tokens (Fig. 5)"
     ),
-    "packing-prefetch.case2": ExperimentEntry("packing_prefetch:case2", "speed-ups over the prefetch buffer (Fig. 6)"),
+    "packing-prefetch.case2": ExperimentEntry(
+        "accelerator.stage_figures:case2", "speed-ups over the prefetch buffer (Fig. 6)"
+    ),
     "packing-prefetch.case3": ExperimentEntry(
-        "packing_prefetch_service:case3", "requests a second within the SLO (Fig. 7)", "minutes"
+        "accelerator.service_figures:case3", "requests a second within the SLO (Fig. 7)", "minutes"
     ),
     "packing-prefetch.case4": ExperimentEntry(
-        "packing_prefetch_service:case4", "throughput against latency by chunk (Fig. 8)", "minutes"
+        "accelerator.service_figures:case4", "throughput against latency by chunk (Fig. 8)", "minutes"
     ),
-    "pecsched.fig1": ExperimentEntry("pecsched_motivation:fig1", "lengths of Azure's requests"),
+    "pecsched.fig1": ExperimentEntry("pecsched.motivation:fig1", "lengths of Azure's requests"),
     "pecsched.fig2": ExperimentEntry(
-        "pecsched_motivation:fig2", "short requests under FIFO, with and without long ones", "minutes"
+        "pecsched.motivation:fig2", "short requests under FIFO, with and without long ones", "minutes"
     ),
     "pecsched.fig3": ExperimentEntry(
-        "pecsched_motivation:fig3", "short requests under reservation and under FIFO", "minutes"
+        "pecsched.motivation:fig3", "short requests under reservation and under FIFO", "minutes"
     ),
     "pecsched.table1": ExperimentEntry(
-        "pecsched_motivation:table1", "idle share under reservation and under FIFO", "minutes"
+        "pecsched.motivation:table1", "idle share under reservation and under FIFO", "minutes"
     ),
     "pecsched.table2": ExperimentEntry(
-        "pecsched_motivation:table2", "long requests that starve under priority", "minutes"
+        "pecsched.motivation:table2", "long requests that starve under priority", "minutes"
     ),
     "pecsched.table3": ExperimentEntry(
-        "pecsched_motivation:table3", "preemptions of long prefills without fast SP", "minutes"
+        "pecsched.motivation:table3", "preemptions of long prefills without fast SP", "minutes"
     ),
     "pecsched.fast-sp": ExperimentEntry(
-        "pecsched_fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"
+        "pecsched.fast_sp:run", "§5.1, §5.3: what a pause keeps; forms of sequence parallelism"
     ),
     "pecsched.fig9": ExperimentEntry(
-        "pecsched_overall:fig9", "queueing of short requests against FIFO, reservation, priority", "minutes"
+        "pecsched.overall:fig9", "queueing of short requests against FIFO, reservation, priority", "minutes"
     ),
-    "pecsched.fig10": ExperimentEntry("pecsched_overall:fig10", "throughput of short requests", "minutes"),
-    "pecsched.fig11": ExperimentEntry("pecsched_overall:fig11", "JCT of long requests", "minutes"),
-    "pecsched.fig12": ExperimentEntry("pecsched_overall:fig12", "queueing of short requests, part by part", "minutes"),
+    "pecsched.fig10": ExperimentEntry("pecsched.overall:fig10", "throughput of short requests", "minutes"),
+    "pecsched.fig11": ExperimentEntry("pecsched.overall:fig11", "JCT of long requests", "minutes"),
+    "pecsched.fig12": ExperimentEntry("pecsched.overall:fig12", "queueing of short requests, part by part", "minutes"),
     "pecsched.fig13": ExperimentEntry(
-        "pecsched_overall:fig13", "throughput of short requests, part by part", "minutes"
+        "pecsched.overall:fig13", "throughput of short requests, part by part", "minutes"
     ),
-    "pecsched.fig14": ExperimentEntry("pecsched_overall:fig14", "JCT of long requests, part by part", "minutes"),
+    "pecsched.fig14": ExperimentEntry("pecsched.overall:fig14", "JCT of long requests, part by part", "minutes"),
     "pecsched.table6": ExperimentEntry(
-        "pecsched_overall:table6", "suspensions of long requests, part by part", "minutes"
+        "pecsched.overall:table6", "suspensions of long requests, part by part", "minutes"
     ),
     "pecsched.ageing": ExperimentEntry(
-        "pecsched_ageing:run", "long requests as short ones grow more, with ageing and without", "minutes"
+        "pecsched.ageing:run", "long requests as short ones grow more, with ageing and without", "minutes"
     ),
-    "pecsched.table7": ExperimentEntry("pecsched_overhead:table7", "scheduling time over JCT", "minutes"),
-    "pecsched.fig15": ExperimentEntry("pecsched_overhead:fig15", "scheduling time to 8,192 GPUs", "minutes"),
+    "pecsched.table7": ExperimentEntry("pecsched.overhead:table7", "scheduling time over JCT", "minutes"),
+    "pecsched.fig15": ExperimentEntry("pecsched.overhead:fig15", "scheduling time to 8,192 GPUs", "minutes"),
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.cli.main import main
-from headway_research import packing_prefetch_pins
-from headway_research.packing_prefetch_pins import pins
+from headway_research.accelerator import pins as packing_prefetch_pins
+from headway_research.accelerator.pins import pins
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "accel"
 

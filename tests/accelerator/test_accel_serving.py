@@ -14,7 +14,7 @@ from headway.perf.accelerator.serving import AcceleratorLatency
 from headway.perf.accelerator.stage import evaluate
 from headway.perf.accelerator.timeline import Mode
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s, solve_tokens
-from headway_research.packing_prefetch_capacity import (
+from headway_research.accelerator.capacity import (
     ServiceLimits,
     at_rate,
     bandwidth_to_match,
@@ -23,7 +23,7 @@ from headway_research.packing_prefetch_capacity import (
     kv_capacity,
     sarathi,
 )
-from headway_research.packing_prefetch_service import requests
+from headway_research.accelerator.service_figures import requests
 
 MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}  # type: ignore[arg-type]
 

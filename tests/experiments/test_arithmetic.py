@@ -7,11 +7,11 @@ import pytest
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, StageLink, simulate
 from headway.sim.workload import TraceRequest
-from headway_research.arithmetic import adaptive_prefill, machine, static_prefill
-from headway_research.kvp_decode import speedup
-from headway_research.medha_worked_example import BY_HAND, QUANTUM_S, finish_times
-from headway_research.mnemosyne_fig5 import gpus_for, most_tokens
-from headway_research.spp_scaling import fits
+from headway_research.medha.arithmetic import adaptive_prefill, machine, static_prefill
+from headway_research.medha.kvp_decode import speedup
+from headway_research.medha.mnemosyne_fig5 import gpus_for, most_tokens
+from headway_research.medha.spp_scaling import fits
+from headway_research.medha.worked_example import BY_HAND, QUANTUM_S, finish_times
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -11,8 +11,8 @@ from headway.perf.latency.fitted import ParallelLayout, fitted
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.metrics.record import RequestRecord
 from headway.sim.result import SimResult
-from headway_research.pecsched_overall import _left_out
-from headway_research.pecsched_setting import LOADS, MODELS, SWEEP, PecSchedCluster, measure, scenario
+from headway_research.pecsched.overall import _left_out
+from headway_research.pecsched.setting import LOADS, MODELS, SWEEP, PecSchedCluster, measure, scenario
 
 
 def test_sweep_loads_are_ascending_and_set_the_scenario() -> None:

@@ -73,7 +73,7 @@ def test_the_same_run_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 def test_simulated_figures_do_not_depend_on_processes_or_earlier_runs() -> None:
-    from headway_research import medha_setting
+    from headway_research.medha import setting as medha_setting
 
     found = []
     for jobs in (1, 2):

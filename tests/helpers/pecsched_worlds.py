@@ -13,7 +13,7 @@ from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
-from headway_research.pecsched_drill import DrillResult, PlacementDrill
+from headway_research.pecsched.drill import DrillResult, PlacementDrill
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 SHAPE = model("mistral-7b")

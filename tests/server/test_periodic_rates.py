@@ -19,7 +19,8 @@ from headway.policy.placement.registry import make_placement
 from headway.serving.load.endpoint import ask
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
-from headway_research import profile_rates, tetris_rates
+from headway_research.tetris import profile_rates
+from headway_research.tetris import rates as tetris_rates
 
 SCENARIO = {
     "cluster": {

@@ -19,8 +19,8 @@ from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics.definitions import ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-from headway_research.profile_rates import _trace_of
-from headway_research.tetris_setting import TetrisPoint, run_point
+from headway_research.tetris.profile_rates import _trace_of
+from headway_research.tetris.setting import TetrisPoint, run_point
 
 RATES = ((0.5, 0.1), (1.5, 0.3), (3.0, 0.4), (3.5, 0.5), (4.5, 0.6))
 

@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
     "reproduce": ("headway_research.reproduce", "a paper's claims beside what comes out here"),
     "accel": (
-        "headway_research.accel",
+        "headway_research.accelerator.command",
         "what on-chip memory and an idle HBM channel are worth, on a machine of your own",
     ),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
@@ -50,7 +50,7 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
     ("profile", "fit"): "headway.cli.profile_fit",
     ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
-    ("profile", "rates"): "headway_research.profile_rates",
+    ("profile", "rates"): "headway_research.tetris.profile_rates",
     ("profile", "--vllm"): "headway.cli.profile_vllm",
 }
 """Two-word commands with a parser of their own, by their words."""

@@ -1,6 +1,6 @@
 """Tetris's improvement rate by load: a table of (requests a second, rate), looked up every so often (§5.1, §7.1).
 
-The table is made by simulating (`headway profile rates`, `research.tetris_rates`) and handed down as data.
+The table is made by simulating (`headway profile rates`, `headway_research.tetris.rates`) and handed down as data.
 """
 
 from __future__ import annotations

@@ -1,0 +1,133 @@
+"""Weave against its parts (Tetris, JSQ-Medha) and its peers (PecSched, FIFO): where it wins, and where it does not.
+
+The setting and its names: `combined.setting`. Two rows a place are all numbers of short and of long requests; the
+claims are that short requests wait less than under Tetris, that long ones pay no more for it than rings may yield, that
+more requests are in time than under anything else, and that long ones wait no longer than under PecSched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway_research.combined.setting import (
+    AZURE_RATE,
+    MODEL,
+    RATES,
+    REGIMES,
+    SYSTEMS,
+    CombinedStudy,
+    Setting,
+    scenario,
+)
+from headway_research.verdicts import VerdictRule, at_most, judge, order
+
+YIELDS = 1 / (1 - 0.7)
+"""Bound of a ring's time with delays over its time alone: 1 + 0.7 / (1 - 0.7), 0.7 being Weave's rho_max."""
+
+
+def tetris(options: RunOptions) -> ExperimentReport:
+    """Compare the systems on Tetris's workloads."""
+    runs = CombinedStudy(options, "tetris")
+    return _report(
+        runs,
+        {
+            "latency": "Eq. (1) fitted to Tetris's Table 1 (c = 2d), for groups and for iterations of one instance",
+            "scenario": "Llama-3 8B, 16 A100 prefill instances on two nodes, Tetris-like lengths, Poisson, "
+            f"{int(runs.size)} requests a run; short: up to 16K tokens, long: from 64K on; improvement rates {RATES}",
+        },
+    )
+
+
+def azure(options: RunOptions) -> ExperimentReport:
+    """Compare the systems on PecSched's rewriting of Azure's conversations."""
+    runs = CombinedStudy(options, "azure")
+    return _report(
+        runs,
+        {
+            "latency": "fitted A100 operator profiles inside instances (tp 4); groups: fast-SP formulas, corrected",
+            "scenario": f"{MODEL}, 32 A100, tp 4; Azure-like short requests, 100K to 500K uniform long ones; "
+            f"improvement rate {AZURE_RATE}",
+            "as_scenario_file": scenario("Weave", REGIMES[0], runs.size),
+        },
+    )
+
+
+def _report(runs: CombinedStudy, source: dict[str, object]) -> ExperimentReport:
+    rows: list[ClaimRow] = []
+    for place in runs.places:
+        rows += _rows(runs, place)
+    panels = [
+        _panel(runs, what, title)
+        for what, title in (
+            ("short_p99", "Short requests, P99 TTFT"),
+            ("long_p50", "Long requests, median TTFT"),
+            ("in_time", "First tokens in time"),
+        )
+    ]
+    # runs of a number of requests have no window
+    seconds = None if runs.setting == "tetris" else runs.size
+    return ExperimentReport(
+        source={**source, "seeds": list(runs.seeds), "window_s": seconds}, rows=tuple(rows), panels=tuple(panels)
+    )
+
+
+def named(setting: Setting, place: tuple[str, float]) -> str:
+    """Return the name of a workload and load, for claims and axes."""
+    return f"{place[0]}, {place[1]:g} requests/s" if setting == "tetris" else place[0]
+
+
+def _rows(runs: CombinedStudy, place: tuple[str, float]) -> list[ClaimRow]:
+    where = named(runs.setting, place)
+    short, in_time = runs.values(place, "short_p99"), runs.values(place, "in_time")
+    shorts, longs = runs.values(place, "short_p50"), runs.values(place, "long_p50")
+    short_in_time, long_in_time = runs.values(place, "short_in_time"), runs.values(place, "long_in_time")
+    return [
+        _own(
+            f"{where}: P99 TTFT of short requests, s",
+            order("Weave's below Tetris's and JSQ-Medha's", lambda v: v["Weave"] < min(v["Tetris"], v["JSQ-Medha"])),
+            short,
+            f"Median: {_words(shorts)}. In time: {_words(short_in_time)}.",
+        ),
+        _own(
+            f"{where}: median TTFT of long requests, Weave over Tetris",
+            at_most(YIELDS),
+            longs["Weave"] / longs["Tetris"] if longs["Tetris"] else None,
+            f"Seconds: {_words(longs)}. In time: {_words(long_in_time)}.",
+        ),
+        _own(
+            f"{where}: share of first tokens in time",
+            order("Weave's the largest", lambda v: v["Weave"] >= max(v.values())),
+            in_time,
+        ),
+        _own(
+            f"{where}: Weave over PecSched, P99 of short and median of long requests",
+            order("both at most 1", lambda v: max(v.values()) <= 1.0),
+            {"short": short["Weave"] / short["PecSched"], "long": longs["Weave"] / longs["PecSched"]}
+            if short["PecSched"] and longs["PecSched"]
+            else None,
+            f"Rings were paused {runs.value(place, 'Weave', 'pauses'):g} and "
+            f"{runs.value(place, 'PecSched', 'pauses'):g} times.",
+        ),
+    ]
+
+
+def _own(claim: str, check: VerdictRule, value: Any, note: str = "") -> ClaimRow:
+    """Return the row of a claim of our own: all systems run in default mode, and no paper has a number."""
+    return judge(claim, "no paper has it", check, {"paper": None, "default": value}, note)
+
+
+def _words(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
+
+
+def _panel(runs: CombinedStudy, what: str, title: str) -> PlotPanel:
+    lines = {
+        system: [(k, max(1e-3, runs.value(place, system, what))) for k, place in enumerate(runs.places)]
+        for system in SYSTEMS
+    }
+    places = "; ".join(f"{k}: {named(runs.setting, place)}" for k, place in enumerate(runs.places))
+    return PlotPanel(
+        title=title, x=places, y="share" if what == "in_time" else "s", lines=lines, log_y=what != "in_time"
+    )
