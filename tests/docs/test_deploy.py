@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -20,14 +21,15 @@ from headway.cli.command_parser import CommandParser
 from headway.cli.options import add_options
 from headway.serving.load.server_process import ServerProcess
 from headway.serving.serve_settings import ServeSettings
+from headway.vllm.version_check import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 
 
-def instructions() -> list[tuple[str, str]]:
-    """Return (instruction, its words) of the container file, comments left out and continued lines joined."""
-    lines = [line for line in (DEPLOY / "Containerfile").read_text().splitlines() if not line.startswith("#")]
+def instructions(name: str = "Containerfile") -> list[tuple[str, str]]:
+    """Return (instruction, its words) of a container file, comments left out and continued lines joined."""
+    lines = [line for line in (DEPLOY / name).read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(name, words) for name, _, words in (line.partition(" ") for line in joined.splitlines() if line)]
 
@@ -129,15 +131,28 @@ def test_compose_mounts_files_that_exist_and_opens_ports_on_loopback_only() -> N
         for source in (volume.split(":")[0] for volume in service["volumes"]):
             assert not source.startswith(".") or (DEPLOY / source).exists(), source
     headway = compose()["services"]["headway"]
-    assert (DEPLOY / headway["build"]["context"] / headway["build"]["dockerfile"]).is_file()
-    serve_flags(headway["command"])
+    assert (DEPLOY / headway["build"]["context"] / headway["build"]["dockerfile"]).name == "Containerfile.vllm"
+    model = headway["command"][0]
+    assert any(model.startswith(f"{volume.split(':')[-2]}/") for volume in headway["volumes"])
+
+
+def test_the_image_of_vllm_has_a_version_that_the_plugin_knows_and_the_flag() -> None:
+    steps = dict(instructions("Containerfile.vllm"))
+    image, _, version = steps["FROM"].partition(":v")
+    assert image == "vllm/vllm-openai"
+    assert version in KNOWN
+    assert "--no-deps" in steps["RUN"], "nothing in vLLM's environment changes"
+    command = json.loads(steps["ENTRYPOINT"])
+    assert command[:2] == ["vllm", "serve"]
+    module, _, name = command[command.index("--scheduler-cls") + 1].rpartition(".")
+    assert name in importlib.import_module(module).__all__
 
 
 def test_prometheus_scrapes_the_server_and_grafana_finds_data_and_dashboard() -> None:
     services = compose()["services"]
     scrape = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
     assert scrape["static_configs"][0]["targets"] == ["headway:8000"]
-    assert scrape["authorization"]["credentials_file"] in " ".join(services["prometheus"]["command"])
+    assert services["prometheus"]["volumes"][0].startswith("./prometheus/prometheus.yml:")
     provisioning = DEPLOY / "grafana/provisioning"
     source = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
