@@ -1,9 +1,8 @@
 """A document that is prepared while chats run: `python -m benchmarks.prepared_document [--tokens 64000]`.
 
-Serves the embedded model with `--kv-spill`. Chats come every half second: alone for a while, then while
-`POST /v1/contexts` computes the document, then a question to the document is asked, once with each server: the one that
-prepared it, and one that was started again over the same folder. Prints the chats' times to first token with and
-without the document beside them, and those of the questions.
+Serves the embedded model. Chats come every half second: alone for a while, then while `POST /v1/contexts` computes the
+document, then a question to the document is asked. Prints the chats' times to first token with and without the document
+beside them, and that of the question.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,12 +61,12 @@ async def beside(client: httpx.AsyncClient, rng: np.random.Generator, work: Any)
 
 
 async def prepared(client: httpx.AsyncClient, document: str) -> dict[str, Any]:
-    """Prepare a document, and wait until it is computed and on disk."""
+    """Prepare a document, and wait until it is computed."""
     made = await client.post("/v1/contexts", json={"model": "headway-embedded", "messages": [system(document)]})
     made.raise_for_status()
     context: dict[str, Any] = made.json()
     began = time.perf_counter()
-    while context["status"] == "pending" or context["storage"] == "writing":
+    while context["status"] == "pending":
         await asyncio.sleep(0.05)
         context = (await client.get(f"/v1/contexts/{context['id']}")).json()
     assert context["status"] == "ready", context
@@ -86,11 +83,9 @@ def line(name: str, times_s: list[float]) -> None:
     print(f"{name:>44} {statistics.median(times_s) * 1000:>8.0f} {p99 * 1000:>8.0f} ms   of {len(times_s)}")
 
 
-async def measure(folder: Path, document: str, alone_s: float, more: list[str]) -> None:
+async def measure(document: str, alone_s: float, more: list[str]) -> None:
     """Run all of it and print the rows."""
     flags = [
-        "--kv-spill",
-        str(folder),
         "--dtype",
         "float32",
         "--kv-cache-memory",
@@ -108,18 +103,11 @@ async def measure(folder: Path, document: str, alone_s: float, more: list[str]) 
             loaded, context = await beside(client, rng, prepared(client, document))
             again, _ = await beside(client, rng, asyncio.sleep(alone_s))
             asked_s = await first_token_s(client, **question, context_id=context["id"])
-    with ServerProcess(flags) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-            while (status := (await client.get(f"/v1/contexts/{context['id']}")).json()["status"]) == "pending":
-                await asyncio.sleep(0.05)
-            assert status == "ready", status
-            restarted_s = await first_token_s(client, **question, context_id=context["id"])
     print(f"{context['tokens']:,} tokens prepared in {context['seconds']:.1f} s beside chats")
     print(f"{'chats, time to first token':>44} {'P50':>8} {'P99':>8}")
     line("alone, before and after", [*alone, *again])
     line("while the document is prepared", loaded)
     print(f"{'first question':>44} {asked_s * 1000:>8.0f} ms")
-    print(f"{'first question after a restart':>44} {restarted_s * 1000:>8.0f} ms")
 
 
 def main() -> None:
@@ -131,8 +119,7 @@ def main() -> None:
     more = [] if arguments.background_wait is None else ["--background-wait-ms", arguments.background_wait]
     print(f"{processor_name()}, {len(CORES)} cores")
     document = "".join(f"{i}. {WORDS}" for i in range(max(1, arguments.tokens // 29)))
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder) / "kv", document, arguments.alone, more))
+    asyncio.run(measure(document, arguments.alone, more))
 
 
 if __name__ == "__main__":

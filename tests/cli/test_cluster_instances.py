@@ -55,17 +55,13 @@ def test_cores_and_memory_are_shared_out_host_by_host() -> None:
     assert {config.nnodes for config in configs} == {1}
 
 
-def test_instances_cache_prefixes_and_write_none_to_disk() -> None:
+def test_instances_cache_prefixes() -> None:
     def cached(**serve: Any) -> list[bool]:
         file = file_of({}, {"serve": {"kv_parallel_size": 2}}, {"serve": serve})
         return [config.prefix_cache for config in instance_configs(file, "file", "m", ServeSettings())]
 
     assert cached() == [True, False, True]
     assert cached(prefix_cache=False) == [True, False, False]
-    with pytest.raises(
-        ConfigError, match=r"file: pools\[2\]: kv-spill is for an engine outside of clusters: leave it out"
-    ):
-        cached(kv_spill="folder")
     # A replay of one instance's log knows nothing of KV that others hand over.
     logged = instance_configs(file_of({}), "file", "m", ServeSettings(event_log="log"))
     assert not logged[0].prefix_cache

@@ -96,11 +96,9 @@ def test_a_first_token_says_what_was_cached() -> None:
     core.executor.close()
 
 
-def test_what_has_no_prefix_cache_or_no_disk_behind_it_is_refused() -> None:
+def test_kv_groups_have_no_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="prefix-cache needs an engine without KV groups"):
         EngineConfig(model="m", prefix_cache=True, kv_parallel_size=2)
-    with pytest.raises(ConfigError, match="kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one"):
-        EngineConfig(model="m", prefix_cache=True, tensor_parallel_size=2, kv_spill="folder")
 
 
 def test_prompt_that_is_to_be_scored_is_computed_whole() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
-from tests.helpers.polling import eventually
 
-from headway.core.errors import UnavailableError
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 from headway.serving.tokenizer import ModelTokenizer
 
@@ -130,11 +127,10 @@ async def test_an_unknown_id_and_a_server_without_a_cache_say_what_to_do(connect
     )
 
 
-async def test_progress_and_storage_are_shown(connect: Any, engine: FakeEngine) -> None:
+async def test_progress_is_shown(connect: Any, engine: FakeEngine) -> None:
     def slowly(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
         yield OutputDelta(id=submit.id, prefilled_tokens=3)
         yield OutputDelta(id=submit.id, prefilled_tokens=submit.prompt_tokens)
-        yield OutputDelta(id=submit.id, stored=True)
         yield OutputDelta(id=submit.id, finish="abort", error="never reached")
 
     engine.script = slowly
@@ -143,9 +139,7 @@ async def test_progress_and_storage_are_shown(connect: Any, engine: FakeEngine) 
         name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
         await _until(client, name, lambda shown: shown["computed_tokens"] == 3 and shown["status"] == "pending")
         engine.gate.release()
-        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["storage"] == "memory")
-        engine.gate.release()
-        await _until(client, name, lambda shown: shown["status"] == "ready" and shown["storage"] == "disk")
+        await _until(client, name, lambda shown: shown["status"] == "ready")
 
 
 async def _until(client: Any, name: str, true: Callable[[dict[str, Any]], bool]) -> None:
@@ -229,33 +223,6 @@ async def test_a_context_of_another_key_cannot_be_named(connect: Any) -> None:
     assert answer.status_code == 404
 
 
-async def test_contexts_are_there_after_a_restart_until_their_deadline(
-    connect: Any, engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {"kv_spill": str(tmp_path), "api_key": "one,two"}
-    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
-    async with connect(**settings) as client:
-        name = (await client.post("/v1/contexts", json={**BODY, "cache_salt": "s"}, headers=one)).json()["id"]
-        gone = (await client.post("/v1/contexts", json=BODY, headers=one)).json()["id"]
-        late = (await client.post("/v1/contexts", json={**BODY, "ttl": 0.02}, headers=one)).json()["id"]
-        await client.delete(f"/v1/contexts/{gone}", headers=one)
-    (tmp_path / "contexts" / "ctx-damaged.json").write_text('{"id": ')
-    await asyncio.sleep(0.05)
-    async with connect(**settings) as client:
-        # at once: a client that polls must not take it for lost while its text is read
-        found = await client.get(f"/v1/contexts/{name}", headers=one)
-        assert (found.status_code, found.json()["id"]) == (200, name)
-        assert (await client.get(f"/v1/contexts/{name}", headers=two)).status_code == 404
-        for other in (gone, late):
-            assert (await client.get(f"/v1/contexts/{other}", headers=one)).status_code == 404
-        # Known before it is computed again.
-        await eventually(lambda: len(engine.submits) == 4)
-    assert engine.prompts[-1] == engine.prompts[0]
-    assert (engine.submits[-1].pin, engine.submits[-1].cache_salt) == (True, engine.submits[0].cache_salt)
-    assert any("ctx-damaged.json is damaged; it is removed" in each.getMessage() for each in caplog.records)
-    assert {path.name for path in (tmp_path / "contexts").iterdir()} == {f"{name}.json", "lock"}
-
-
 @pytest.mark.parametrize("field", ["context_id", "context\\u005fid"])
 async def test_a_document_is_not_tokenised_on_the_event_loop(
     connect: Any, engine: FakeEngine, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, field: str
@@ -277,25 +244,3 @@ async def test_a_document_is_not_tokenised_on_the_event_loop(
     document, short = threads
     assert document is not threading.current_thread()
     assert short is threading.current_thread()
-
-
-async def test_a_document_that_cannot_be_taken_up_now_keeps_no_other_back(
-    connect: Any, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = ModelTokenizer.encode_long
-
-    def failing(self: ModelTokenizer, text: str, **more: Any) -> Any:
-        if text == "one":
-            raise UnavailableError("the process is gone")
-        return encode(self, text, **more)
-
-    async with connect(kv_spill=str(tmp_path)) as client:
-        made = [
-            (await client.post("/v1/contexts", json={"model": "fake-model", "prompt": text})).json()["id"]
-            for text in ("one", "two")
-        ]
-    monkeypatch.setattr(ModelTokenizer, "encode_long", failing)
-    async with connect(kv_spill=str(tmp_path)) as client:
-        assert (await _status(client, made[0], "released"))["error"] == "the process is gone"
-        await _status(client, made[1], "ready")
-    assert {path.stem for path in (tmp_path / "contexts").glob("ctx-*")} == set(made)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
-        help="server: `headway serve`, best with --kv-spill (default: http://127.0.0.1:8000)",
+        help="server: `headway serve` (default: http://127.0.0.1:8000)",
     )
     parser.add_argument("--model", metavar="NAME", help="name that the server calls the model by (default: its first)")
     parser.add_argument(
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = f"{contexts}/{context['id']}"
     try:
         with StepBar("preparing, tokens") as bar:
-            while not _is_done(context):
+            while context["status"] == "pending":
                 bar(context["computed_tokens"], context["tokens"])
                 time.sleep(_POLL_S)
                 context = ask("GET", where, arguments.api_key)
@@ -66,16 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     if context["status"] == "released":
         raise ConfigError(f"{arguments.file} was let go: {context['error'] or 'the server ends'}")
     until = datetime.fromtimestamp(context["expires_at"]).isoformat(" ", "minutes")
-    kept = "on disk" if context["storage"] == "disk" else "in memory only"
-    print(f"{context['tokens']:,} tokens are kept {kept} until {until}", file=sys.stderr)
+    print(f"{context['tokens']:,} tokens are kept in memory until {until}", file=sys.stderr)
     # Alone on standard output, for scripts.
     print(context["id"])
     return 0
-
-
-def _is_done(context: dict[str, Any]) -> bool:
-    writing = context["storage"] == "writing"
-    return bool(context["status"] == "released" or (context["status"] == "ready" and not writing))
 
 
 def _text(file: str) -> str:

@@ -7,7 +7,7 @@ found under the node where its match ends and under the key that would extend it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
 from headway.kv.block_allocator import Run, joined
@@ -53,8 +53,6 @@ class PrefixCache:
         """Prompt tokens of requests that were looked up when they got KV."""
         self.hit_tokens = 0
         """Tokens of these that were cached."""
-        self.on_evict: Callable[[PrefixNode], None] | None = None
-        """Called with each block that is evicted: until the next batch its KV is still in place."""
         self._block_tokens = block_tokens
         # Names of prefixes that are being read from elsewhere.
         self._restores: set[str] = set()
@@ -252,8 +250,6 @@ class PrefixCache:
             entry.runs = (*entry.runs[:-1], (first, count - 1)) if count > 1 else entry.runs[:-1]
             self._watch(name, entry)
             self._changed[name] = None
-        if self.on_evict is not None:
-            self.on_evict(node)
         return node.block
 
     def check(self) -> None:

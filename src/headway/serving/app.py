@@ -82,7 +82,6 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
                 if server.journal is not None:
                     # After the start: the journal has been checked against the model, and the engine takes requests.
                     recovered_requests.resume_all(server)
-                contexts.resume_all(server)
             if settings.status_every_s:
                 status = asyncio.create_task(StatusLine(engine, server.metrics).run(settings.status_every_s))
             yield
@@ -94,8 +93,6 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             recovered_requests.stop_all(server)
             server.bodies.close()
             tokenizer.close()
-            if server.context_files is not None:
-                server.context_files.close()
             if server.tracer is not None:
                 server.tracer.close()
             await engine.close()

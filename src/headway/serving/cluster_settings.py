@@ -76,8 +76,6 @@ def _pool_config(
     if merged.standby and file.hosts != {0}:
         raise ConfigError(f"{where}: standby is for instances that are all on one host: leave it out")
     engine = merged.engine_config(model)
-    if engine.kv_spill is not None:
-        raise ConfigError(f"{where}: kv-spill is for an engine outside of clusters: leave it out")
     # KV moves between instances whose ranks are cut by heads only.
     if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
         raise ConfigError(

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks
 from headway.serving.body import BodyReader
-from headway.serving.context_records import CONTEXTS, ContextFiles, ContextRecord
+from headway.serving.context_records import ContextRecord
 from headway.serving.errors import ApiError
 from headway.serving.generation_job import RequestContext
 from headway.serving.journal import JournalEntry, RequestJournal
@@ -59,8 +58,6 @@ class ServerContext:
     """Requests taken over from an earlier server's journal, by owner and request id."""
     contexts: dict[tuple[str, str], PreparedContext] = field(default_factory=dict)
     """Prepared documents, by owner and id."""
-    context_files: ContextFiles | None = None
-    """Where they survive a restart; None: without `settings.kv_spill`, and until the engine has started."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
     """Tasks that compute answers, for cancellation at shutdown."""
     live: ServerFeed | None = None
@@ -81,8 +78,6 @@ class ServerContext:
             info = await self._starting
             if self.unbound_journal is not None:
                 self._open_journal(self.unbound_journal, info)
-            if self.settings.kv_spill is not None:
-                self.context_files = ContextFiles(Path(self.settings.kv_spill) / CONTEXTS)
         except asyncio.CancelledError:
             # This task itself was cancelled, and not the engine's start by `cancel_start`.
             if not self._starting.cancelled():

@@ -1,24 +1,14 @@
-"""Prepared documents as text: what a request that names one begins with, and files of them that survive a restart."""
+"""Prepared documents as text: what a request that names one begins with."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headway.core.errors import ConfigError, RequestError
-from headway.core.file_lock import ATTEMPTS
-from headway.core.private_folder import PrivateFolder
-
-log = logging.getLogger("headway.server")
-
-CONTEXTS = "contexts"
-"""Folder of the records, inside the folder of the KV."""
-_PREFIX, _SUFFIX = "ctx-", ".json"
+from headway.core.errors import RequestError
 
 
 class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,50 +56,6 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
                 f"'cache_salt' is not that of the context {self.id!r}: leave it out, the context's is used",
                 "cache_salt",
             )
-
-
-class ContextFiles:
-    """A folder of records, one file each. Raises ConfigError where it cannot be used."""
-
-    def __init__(self, path: Path) -> None:
-        self._folder = PrivateFolder(path, (_PREFIX,), "--kv-spill", ATTEMPTS)
-
-    def save(self, record: ContextRecord) -> None:
-        """Write a record durably. Raises ConfigError where that fails."""
-        try:
-            self._folder.write(_file(record.id), (msgspec.json.encode(record),))
-        except OSError as error:
-            raise ConfigError(f"--kv-spill {self._folder.path}: {error.strerror}; make room") from error
-
-    def remove(self, name: str) -> None:
-        """Remove a record, if it is there."""
-        self._folder.remove(_file(name))
-
-    def load(self) -> list[ContextRecord]:
-        """Return the records whose deadline has not passed, oldest first. Others, and damaged ones, are removed."""
-        found = []
-        for name in self._folder.names():
-            if not name.startswith(_PREFIX):
-                continue
-            try:
-                record = msgspec.json.decode(self._folder.read(name), type=ContextRecord)
-            except msgspec.MsgspecError:
-                log.warning("--kv-spill: %s is damaged; it is removed", self._folder.path / name)
-                self._folder.remove(name)
-                continue
-            if _file(record.id) == name and record.left_s > 0:
-                found.append(record)
-            else:
-                self._folder.remove(name)
-        return sorted(found, key=lambda record: record.created)
-
-    def close(self) -> None:
-        """Let another server have the folder. Idempotent."""
-        self._folder.close()
-
-
-def _file(name: str) -> str:
-    return f"{name}{_SUFFIX}"
 
 
 def _is_flat(prompt: object) -> bool:

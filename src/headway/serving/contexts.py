@@ -64,8 +64,6 @@ class PreparedContext:
     status: Literal["pending", "ready", "released"] = "pending"
     computed: int = 0
     """Tokens that have been computed."""
-    storage: Literal["memory", "writing", "disk"] = "memory"
-    """Where its KV is kept: only what is on disk survives a restart."""
     error: str | None = None
     """Why it was let go before its time."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -75,8 +73,8 @@ class PreparedContext:
         record = self.record
         return {
             "id": record.id, "object": "context", "model": record.model, "status": self.status,
-            "tokens": record.tokens, "computed_tokens": self.computed, "storage": self.storage,
-            "created_at": int(record.created), "expires_at": int(record.created + record.ttl_s), "error": self.error,
+            "tokens": record.tokens, "computed_tokens": self.computed, "created_at": int(record.created),
+            "expires_at": int(record.created + record.ttl_s), "error": self.error,
         }  # fmt: skip
 
     async def run(self, deltas: AsyncGenerator[OutputDelta, None]) -> None:
@@ -85,8 +83,6 @@ class PreparedContext:
             async with asyncio.timeout(self.record.left_s), aclosing(deltas):
                 async for delta in deltas:
                     self.computed = max(self.computed, delta.prefilled_tokens)
-                    if delta.stored is not None:
-                        self.storage = "disk" if delta.stored else "memory"
                     self.status = "ready" if self.computed >= self.record.tokens else "pending"
                     self.error = delta.error
         except TimeoutError:
@@ -132,7 +128,7 @@ def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -
 
 def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> PreparedContext:
     """Have a document computed and kept."""
-    kept = PreparedContext(record, storage="memory" if server.context_files is None else "writing")
+    kept = PreparedContext(record)
     submit = SubmitRequest(
         id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(),
         priority=BACKGROUND_PRIORITY, cache_salt=salt_of(record.owner, record.cache_salt), pin=True,
@@ -141,41 +137,6 @@ def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> 
     server.contexts[record.owner, record.id] = kept
     kept.task = server.active.begin(kept.run(deltas))
     return kept
-
-
-def resume_all(server: ServerContext) -> None:
-    """Begin to prepare again what an earlier server kept: its KV is read from disk, or computed where it is not."""
-    if server.context_files is not None and (records := server.context_files.load()):
-        log.info("%d prepared documents are taken up again", len(records))
-        for record in records:
-            # known from the first request on, while texts are still read
-            server.contexts[record.owner, record.id] = PreparedContext(record)
-        server.active.begin(_resume(server, records))
-
-
-async def _resume(server: ServerContext, records: list[ContextRecord]) -> None:
-    info = server.info()
-    reader = server.prompts(info)
-    for record in records:
-        try:
-            found, prompt = await asyncio.to_thread(_tokenized, record, info, reader)
-        except RequestError as error:
-            log.warning("the prepared document %s is dropped: %s", record.id, error)
-            _remove(server, record.id)
-            server.contexts.pop((record.owner, record.id), None)
-        except Exception as error:  # not the document's fault: the next server takes it up, this one the others
-            log.warning("the prepared document %s is not taken up: %s", record.id, error)
-            if (kept := server.contexts.get((record.owner, record.id))) is not None:
-                kept.status, kept.error = "released", str(error)
-        else:
-            # not deleted meanwhile
-            if (record.owner, record.id) in server.contexts:
-                _hold(server, found, prompt)
-
-
-def _remove(server: ServerContext, name: str) -> None:
-    if server.context_files is not None:
-        server.context_files.remove(name)
 
 
 @router.post(
@@ -187,8 +148,6 @@ async def create(request: Request) -> Response:
     server = context(request)
     record, prompt = await server.parse(request, _parse)
     _forget_old(server)
-    if server.context_files is not None:
-        await asyncio.to_thread(server.context_files.save, record)
     return json_response(_hold(server, record, prompt).shown(), 201)
 
 
@@ -212,7 +171,6 @@ async def delete(request: Request) -> Response:
     server, kept = context(request), _find(request)
     record = kept.record
     del server.contexts[record.owner, record.id]
-    _remove(server, record.id)
     if kept.task is not None:
         kept.task.cancel()
     return json_response({"id": record.id, "object": "context.deleted", "deleted": True})
@@ -223,9 +181,7 @@ def _find(request: Request) -> PreparedContext:
 
 
 def _forget_old(server: ServerContext) -> None:
-    """Drop released contexts an hour after their time, and files of those whose time is over."""
+    """Drop released contexts an hour after their time."""
     for key, kept in list(server.contexts.items()):
-        if kept.status == "released" and kept.record.left_s < 0:
-            _remove(server, kept.record.id)
-            if kept.record.left_s < -3600.0:
-                del server.contexts[key]
+        if kept.status == "released" and kept.record.left_s < -3600.0:
+            del server.contexts[key]

@@ -35,7 +35,7 @@ def serve_model(config: EngineConfig, settings: ServerSettings, *, allow_public:
         client: ProcessEngineClient | None = None
         try:
             client = ProcessEngineClient(config)  # the engine loads while this process imports the server
-            explained = settings.model_copy(update={"event_log": config.event_log, "kv_spill": config.kv_spill})
+            explained = settings.model_copy(update={"event_log": config.event_log})
             started = _serve(client, config.model, explained, sockets, allow_public)
         finally:
             # Before ending the engine, which takes a while: new connections are refused instead of left waiting.

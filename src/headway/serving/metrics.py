@@ -68,9 +68,6 @@ _ENGINE_COUNTERS = {
     "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries_total"),
     "prefix_cache_hits": ("Tokens of these that were cached.", "prefix_hits_total"),
-    "kv_spilled_tokens": ("Tokens whose KV was written to disk.", "kv_spilled_tokens_total"),
-    "kv_spill_missed_tokens": ("Tokens whose KV was evicted and not written.", "kv_spill_missed_tokens_total"),
-    "kv_restored_tokens": ("Tokens whose KV was read from disk.", "kv_restored_tokens_total"),
     "iterations": ("Iterations of the engine.", "iterations_total"),
     "busy_seconds": ("Time spent in iterations.", "busy_s_total"),
     "schedule_seconds": ("Time spent on deciding what runs.", "schedule_s_total"),
@@ -83,7 +80,6 @@ _ENGINE_GAUGES = {
     "kv_tokens_used": ("Tokens that the KV pool holds.", "kv_tokens_used"),
     "kv_tokens_capacity": ("Tokens that the KV pool can hold.", "kv_tokens_total"),
     "kv_tokens_cached": ("Tokens of cached prefixes that no request uses.", "kv_tokens_cached"),
-    "kv_spill_bytes": ("KV on disk.", "kv_spill_bytes"),
     "last_chunk_tokens": ("Prompt tokens in the newest iteration.", "last_chunk_tokens"),
     "last_iteration_seconds": ("Duration of the newest iteration.", "last_iteration_s"),
 }

@@ -55,15 +55,6 @@ class EngineSettings(SettingsModel):
         "by the latency model",
         json_schema_extra=_shown_as("NAME"),
     )
-    kv_spill: Text | None = Field(
-        None,
-        description="folder for KV that is evicted or prepared (/v1/contexts): read again where that is faster than "
-        "computing it, also after a restart; it holds what prompts say",
-        json_schema_extra=_shown_as("DIR"),
-    )
-    kv_spill_size: ByteSize = Field(
-        16 << 30, gt=0, description="most bytes of KV in kv-spill, such as 100G", json_schema_extra=_shown_as("SIZE")
-    )
     threads: WholeNumber | None = Field(
         None,
         description="threads that compute, in each worker; default: measured at start, up to torch's choice, and one "
@@ -259,8 +250,6 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             block_size=self.block_size,
             prefix_cache=self.caches_prefixes,
             prefix_cache_policy=self.prefix_cache_policy,
-            kv_spill=self.kv_spill,
-            kv_spill_bytes=self.kv_spill_size,
             threads=self.threads,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,

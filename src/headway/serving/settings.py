@@ -140,7 +140,6 @@ class ServerSettings(EndpointSettings):
 
     start_engine: bool = Field(True, description="start the engine with the server")
     event_log: str | None = Field(None, description="event log of the only engine, for explanations")
-    kv_spill: str | None = Field(None, description="folder of the only engine's KV on disk, for prepared documents")
     max_queued_requests: int = Field(
         0, description="requests that may wait in the engine before new ones get 429; 0: the engine decides"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,3 @@ def longest_context(folder: Path) -> int:
         return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{folder}/config.json has no max_position_embeddings: name a checkpoint's folder") from None
-
-
-def weights_digest(folder: Path, *more: str) -> str:
-    """Return 32 hex digits over configuration and weights, every byte of them, and further facts. About 1 GB/s."""
-    digest = hashlib.blake2b("\0".join(more).encode(), digest_size=16)
-    for path in sorted((folder / "config.json", *folder.glob("*.safetensors"))):
-        with path.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "blake2b").digest())
-    return digest.hexdigest()

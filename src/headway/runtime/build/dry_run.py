@@ -24,7 +24,7 @@ def report(config: EngineConfig) -> str:
 
 def loaded(config: EngineConfig) -> EngineCore:
     """Return an assembled engine whose executor is closed: measured, without an event log, unable to compute."""
-    core = assemble(msgspec.structs.replace(config, event_log=None, kv_spill=None), ManualClock())
+    core = assemble(msgspec.structs.replace(config, event_log=None), ManualClock())
     core.executor.close()
     return core
 

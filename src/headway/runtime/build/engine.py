@@ -33,7 +33,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.policy.iteration.prefix_caches import make_prefix_cache
-from headway.runtime.build.checkpoint_facts import eos_ids, model_name, weights_digest
+from headway.runtime.build.checkpoint_facts import eos_ids, model_name
 from headway.runtime.build.start_measurements import remembered
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
@@ -41,10 +41,6 @@ from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.protocol import EngineInfo
 from headway.runtime.engine.restart_limits import RestartLimit
 from headway.runtime.executor import profiling
-from headway.runtime.kv_spill.block_copier import BlockCopier
-from headway.runtime.kv_spill.files import BlockFormat
-from headway.runtime.kv_spill.folder import SpillFolder
-from headway.runtime.kv_spill.spill import KvSpill
 from headway.runtime.model.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -79,8 +75,6 @@ class LoadedModel:
     """See `EngineInfo.kernels`."""
     thread_choice: str = ""
     """See `EngineInfo.threads`."""
-    copier: BlockCopier | None = None
-    """Copies KV blocks out of the pool and into it; None: the executor's batches overlap."""
 
 
 def build(
@@ -135,16 +129,6 @@ def _prefix_cache(config: EngineConfig, latency: LatencyModel) -> PrefixCache | 
     return cache
 
 
-def _open_spill(config: EngineConfig, folder: Path, built: LoadedModel, manager: BlockManager) -> KvSpill:
-    """Return the pool's blocks on disk. Raises ConfigError for a folder that cannot hold them."""
-    if built.copier is None:
-        raise ConfigError("kv-spill needs an engine of one process")
-    # Kernels round in orders of their own: KV of one is not bit for bit that of another.
-    digest = weights_digest(Path(config.model), built.mark, built.kernels)
-    blocks = BlockFormat(digest, built.copier.dtype, config.block_size, built.copier.block_bytes)
-    return KvSpill(SpillFolder(folder, blocks, config.kv_spill_bytes), manager, built.copier)
-
-
 def _engine(
     config: EngineConfig, clock: ClockProtocol, schedule: SchedulerConfig, built: LoadedModel, log: EventSink | None
 ) -> EngineCore:
@@ -155,7 +139,6 @@ def _engine(
     caches = [_prefix_cache(config, latency) for _ in range(schedule.kv_parallel)]
     block_managers = [BlockManager(built.kv_tokens, config.block_size, cache) for cache in caches]
     scheduler = make_scheduler(schedule, latency, block_managers, exchange_of(source))
-    spill = None if config.kv_spill is None else _open_spill(config, Path(config.kv_spill), built, block_managers[0])
     kv_tokens = sum(block_manager.total_tokens for block_manager in block_managers)
     info = EngineInfo(
         model=model_name(config.model),
@@ -170,7 +153,6 @@ def _engine(
         kv_block_tokens=config.block_size,
         prefix_cache=config.prefix_cache,
         prepares=config.prefix_cache and config.instance is None and config.event_log is None,
-        kv_spill=config.kv_spill is not None,
         policy=schedule.policy,
         chunking=schedule.chunking,
         mode=schedule.mode,
@@ -197,7 +179,7 @@ def _engine(
     )
     restarts = RestartLimit(config.max_restarts, "the workers", config.restart_window_s)
     sampler = IterationSampler(scheduler) if config.live_page else None
-    core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts, spill)
+    core = EngineCore(scheduler, built.executor, clock, info, sampler.beside(log) if sampler else log, restarts)
     core.sampler = sampler
     return core
 

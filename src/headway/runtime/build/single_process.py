@@ -24,7 +24,6 @@ from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.compute_threads import ComputeThreads
 from headway.runtime.executor.cuda_probe import look
 from headway.runtime.executor.measure import compute, measure
-from headway.runtime.executor.pool_copier import PoolCopier
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.decoder import DecoderModel
@@ -99,7 +98,6 @@ def build_one(config: EngineConfig, loaded: LoadedDecoder | None = None) -> Load
         device=decoder.device.type,
         processor=None if devices is None else devices.name,
         kernels=kernels_of(backend, decoder.dtype),
-        copier=PoolCopier(worker.pool, config.block_size),
     )
 
 

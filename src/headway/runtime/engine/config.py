@@ -52,10 +52,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the KV of prompts until memory is needed, and share it with prompts that begin alike."""
     prefix_cache_policy: str = "lru"
     """Order in which cached blocks give way (`kv.eviction.EVICTION_POLICIES`)."""
-    kv_spill: str | None = None
-    """Folder to which cached KV is written, and from which it is read again. None: evicted KV is lost."""
-    kv_spill_bytes: int = 16 << 30
-    """Most bytes of KV in it."""
     threads: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -110,12 +106,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         logged = self.event_log is not None
         if self.prefix_cache and (self.kv_parallel_size > 1 or (logged and self.instance is not None)):
             raise ConfigError(_PREFIX_CACHE_ALONE)
-        alone = self.layout.accelerators == 1 and self.instance is None and not logged
-        if self.kv_spill is not None and not (self.prefix_cache and alone):
-            raise ConfigError(
-                "kv-spill keeps cached prefixes: it needs prefix-cache, on an engine of one process outside of "
-                "clusters, without event-log"
-            )
         if self.prefix_cache_policy not in EVICTION_POLICIES:
             raise ConfigError(
                 f"prefix-cache-policy must be one of {', '.join(EVICTION_POLICIES)}, not {self.prefix_cache_policy!r}"

@@ -30,7 +30,6 @@ from headway.runtime.engine.prefix_lookups import PrefixLookups
 from headway.runtime.engine.protocol import EngineInfo, EngineStats, FinishReason, OutputDelta, SubmitRequest
 from headway.runtime.engine.rejections import check_tokens, rejection_delta
 from headway.runtime.engine.restart_limits import PoisonRequestTracker, RestartLimit
-from headway.runtime.kv_spill.spill import KvSpill
 
 log = logging.getLogger("headway.engine")
 
@@ -46,7 +45,6 @@ class EngineCore:
         info: EngineInfo,
         log: EventSink | None = None,
         restarts: RestartLimit | None = None,
-        spill: KvSpill | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -64,7 +62,7 @@ class EngineCore:
         self._clock = clock
         self._log = log
         self.prefixes = PrefixLookups(
-            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom, spill
+            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom
         )
         self._live: dict[str, ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
@@ -86,7 +84,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._batches and not self.prefixes.busy
+        return self.scheduler.idle and not self._batches
 
     @property
     def recovering(self) -> bool:
@@ -189,11 +187,10 @@ class EngineCore:
         `wait_s` bounds the wait for an executor with several batches in flight (None: until one is done). Batches are
         made while the executor would begin them at once, both before and after results are taken.
         """
-        deltas = [*self._expire_timeouts(), *self.prefixes.turn(self._clock.now())]
+        deltas = [*self._expire_timeouts(), *self.prefixes.ended()]
         self._submit_batches()
         elsewhere = bool(self.executor.waits_on)
         if not (self._batches or elsewhere):
-            self.prefixes.wait()
             return deltas
         try:
             # Wait for the first result only, then take without waiting whatever else has finished.
@@ -256,7 +253,6 @@ class EngineCore:
             some = free is not None and len(free) < len(self.scheduler.block_managers)
             self._log_event("schedule", id=batch.id, at_s=now, **({"free": free} if some else {}))
             self._count("schedule_s_total", self._clock.now() - now)
-            self.prefixes.save_evicted()
             self.executor.submit(batch)
             self.iteration = None
 
@@ -351,13 +347,11 @@ class EngineCore:
             recovering=self.recovering,
             relegated=sum(len(each.late) for each in relegated),
             relegated_total=sum(each.chosen_total for each in relegated),
-            **self.prefixes.counts,
             **self._stats,  # type: ignore[arg-type]
         )
 
     def close(self) -> None:
-        """Finish what is being written to disk, and close the executor."""
-        self.prefixes.close()
+        """Close the executor."""
         self.executor.close()
 
     def computed(self, prefill: int, decodes: int) -> None:

@@ -11,13 +11,9 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.runtime.engine.output_tracker import ScheduledOutput
 from headway.runtime.engine.protocol import CacheChanges, OutputDelta, SubmitRequest
-from headway.runtime.kv_spill.spill import KvSpill
 
 _PINNED_SHARE = 0.5
 """Most of the pool that pinned prefixes may hold together."""
-_TOO_LITTLE_MEMORY = "its KV is cached but not pinned: there is too little memory"
-_DISK_WAIT_S = 0.005
-"""How long a loop with nothing to compute waits for the disk before it looks for messages."""
 
 
 class PrefixLookups:
@@ -29,10 +25,8 @@ class PrefixLookups:
         latency: LatencyModel,
         t_target_s: float,
         headroom: float,
-        spill: KvSpill | None = None,
     ) -> None:
-        """`headroom`: share of the pool that long requests leave free. `spill`: the pool's blocks on disk."""
-        self._spill = spill
+        """`headroom`: share of the pool that long requests leave free."""
         self._block_manager = block_manager
         self._cache = block_manager.cache
         self._prefill_times = PrefillCache(latency, t_target_s)
@@ -61,20 +55,12 @@ class PrefixLookups:
         self._make_way(submit, cached)
         if submit.pin:
             self._preparing.add(submit.id)
-        if self._spill is not None and not self._cache.computed_by(submit.id):
-            free = self._block_manager.n_blocks - self._room_blocks
-            self._spill.restore(text.keys, submit.prompt_tokens, self._prefill_times.total_s, free)
         return text, cached
 
     def forget(self, request: str) -> None:
         """Drop a request that the scheduler refused."""
         if self._cache is not None:
             self._cache.forget(request)
-
-    @property
-    def arrived(self) -> bool:
-        """Whether blocks for which a prompt waits have been read from disk."""
-        return self._spill is not None and self._spill.arrived
 
     def taken(self, request: str) -> tuple[int, float]:
         """Return the cached tokens with which a request began, and the seconds that they would have taken alone."""
@@ -120,71 +106,29 @@ class PrefixLookups:
             fits = pinned + blocks <= min(_PINNED_SHARE * self._block_manager.n_blocks, self._room_blocks - needed)
             if self._cache is None or each.keys is None:
                 ends.append(_end(name, "this engine keeps no prefixes", now))
-            elif not fits and self._spill is None:
-                ends.append(_end(name, _TOO_LITTLE_MEMORY, now))
+            elif not fits:
+                ends.append(_end(name, "its KV is cached but not pinned: there is too little memory", now))
             else:
-                if fits:
-                    self._cache.pins.pin(name, each.keys.keys)
-                if self._spill is not None:
-                    # Without a block that the first token of an answer, which is dropped, has filled.
-                    prompt = each.submit.prompt_tokens // self._block_manager.block_tokens
-                    self._spill.writer.keep(name, each.keys.keys[:prompt])
+                self._cache.pins.pin(name, each.keys.keys)
         return ends
 
     def unpin(self, name: str) -> None:
         """Let go of a pin. Unknown names are ignored."""
         if self._cache is not None:
             self._cache.pins.unpin(name)
-        if self._spill is not None:
-            self._spill.writer.release(name)
 
     def lost(self, now: float) -> None:
-        """Note that all KV is lost, before the scheduler does: pins end, and `turn` says so."""
+        """Note that all KV is lost, before the scheduler does: pins end, and `ended` says so."""
         names = [each.submit.id for each in self._computed]
         if self._cache is not None:
             names += self._cache.pins.blocks
         self._computed.clear()
         self._unpinned += [_end(name, "its KV was lost with a worker", now) for name in names]
 
-    def turn(self, now: float) -> list[OutputDelta]:
-        """Carry on with reading and writing KV on disk. Return the pins that made way, or are on disk, since then."""
+    def ended(self) -> list[OutputDelta]:
+        """Return the ends of pins that were let go since the last call."""
         ends, self._unpinned = self._unpinned, []
-        if self._spill is not None and self._spill.busy:
-            for name in self._spill.turn():
-                stored = self._spill.writer.stores(name)
-                if stored or (self._cache is not None and name in self._cache.pins.blocks):
-                    ends.append(OutputDelta(id=name, emitted_s=now, stored=stored))
-                else:
-                    self.unpin(name)
-                    ends.append(_end(name, _TOO_LITTLE_MEMORY, now))
         return ends
-
-    # -- disk -----------------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether KV is being read from disk or written to it."""
-        return self._spill is not None and self._spill.busy
-
-    def save_evicted(self) -> None:
-        """Copy blocks that the last decision has evicted, before its batch overwrites them."""
-        if self._spill is not None:
-            self._spill.writer.save_evicted()
-
-    def wait(self) -> None:
-        """Wait a moment for the disk, if it is all that there is to wait for."""
-        if self._spill is not None:
-            self._spill.wait(_DISK_WAIT_S)
-
-    def close(self) -> None:
-        """Finish what is being written."""
-        if self._spill is not None:
-            self._spill.close()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Statistics of the disk, by the names of `EngineStats`."""
-        return {} if self._spill is None else self._spill.counts
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -199,10 +143,6 @@ class PrefixLookups:
                 return
             pinned = {**pinned, name: 0} if blocks else pinned
             self._cache.pins.unpin(name)
-            # On disk it stays.
-            if self._spill is not None and self._spill.writer.stores(name):
-                continue
-            self.unpin(name)
             self._unpinned.append(_end(name, "its KV made way for a request that needs the memory", submit.received_s))
 
     def _blocks(self, submit: SubmitRequest) -> int:

@@ -100,8 +100,6 @@ class OutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The request has left the scheduler, which keeps its KV of so many tokens: it is of phase "prefill" and its first
     token was sent before this, or it has been paused. Kept until `AbortRequest`, a submission of phase "decode", or a
     span task with this instance as `home`."""
-    stored: bool | None = None
-    """Of a request with `pin`: whether its KV is on disk now, too. False: it could not be written."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,14 +117,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits_total: int = 0
     """Tokens of these that were there."""
-    kv_spill_bytes: int = 0
-    """KV on disk."""
-    kv_spilled_tokens_total: int = 0
-    """Tokens whose KV was written to disk."""
-    kv_spill_missed_tokens_total: int = 0
-    """Tokens whose KV was evicted and not written: the disk did not keep up, or is full."""
-    kv_restored_tokens_total: int = 0
-    """Tokens whose KV was read from disk."""
     prefill_tokens_total: int = 0
     run_tokens_total: int = 0
     """The part of `prefill_tokens_total` computed as this instance's share of spans, outside its scheduler."""
@@ -256,8 +246,6 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     """Whether KV of prompts is kept for prompts that begin alike."""
     prepares: bool = False
     """Whether KV of documents can be pinned: not in clusters, nor where an event log has to tell all of a cache."""
-    kv_spill: bool = False
-    """Whether it is also kept on disk."""
     policy: str
     chunking: str
     mode: str

@@ -94,7 +94,7 @@ class EngineService:
         gc.freeze()
         gc.enable()  # off while the process starts
         self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
-        core.executor.interrupts = lambda: self._message_waits() or core.prefixes.arrived
+        core.executor.interrupts = self._message_waits
         while self._server_is_there:
             # With an executor in this process, `turn` itself computes: never sleep while there is work.
             sleeps = (core.idle and not core.draining) or (self._executor_waits_on and not core.idle)
