@@ -12,18 +12,15 @@ import statistics
 import time
 from collections.abc import Callable
 
-from headway.perf.accelerator.assumptions import PRESETS, assumptions
-from headway.perf.accelerator.iteration_work import IterationWork
-from headway.perf.accelerator.operators import OperatorSetting
-from headway.perf.accelerator.presets import machine as accelerator
-from headway.perf.accelerator.serving import AcceleratorLatency
-from headway.perf.accelerator.stage import evaluate, simulate_stage
-from headway.perf.accelerator.timeline import Mode
 from headway.perf.hardware.models import model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.serving.load.machine import machine
-from headway_research.accelerator.capacity import ServiceLimits, at_rate, capacity, instance, sarathi
+from headway_research.accelerator.machine import PRESETS, IterationWork, assumptions
+from headway_research.accelerator.machine import machine as accelerator
+from headway_research.accelerator.operators import OperatorSetting
 from headway_research.accelerator.service_figures import KV_TOKENS, requests
+from headway_research.accelerator.serving import AcceleratorLatency, ServiceLimits, at_rate, capacity, instance, sarathi
+from headway_research.accelerator.stage import Mode, evaluate, simulate_stage
 
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 ASKED = {"cold_us": 1000.0, "memoised_us": 20.0, "search_s": 10.0}

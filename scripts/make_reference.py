@@ -320,7 +320,7 @@ def placement_page() -> str:
 
 
 def assumptions_page() -> str:
-    from headway.perf.accelerator.assumptions import PRESETS, WORDS
+    from headway_research.accelerator.machine import PRESETS, WORDS
 
     rows = [
         (f"`{name}`", *(shown(getattr(preset, name)) for preset in PRESETS.values()), about)

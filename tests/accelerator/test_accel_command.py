@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.cli.main import main
-from headway_research.accelerator import pins as packing_prefetch_pins
-from headway_research.accelerator.pins import pins
+from headway_research.accelerator import stage_figures
+from headway_research.accelerator.stage_figures import pins
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "accel"
 
@@ -33,7 +33,7 @@ def test_validate_ends_with_a_summary_and_fails_when_a_figure_moves(
 ) -> None:
     assert main(["accel", "validate"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("13 of 13 paper figures within 1%")
-    monkeypatch.setitem(packing_prefetch_pins.TABLE_US, (512, 16), (199.17, 235.29, 270.97, 240.0))
+    monkeypatch.setitem(stage_figures.TABLE_US, (512, 16), (199.17, 235.29, 270.97, 240.0))
     assert main(["accel", "validate"]) == 1
     assert "MOVED: µs a layer, 512 prefill and 16K: prefetch" in capsys.readouterr().out.splitlines()[-1]
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from tests.helpers.accel_cases import study
 
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.iteration_work import IterationWork
-from headway.perf.accelerator.serving import AcceleratorLatency
-from headway.perf.accelerator.stage import evaluate
-from headway.perf.accelerator.timeline import Mode
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s, solve_tokens
-from headway_research.accelerator.capacity import (
+from headway_research.accelerator.machine import IterationWork
+from headway_research.accelerator.service_figures import requests
+from headway_research.accelerator.serving import (
+    AcceleratorLatency,
     ServiceLimits,
     at_rate,
     bandwidth_to_match,
@@ -23,7 +22,7 @@ from headway_research.accelerator.capacity import (
     kv_capacity,
     sarathi,
 )
-from headway_research.accelerator.service_figures import requests
+from headway_research.accelerator.stage import Mode, evaluate
 
 MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}  # type: ignore[arg-type]
 

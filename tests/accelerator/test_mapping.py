@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from tests.helpers.accel_cases import study
 
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
-from headway.perf.accelerator.mapping import GemmShape, search
-from headway.perf.accelerator.operators import layers_of
-from headway.perf.accelerator.presets import MACHINES, machine
+from headway_research.accelerator.machine import MACHINES, IterationWork, TechniqueSet, machine
+from headway_research.accelerator.mapping import GemmShape, search
+from headway_research.accelerator.operators import layers_of
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)

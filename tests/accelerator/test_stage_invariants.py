@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.accel_cases import settings_of, study, works
 
-from headway.perf.accelerator import sizing as answers
-from headway.perf.accelerator.iteration_work import IterationWork
-from headway.perf.accelerator.operators import OperatorSetting
-from headway.perf.accelerator.stage import evaluate
+from headway_research.accelerator import sizing
+from headway_research.accelerator.machine import IterationWork
+from headway_research.accelerator.operators import OperatorSetting
+from headway_research.accelerator.stage import evaluate
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -80,8 +80,8 @@ def test_more_buffer_and_more_bandwidth_never_hurt(setting: OperatorSetting, wor
 @FEW
 @given(settings_of(), works())
 def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: OperatorSetting, work: IterationWork) -> None:
-    found = answers.buffer(setting, work)
-    assert answers.searched_buffer(setting, work) == pytest.approx(found.useful, rel=1e-6, abs=2)
+    found = sizing.buffer(setting, work)
+    assert sizing.searched_buffer(setting, work) == pytest.approx(found.useful, rel=1e-6, abs=2)
     if found.smallest is not None:
         roomy = setting.machine.with_(prefetch_bytes=int(found.smallest) + 1)
         line = evaluate(setting._replace(machine=roomy), work).prefetch
@@ -93,7 +93,7 @@ def test_the_closed_form_of_the_buffer_is_what_a_search_finds(setting: OperatorS
 @FEW
 @given(settings_of(), works())
 def test_the_closed_form_of_the_bandwidth_is_what_a_search_finds(setting: OperatorSetting, work: IterationWork) -> None:
-    exact, searched = answers.packing_bandwidth(setting, work), answers.searched_bandwidth(setting, work)
+    exact, searched = sizing.packing_bandwidth(setting, work), sizing.searched_bandwidth(setting, work)
     if exact is None or searched is None:
         assert exact is searched or (exact or 0) > 1000 * setting.machine.bandwidth
     else:
@@ -101,7 +101,7 @@ def test_the_closed_form_of_the_bandwidth_is_what_a_search_finds(setting: Operat
 
 
 def test_64k_tokens_saturate_below_256_mib() -> None:
-    found = answers.buffer(study("paper"), IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536))
+    found = sizing.buffer(study("paper"), IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536))
     assert found.kv == 256 << 20
     assert found.hides
     assert 192 << 20 < (found.smallest or 0) <= 256 << 20
@@ -109,10 +109,10 @@ def test_64k_tokens_saturate_below_256_mib() -> None:
 
 def test_the_smallest_chunk_hides_and_one_token_less_does_not() -> None:
     work = IterationWork(prefill_tokens=1024, decodes=32, kv_tokens=65536)
-    chunk = answers.smallest_chunk(study("paper"), work)
+    chunk = sizing.smallest_chunk(study("paper"), work)
     assert chunk is not None
     for tokens, hides in ((chunk, True), (chunk - 1, False)):
         assert (
-            answers.buffer(study("paper"), IterationWork(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides
+            sizing.buffer(study("paper"), IterationWork(prefill_tokens=tokens, decodes=32, kv_tokens=65536)).hides
             is hides
         )

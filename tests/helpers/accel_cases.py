@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from headway.perf.accelerator.assumptions import assumptions
-from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
-from headway.perf.accelerator.operators import OperatorSetting
-from headway.perf.accelerator.precision import BYTES, OperandTypes
-from headway.perf.accelerator.presets import MACHINES, machine
 from headway.perf.hardware.models import MODELS, model
+from headway_research.accelerator.machine import (
+    BYTES,
+    MACHINES,
+    IterationWork,
+    OperandTypes,
+    TechniqueSet,
+    assumptions,
+    machine,
+)
+from headway_research.accelerator.operators import OperatorSetting
 
 
 def study(preset: str = "default", name: str = "llama-3.1-8b", on: str = "tpuv6e") -> OperatorSetting:

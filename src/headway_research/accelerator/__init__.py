@@ -1,4 +1,7 @@
 """The packing-prefetch paper: KV is prefetched into on-chip memory while HBM is idle (`headway accel`).
 
-`stage_figures` and `service_figures` reproduce the paper, `capacity` finds the most requests a second within limits.
+After "Architecting Long-Context LLM Acceleration with Packing-Prefetch Scheduler and Ultra-Large Capacity On-Chip
+Memories" (Lee et al.). Read `machine` (what is modelled), `mapping` and `operators` (the cost of each operator), then
+`stage` (the timeline of an iteration). `sizing` computes the smallest sufficient buffer, bandwidth and chunk, `serving`
+is the same model for the scheduler. `stage_figures` and `service_figures` reproduce the paper.
 """

@@ -20,13 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.perf.accelerator.timeline import Mode as Schedule
 from headway.sim.runner import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.arrivals import arrivals
 from headway.sim.workload.lengths import LogNormalLengths
 from headway.sim.workload.presets import preset, simple
-from headway_research.accelerator.capacity import (
+from headway_research.accelerator.serving import (
     CapacityResult,
     ServiceLimits,
     at_rate,
@@ -36,6 +35,7 @@ from headway_research.accelerator.capacity import (
     kv_capacity,
     sarathi,
 )
+from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.verdicts import at_least, band, both, judge, order

@@ -15,17 +15,24 @@ from pydantic import BeforeValidator, Field, create_model, field_validator
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
 from headway.core.units import size, tokens
-from headway.perf.accelerator.assumptions import PRESETS, AcceleratorAssumptions, assumptions
-from headway.perf.accelerator.iteration_work import IterationWork, TechniqueSet
-from headway.perf.accelerator.machine_model import MachineModel
-from headway.perf.accelerator.operators import OperatorSetting
-from headway.perf.accelerator.precision import OperandTypes
-from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import from_config_file, model
 from headway.perf.hardware.shapes import ModelShape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.scenario import ModelSection, PolicySection
 from headway.sim.workload.section import WorkloadSection
+from headway_research.accelerator.machine import (
+    PRESETS,
+    WORDS,
+    AcceleratorAssumptions,
+    IterationWork,
+    MachineModel,
+    OperandTypes,
+    TechniqueSet,
+    assumptions,
+    machine,
+)
+from headway_research.accelerator.operators import OperatorSetting
+from headway_research.accelerator.serving import sarathi
 
 
 def _number(read: Any) -> Any:
@@ -47,7 +54,7 @@ Size = Annotated[int, _number(size), Field(ge=0)]
 class MachineSection(FileSection):
     """A preset, and what differs from it. Sizes as 512MiB or 1G (powers of 1024)."""
 
-    preset: str = Field(default="tpuv6e-like", description="headway.perf.accelerator.presets")
+    preset: str = Field(default="tpuv6e-like", description="headway_research.accelerator.machine")
     rows: Count | None = Field(default=None, description="rows of a systolic array")
     columns: Count | None = Field(default=None, description="its columns")
     arrays: Count | None = Field(default=None, description="how many")
@@ -74,15 +81,13 @@ class TechniquesSection(FileSection):
 
 
 def _assumptions_section() -> type[FileSection]:
-    from headway.perf.accelerator.assumptions import WORDS
-
     given: dict[str, Any] = {
         name: (f"{AcceleratorAssumptions.__annotations__[name]} | None", Field(None, description=words))
         for name, words in WORDS.items()
     }
     return create_model(
         "AssumptionsSection", __base__=FileSection, __doc__="A preset, and what differs from it.",
-        __module__="headway.perf.accelerator.assumptions",
+        __module__="headway_research.accelerator.machine",
         preset=(str, Field("default", description=" or ".join(PRESETS))), **given,
     )  # fmt: skip
 
@@ -187,8 +192,6 @@ def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path())
 
 def scheduler_of(serve: ServeSection) -> SchedulerConfig:
     """Return Sarathi-Serve's scheduler configuration, overridden by the file's `serve.policy`. Raises ConfigError."""
-    from headway_research.accelerator.capacity import sarathi
-
     given: dict[str, Any] = serve.policy.model_dump(exclude_none=True)
     base = sarathi(serve.chunk, serve.max_num_seqs)
     try:

@@ -1,10 +1,10 @@
 """Cross-check of matrix products with zigzag-dse, an independent mapping and cost model (an optional dependency).
 
-Needs the extra `zigzag` (zigzag-dse, and `six`, which it does not declare). The machine is described in zigzag's
-terms: three array dimensions (K on rows, N on columns, M over arrays), a register for the stationary weight, output
-registers along the rows, one double-buffered on-chip memory with ports wide enough not to bound anything, HBM. Memories
-must stand in order from the array outwards. Inputs, weights and outputs all move over HBM, so products are compared
-without fusion. Seconds a product.
+Run `python -m headway_research.accelerator.zigzag` after `pip install zigzag-dse six`; it prints a row a product and
+fails when one is outside. The machine is described in zigzag's terms: three array dimensions (K on rows, N on columns,
+M over arrays), a register for the stationary weight, output registers along the rows, one double-buffered on-chip
+memory with ports wide enough not to bound anything, HBM. Memories must stand in order from the array outwards. Inputs,
+weights and outputs all move over HBM, so products are compared without fusion. Seconds a product.
 
 zigzag loads the first tiles before it computes, and stores the last ones after, whole operands where its loops keep
 them resident; here only the first tiles of all arrays are waited for. So a product is compared with the range between
@@ -13,18 +13,17 @@ zigzag's latency without these ends and with them.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
-from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.machine_model import MachineModel
-from headway.perf.accelerator.mapping import GemmShape, search
-from headway.perf.accelerator.operators import OperatorSetting, gemms
-from headway.perf.accelerator.presets import machine
 from headway.perf.hardware.models import model
+from headway_research.accelerator.machine import MachineModel, machine
+from headway_research.accelerator.mapping import GemmShape, OpCost, search
+from headway_research.accelerator.operators import OperatorSetting, gemms
 
 TOLERANCE = 0.10
 ROWS = (128, 640, 2048)
@@ -51,9 +50,6 @@ class GemmComparison(NamedTuple):
     def ok(self) -> bool:
         """Whether it is within `TOLERANCE` of zigzag's range."""
         return self.inner_us * (1 - TOLERANCE) <= self.ours_us <= self.zigzag_us * (1 + TOLERANCE)
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "difference": self.difference, "ok": self.ok}
 
 
 def crosscheck(
@@ -82,7 +78,7 @@ def zigzag_s(on: MachineModel, gemm: GemmShape) -> tuple[float, float]:
     try:
         api = import_module("zigzag.api")  # by name: it is no dependency
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the cross-check needs {error.name}: pip install 'headway[zigzag]'") from None
+        raise ConfigError(f"the cross-check needs {error.name}: pip install zigzag-dse six") from None
     with tempfile.TemporaryDirectory() as folder:
         files = {}
         for name, data in (("workload", _workload(gemm)), ("hardware", _hardware(on)), ("mapping", _mapping(on, gemm))):
@@ -179,3 +175,16 @@ def _hardware(on: MachineModel) -> dict[str, Any]:
             "sizes": [on.rows, on.columns, on.arrays],
         },
     }
+
+
+def main() -> int:
+    """Print each product's times in both models; return 1 when one is outside zigzag's range."""
+    products = crosscheck()
+    for found in products:
+        times = f"{found.ours_us:9.1f} µs here, {found.inner_us:.1f} to {found.zigzag_us:.1f} µs in zigzag"
+        print(f"{found.name:5} {found.m:5} x {found.n:5} x {found.k:5} {times}{'' if found.ok else '  DIFFERS'}")
+    return int(not all(found.ok for found in products))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from headway.perf.accelerator.cost import OpCost
-from headway.perf.accelerator.iteration_work import IterationWork
-from headway.perf.accelerator.operators import LayerOperators, OperatorSetting, layers_of
-from headway.perf.accelerator.stage import simulate_stage
-from headway.perf.accelerator.timeline import ahead, run
+from headway_research.accelerator.machine import IterationWork
+from headway_research.accelerator.mapping import OpCost
+from headway_research.accelerator.operators import LayerOperators, OperatorSetting, layers_of
+from headway_research.accelerator.stage import ahead, run, simulate_stage
 
 
 class BufferAnswer(NamedTuple):
