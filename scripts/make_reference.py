@@ -26,7 +26,7 @@ flag wins over the environment, the environment over the file.
 """,
     "http": """# HTTP endpoints
 
-What a running server shows under `/docs` and `/openapi.json`. How the endpoints behave is in
+What a running server describes in `/openapi.json`. How the endpoints behave is in
 [the HTTP API](http-api.md).
 
 """,

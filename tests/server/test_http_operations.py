@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.structured_log import JsonFormatter, TextFormatter
 from headway.runtime.engine.protocol import EngineStats
-from headway.serving.docs_page import docs_page
 from headway.serving.metrics import ALIASES
 
 pytestmark = pytest.mark.anyio
@@ -103,7 +101,7 @@ async def test_metrics_of_a_client_that_left(application: Any, engine: FakeEngin
     assert 'headway_request_success_total{engine="0",finished_reason="abort",model_name="m"} 1.0' in text
 
 
-async def test_models_version_and_docs_are_served(connect: Any) -> None:
+async def test_models_version_and_openapi_are_served(connect: Any) -> None:
     async with connect(served_model_name=("m", "alias")) as client:
         models = (await client.get("/v1/models")).json()
         assert [(model["id"], model["root"], model["max_model_len"]) for model in models["data"]] == [
@@ -113,29 +111,6 @@ async def test_models_version_and_docs_are_served(connect: Any) -> None:
         assert "version" in (await client.get("/version")).json()
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= set(paths)
-
-
-async def test_docs_name_every_endpoint_and_field_and_load_nothing(connect: Any) -> None:
-    async with connect() as client:
-        reply = await client.get("/docs")
-        paths = (await client.get("/openapi.json")).json()["paths"]
-    assert reply.status_code == 200
-    assert reply.headers["content-type"].startswith("text/html")
-    assert reply.headers["content-security-policy"].startswith("default-src 'none'")
-    for path, methods in paths.items():
-        assert f"<code>{path}</code>" in reply.text
-        for endpoint in methods.values():
-            for body in endpoint.get("requestBody", {}).get("content", {}).values():
-                assert all(f"<th>{field}</th>" in reply.text for field in body["schema"]["properties"])
-    assert not re.search(r"https?://|//[a-z]|<script|<link|<img|@import|url\(", reply.text)
-
-
-def test_the_docs_escape_descriptions() -> None:
-    page = docs_page({"info": {"title": "<i>", "version": "1"}, "paths": {"/<b>": {"get": {"summary": "a<script>"}}}})
-    assert "<i>" not in page
-    assert "<b>a" in page
-    assert "/<b>" not in page
-    assert "<script>" not in page
 
 
 async def test_text_is_tokenised_and_comes_back(connect: Any) -> None:
@@ -184,9 +159,8 @@ async def test_one_log_line_a_request_without_the_prompt(
     assert "secret" not in caplog.text + text + str(parsed)
 
 
-async def test_docs_show_the_limits_that_are_enforced(connect: Any) -> None:
+async def test_the_openapi_description_has_the_limits_that_are_enforced(connect: Any) -> None:
     async with connect() as client:
-        page = (await client.get("/docs")).text
         paths = (await client.get("/openapi.json")).json()["paths"]
         body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body["required"] == ["model", "prompt"]
@@ -197,4 +171,3 @@ async def test_docs_show_the_limits_that_are_enforced(connect: Any) -> None:
             answer = await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", name: most + 1})
             assert answer.status_code == 400, name
             assert f"at most {most}" in answer.json()["error"]["message"]
-            assert f"<th>{name}</th><td>{field['type']}</td>" in page

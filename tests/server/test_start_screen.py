@@ -94,7 +94,7 @@ async def test_the_page_at_the_root_links_what_there_is_and_loads_nothing(connec
         assert reply.status_code == 200
         assert reply.headers["content-security-policy"].startswith("default-src 'none'")
         links = re.findall(r'href="([^"]+)"', reply.text)
-        assert {"docs", "metrics", "health"} <= set(links)
+        assert {"metrics", "health"} <= set(links)
         for link in links:
             assert (await client.get(f"/{link}")).status_code == 200
     assert "&lt;m&gt;" in reply.text

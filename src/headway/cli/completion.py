@@ -28,7 +28,7 @@ def script(shell: str) -> str:
     try:
         import shtab
     except ModuleNotFoundError:
-        raise ConfigError("completion needs shtab: pip install 'headway[completion]'") from None
+        raise ConfigError("completion needs shtab, which was left out: pip install shtab") from None
     parser = whole_parser()
     for command in _commands(parser):
         for action in command._actions:

@@ -34,7 +34,6 @@ EXTRAS = {
     "nixl": ("nixl", "move KV by NIXL between instances"),
     "fit": ("pyarrow", "read Parquet in `headway profile fit`"),
     "otel": ("opentelemetry.exporter.otlp.proto.http", "send traces to a collector (`--otlp-traces-endpoint`)"),
-    "completion": ("shtab", "print completion scripts for shells (`headway completion`)"),
 }
 """Extras: the package that shows whether one is installed, and what it is for."""
 

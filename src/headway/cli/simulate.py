@@ -12,7 +12,6 @@ from headway.core.output_file import check_outputs, write_output
 
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
-    from headway.sim.cluster.result import ClusterResult
     from headway.sim.sweep import ParsePoint, SweepPoint
 
 
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gantt",
         type=Path,
         metavar="FILE",
-        help="of a cluster: draw instances over time, .png, .svg or .html (first point and seed)",
+        help="of a cluster: draw instances over time, .png or .svg (first point and seed)",
     )
     parser.add_argument("--until", type=float, metavar="S", help="with --gantt: the first so many seconds only")
     parser.add_argument(
@@ -188,10 +187,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a file that cannot be written: before minutes of simulation, not after them."""
     from headway.sim.report.style import check_picture
 
-    page = arguments.gantt is not None and arguments.gantt.suffix.lower() == ".html"
     check_outputs(arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log)
-    check_outputs(arguments.gantt if page else None)
-    check_picture(None if page else arguments.gantt)
+    check_picture(arguments.gantt)
     check_picture(arguments.plot)
 
 
@@ -225,7 +222,10 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
 def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swept: bool) -> None:
     """Write the files that show one run: the first point's first seed."""
     if arguments.gantt is not None and run.cluster is not None:
-        _gantt(arguments, name, run.cluster)
+        from headway.sim.report import style
+        from headway.sim.report.gantt import gantt_figure
+
+        style.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
     if arguments.requests is not None:
         from headway.sim.report.sim_csv import requests_csv
 
@@ -239,18 +239,6 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
         from headway.sim.report.load_plot import load_figure
 
         style.save(load_figure(run.sim.records), arguments.plot)
-
-
-def _gantt(arguments: argparse.Namespace, name: str, cluster: ClusterResult) -> None:
-    from headway.sim.report import style
-    from headway.sim.report.gantt import gantt_figure
-    from headway.sim.report.gantt_html import gantt_page
-
-    if arguments.gantt.suffix.lower() == ".html":
-        page = gantt_page(cluster.bars, cluster.instances, name, arguments.until)
-        write_output(arguments.gantt, page.encode())
-    else:
-        style.save(gantt_figure(cluster.bars, cluster.instances, name, arguments.until), arguments.gantt)
 
 
 def _bytes(data: Any, compact: bool = False) -> bytes:

@@ -23,9 +23,8 @@ from headway.serving.body import BodyReader
 from headway.serving.chat import ChatFormat, parse_chat
 from headway.serving.completions import CompletionFormat, parse_completion
 from headway.serving.context import ServerContext
-from headway.serving.docs_page import DOCS_HEADERS, docs_page
 from headway.serving.errors import ApiError, as_api_error, error_response
-from headway.serving.home_page import home_page
+from headway.serving.home_page import HOME_HEADERS, home_page
 from headway.serving.journal import RequestJournal
 from headway.serving.live import pages
 from headway.serving.live.server_feed import ServerFeed
@@ -110,7 +109,6 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     if server.live is not None:
         pages.add_routes(app, server.live)
     app.add_api_route("/", _show_home, include_in_schema=False, response_model=None)
-    app.add_api_route("/docs", _show_docs, include_in_schema=False, response_model=None)
     return app
 
 
@@ -131,12 +129,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
 async def _show_home(request: Request) -> Response:
     """Show what is served, and links."""
     address = str(request.base_url).rstrip("/")
-    return HTMLResponse(home_page(request.app.state.headway, address), headers=DOCS_HEADERS)
-
-
-async def _show_docs(request: Request) -> Response:
-    """Show all endpoints on one self-contained page."""
-    return HTMLResponse(docs_page(request.app.openapi()), headers=DOCS_HEADERS)
+    return HTMLResponse(home_page(request.app.state.headway, address), headers=HOME_HEADERS)
 
 
 async def _on_headway_error(request: Request, error: Exception) -> Response:

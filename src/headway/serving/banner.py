@@ -18,7 +18,7 @@ def banner(server: ServerContext, url: str) -> str:
         kind += f", {len(engine.report().instances)} instances"
     lines = ["", f"Headway serves {', '.join(server.models())} at {url}", ""]
     lines += [line("engine", kind), *summary(info)]
-    lines += [line("pages", f"{url}/ (links to /ui, /docs, /metrics, /health)"), "", example(server, url), ""]
+    lines += [line("pages", f"{url}/ (links to /ui, /metrics, /health)"), "", example(server, url), ""]
     if settings.api_key is not None:
         lines.insert(-1, "(the key is the one that this server was given)")
     return "\n".join(lines)

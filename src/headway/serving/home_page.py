@@ -7,17 +7,27 @@ from html import escape
 from headway.core.errors import UnavailableError
 from headway.serving.banner import example
 from headway.serving.context import ServerContext
-from headway.serving.docs_page import PAGE_STYLE
+
+HOME_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+"""The browser loads nothing but inline styles: names cannot run scripts."""
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 54rem; padding: 0 1rem; color: #1a1a1a; }
+pre { overflow-x: auto; }
+h2 { border-top: 1px solid #ccc; margin-top: 2rem; padding-top: 1rem; font-size: 1.1rem; }
+code, th { font-family: ui-monospace, monospace; font-size: .9em; }
+table { border-collapse: collapse; } th, td { padding: .1rem 1.5rem .1rem 0; text-align: left; font-weight: 400; }
+@media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } h2 { border-color: #444; } }
+"""
 
 _LINKS = (
     ("ui/", "what runs now, and why requests wait"),
-    ("docs", "every endpoint and field"),
     ("v1/models", "the names that the model is served by"),
     ("metrics", "Prometheus metrics"),
     ("health", "for a liveness probe"),
     ("ready", "for a readiness probe"),
     ("version", "of the server"),
-    ("openapi.json", "the endpoints, for programs"),
+    ("openapi.json", "every endpoint and field; docs/reference/http-api.md says how they behave"),
 )
 
 
@@ -33,7 +43,7 @@ def home_page(server: ServerContext, url: str) -> str:
     rows = "".join(f'<tr><th><a href="{path}">/{path}</a></th><td>{escape(text)}</td></tr>' for path, text in links)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Headway</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{PAGE_STYLE}</style></head><body><h1>Headway</h1>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body><h1>Headway</h1>'
         f"<p>{escape(what)}. Engine: {escape(server.engine.state)}.</p>{call}<h2>Pages</h2><table>{rows}</table>"
         "</body></html>"
     )
