@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks import latency_fit as fit
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
-from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
 from headway.perf.latency.operators.collective import ring_all_reduce_ms
 from headway.perf.latency.operators.derived import DERIVED_BANDS
-from headway.perf.latency.operators.profiles import (
+from headway_research.fit.operators import batched_rows, fit_batched_prefill
+from headway_research.fit.readers import (
     COLLECTIVE,
     DECODE,
     ELEMENTWISE,

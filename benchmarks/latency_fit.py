@@ -19,14 +19,19 @@ import numpy.typing as npt
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
-from headway.perf.latency.operators.collective import fit_collectives
-from headway.perf.latency.operators.decode import fit_decode
 from headway.perf.latency.operators.derived import DeviceScaling
-from headway.perf.latency.operators.device_fit import fit_device, preferred_source
-from headway.perf.latency.operators.elementwise import fit_elementwise
-from headway.perf.latency.operators.linear import LAYERS, fit_linear
-from headway.perf.latency.operators.prefill import fit_prefill
-from headway.perf.latency.operators.profiles import (
+from headway.perf.latency.operators.device_fit import preferred_source
+from headway.perf.latency.operators.linear import LAYERS
+from headway.perf.latency.prefill_cache import PrefillCache
+from headway_research.fit.operators import (
+    fit_collectives,
+    fit_decode,
+    fit_device,
+    fit_elementwise,
+    fit_linear,
+    fit_prefill,
+)
+from headway_research.fit.readers import (
     COLLECTIVE,
     DECODE,
     ELEMENTWISE,
@@ -34,9 +39,8 @@ from headway.perf.latency.operators.profiles import (
     PREFILL,
     Column,
     OperatorProfile,
+    read_all,
 )
-from headway.perf.latency.operators.readers import read_all
-from headway.perf.latency.prefill_cache import PrefillCache
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

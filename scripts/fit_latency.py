@@ -9,9 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.perf.latency.operators.device_fit import encode, fit_device
-from headway.perf.latency.operators.profiles import OperatorProfile
-from headway.perf.latency.operators.readers import read_all
+from headway_research.fit.operators import encode, fit_device
+from headway_research.fit.readers import OperatorProfile, read_all
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

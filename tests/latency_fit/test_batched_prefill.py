@@ -15,12 +15,12 @@ from headway.core.batch import Chunk, DecodeGroup, GroupBatch
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
-from headway.perf.latency.operators.batched_prefill import batched_rows, fit_batched_prefill
-from headway.perf.latency.operators.profiles import DECODE, PREFILL, OperatorProfile
 from headway.perf.latency.parts import part_load
 from headway.perf.latency.table_latency import TableLatency
 from headway.sim.build import run_scenario
 from headway.sim.scenario import LatencySection, parse_scenario
+from headway_research.fit.operators import batched_rows, fit_batched_prefill
+from headway_research.fit.readers import DECODE, PREFILL, OperatorProfile
 
 
 def profile(family: str = PREFILL) -> OperatorProfile:

@@ -15,15 +15,16 @@ from headway.perf.latency.base import BatchLoad, load_s, solve_tokens
 from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.device_fit import DeviceFit
-from headway.perf.latency.operators.readers import read_all
 from headway.perf.latency.prefill_cache import PrefillCache
+from headway_research.fit.operators import encode, fit_device
+from headway_research.fit.readers import read_all
 
 
 @pytest.fixture(scope="module")
 def fit(tmp_path_factory: pytest.TempPathFactory) -> DeviceFit:
     folder = tmp_path_factory.mktemp("profiles")
     paths = [files.mlp_csv(folder), files.network_csv(folder), files.attention_csv(folder)]
-    return device_fit.fit_device("a100", read_all(paths), ["made by a test"], tolerance=0.0)
+    return fit_device("a100", read_all(paths), ["made by a test"], tolerance=0.0)
 
 
 def test_held_out_counts_follow_the_staircase(fit: DeviceFit) -> None:
@@ -95,7 +96,7 @@ def test_chunk_sizes_and_prefill_times_follow_from_a_fitted_model(fit: DeviceFit
 
 
 def test_source_without_attention_or_network_profiles_is_derived(tmp_path: Path) -> None:
-    only = device_fit.fit_device("a100", read_all([files.mlp_csv(tmp_path)]))
+    only = fit_device("a100", read_all([files.mlp_csv(tmp_path)]))
     latency = fitted("a100", "llama-3-8b", ParallelLayout(tp=2), fit=only)
     assert latency.source.status == "derived"
     families = latency.source.details["families"]
@@ -107,7 +108,7 @@ def test_source_without_attention_or_network_profiles_is_derived(tmp_path: Path)
 
 def test_a_fit_survives_its_file(fit: DeviceFit, tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
-    path.write_bytes(device_fit.encode(fit))
+    path.write_bytes(encode(fit))
     assert device_fit.load(path) == fit
     path.write_text("{}")
     with pytest.raises(ConfigError, match="holds no operator fit"):
@@ -118,7 +119,7 @@ def test_a_fit_survives_its_file(fit: DeviceFit, tmp_path: Path) -> None:
 
 def test_wrong_device_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no profile of h100-80gb among those read; they are of a100-80gb"):
-        device_fit.fit_device("h100", read_all([files.mlp_csv(tmp_path)]))
+        fit_device("h100", read_all([files.mlp_csv(tmp_path)]))
 
 
 def test_head_dim_other_than_profiled_scales(fit: DeviceFit) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from tests.helpers import profile_files as files
 
-from headway.cli import profile_fit
 from headway.core.errors import ConfigError
 from headway.perf.latency.fitted import fitted
+from headway_research.fit import command as fit_command
 
 
 def command(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    profile_fit.add_arguments(parser)
-    return profile_fit.run(parser.parse_args(words))
+    fit_command.add_arguments(parser)
+    return fit_command.run(parser.parse_args(words))
 
 
 def test_folder_to_a_fit_that_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,7 @@ import pytest
 from tests.helpers import profile_files as files
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.operators.profiles import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL
-from headway.perf.latency.operators.readers import read
+from headway_research.fit.readers import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, read
 
 
 def test_vidur_layer_gives_shapes_of_one_rank(tmp_path: Path) -> None:

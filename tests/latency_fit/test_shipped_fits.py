@@ -18,7 +18,7 @@ from headway.perf.hardware.models import MODELS, from_hf_config
 from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted, shipped, shipped_fit
 from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.readers import read_all
+from headway_research.fit.readers import read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = ROOT.parent / "shared" / "data" / "profiles"

@@ -48,8 +48,8 @@ LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))
 
 NESTED: dict[tuple[str, str], str] = {
     ("profile", "check"): "headway.cli.profile_check",
-    ("profile", "fit"): "headway.cli.profile_fit",
-    ("profile", "fit-eq1"): "headway.cli.profile_fit_eq1",
+    ("profile", "fit"): "headway_research.fit.command",
+    ("profile", "fit-eq1"): "headway_research.fit.eq1_command",
     ("profile", "rates"): "headway_research.tetris.profile_rates",
     ("profile", "--vllm"): "headway.cli.profile_vllm",
 }

@@ -1,4 +1,4 @@
-"""How long things take: hardware data sheets, latency models, and the operator-level accelerator study.
+"""How long things take: hardware data sheets and latency models.
 
 Policies and simulators ask this package for predicted seconds; nothing here measures or waits.
 """

@@ -6,12 +6,10 @@ further one a share of it, its marginal share: a curve over chunk × query heads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
-from headway.perf.latency.operators.profiles import PREFILL, Column, OperatorProfile
+from headway.perf.latency.operators.curves import Column
 
 
 class BatchedPrefill(msgspec.Struct, frozen=True):
@@ -29,31 +27,3 @@ class BatchedPrefill(msgspec.Struct, frozen=True):
     def batch_ms(self, alone_ms: Column, batch: Column, chunk: Column, q_heads: Column) -> Column:
         """Return the milliseconds of `batch` equal chunks that take `alone_ms` alone (elementwise)."""
         return np.asarray(alone_ms * (1.0 + (batch - 1.0) * self.shares(chunk, q_heads)), dtype=np.float64)
-
-
-def batched_rows(profile: OperatorProfile) -> tuple[OperatorProfile, Column]:
-    """Return the rows of several prompts whose single prompt was measured too, and its milliseconds alone."""
-    x = profile.x
-    keys = list(zip(x["q_heads"], x["kv_heads"], x["chunk"], x["past"], strict=True))
-    alone = {key: ms for key, batch, ms in zip(keys, x["batch"], profile.ms, strict=True) if batch == 1}
-    keep = np.array([b > 1 and key in alone for key, b in zip(keys, x["batch"], strict=True)], dtype=np.bool_)
-    return profile.where(keep), np.array([alone[key] for key, kept in zip(keys, keep, strict=True) if kept])
-
-
-def fit_batched_prefill(profiles: Sequence[OperatorProfile]) -> BatchedPrefill | None:
-    """Fit one library's profiles: the median by half octaves of tiles, made monotone (more tiles leave less idle); None
-    where no batch was measured."""
-    tiles: list[float] = []
-    shares: list[float] = []
-    for profile in profiles:
-        if profile.family != PREFILL:
-            continue
-        rows, alone = batched_rows(profile)
-        tiles.extend(np.round(2 * np.log2(rows.x["chunk"] * rows.x["q_heads"])) / 2)
-        shares.extend((rows.ms - alone) / ((rows.x["batch"] - 1) * alone))
-    if not tiles:
-        return None
-    at, found = np.array(tiles), np.array(shares)
-    knots = np.unique(at)
-    middle = np.maximum.accumulate([max(float(np.median(found[at == knot])), 0.0) for knot in knots])
-    return BatchedPrefill(tuple(float(knot) for knot in knots), tuple(round(float(share), 4) for share in middle))

@@ -24,11 +24,11 @@ from headway.perf.hardware.shapes import ModelShape
 from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.layout import ParallelLayout, RankShape, cut
 from headway.perf.latency.operators.collective import ring_all_reduce_ms
+from headway.perf.latency.operators.curves import Column
 from headway.perf.latency.operators.derived import DERIVED_BANDS, DeviceScaling
 from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
 from headway.perf.latency.operators.linear import LAYERS, base_ms
 from headway.perf.latency.operators.prefill import HEAD_DIM
-from headway.perf.latency.operators.profiles import Column
 from headway.perf.latency.table_latency import DecodeTable, PastTable, TableSource
 
 

@@ -1,20 +1,15 @@
-"""Measured times over one size: interpolation, the tile staircase, and thinning to what a data file should hold."""
+"""Measured times over one size, interpolated."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from headway.perf.latency.operators.profiles import Column
-
-TILE = 64
-"""Rows after which matrix products start another tile (times step there; 128 is a multiple)."""
+Column = npt.NDArray[np.float64]
 
 UNIT_MS = 1e-4
 """Resolution of stored times: a tenth of a microsecond. Vidur's profiles resolve one microsecond."""
-
-_NOISE_MS = 6e-4
-"""Thinning may always move a time by this much: less than the resolution of what was measured."""
 
 
 class SizeCurve(msgspec.Struct, frozen=True):
@@ -47,56 +42,3 @@ class SizeCurve(msgspec.Struct, frozen=True):
     @property
     def top(self) -> int:
         return self.size[-1]
-
-
-def curve(size: Column, value: Column, tolerance: float = 0.0, steps: bool = False, unit: float = UNIT_MS) -> SizeCurve:
-    """Fit a curve through all points.
-
-    steps: between two sizes with a tile's edge between them, time steps at that edge if it grows by more than 4%.
-    tolerance: relative error that leaving out knots may cause."""
-    order = np.argsort(size)
-    x, y = size[order], value[order]
-    if steps:
-        x, y = _stepped(x, y)
-    if tolerance:
-        # Values are positive, so relative errors are differences of logarithms.
-        keep = _thin(np.log(x), np.log(y), np.maximum(tolerance, _NOISE_MS / y if unit == UNIT_MS else 0.0))
-        x, y = x[keep], y[keep]
-    return SizeCurve(tuple(round(float(v)) for v in x), tuple(max(1, round(float(v) / unit)) for v in y), unit)
-
-
-def _stepped(x: Column, y: Column) -> tuple[Column, Column]:
-    # First tile edge at or after each size.
-    edge = np.ceil(x[:-1] / TILE) * TILE
-    # Growth between sizes further apart shows no step; sizes within the first tile cost as much as all of it.
-    near = (x[1:] - x[:-1] <= TILE) & ((x[1:] < 1.6 * x[:-1]) | (x[:-1] < TILE))
-    at = np.flatnonzero((edge + 1 < x[1:]) & (y[1:] > 1.04 * y[:-1]) & near)
-    new_x, new_y = [x], [y]
-    for i in at:
-        # Constant up to the edge, then the larger size's time from the row after it.
-        if edge[i] > x[i]:
-            new_x.append(edge[i : i + 1])
-            new_y.append(y[i : i + 1])
-        new_x.append(edge[i : i + 1] + 1)
-        new_y.append(y[i + 1 : i + 2])
-    xs, ys = np.concatenate(new_x), np.concatenate(new_y)
-    order = np.argsort(xs, kind="stable")
-    return xs[order], ys[order]
-
-
-def _thin(x: Column, y: Column, tolerance: Column) -> list[int]:
-    """Return the indices of knots to keep so that linear interpolation is within `tolerance` (Douglas-Peucker)."""
-    allowed = np.broadcast_to(tolerance, x.shape)
-    keep = {0, x.size - 1}
-    spans = [(0, x.size - 1)]
-    while spans:
-        low, high = spans.pop()
-        if high - low < 2:
-            continue
-        line = y[low] + (y[high] - y[low]) * (x[low:high] - x[low]) / (x[high] - x[low])
-        off = np.abs(line - y[low:high]) / allowed[low:high]
-        worst = int(np.argmax(off))
-        if off[worst] > 1.0:
-            keep.add(low + worst)
-            spans += [(low, low + worst), (low + worst, high)]
-    return sorted(keep)

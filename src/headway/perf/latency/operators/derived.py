@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from headway.perf.hardware.accelerators import AcceleratorSpec
+from headway.perf.latency.operators.curves import Column
 from headway.perf.latency.operators.linear import base_ms
-from headway.perf.latency.operators.profiles import Column
 
 DERIVED_BANDS = {"linear": 0.32, "elementwise": 0.28, "prefill": 0.74, "decode": 0.74, "collectives": 0.40}
 """By operator family: nine of ten times derived for the A100 from the H100, for the H100 from the A100, and by either's

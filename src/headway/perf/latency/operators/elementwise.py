@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
-from headway.perf.latency.operators.curves import SizeCurve, curve
-from headway.perf.latency.operators.profiles import Column, OperatorProfile
+from headway.perf.latency.operators.curves import Column, SizeCurve
 
 OPS = ("input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add", "emb")
 
@@ -37,18 +34,3 @@ class ElementwiseFit(msgspec.Struct, frozen=True):
         share = (np.log(width) - np.log(low)) / (np.log(high) - np.log(low))
         both = (1 - share) * np.log(known[str(low)](tokens)) + share * np.log(known[str(high)](tokens))
         return np.asarray(np.exp(both), dtype=np.float64)
-
-
-def fit_elementwise(profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> ElementwiseFit:
-    """Fit one curve per operator and width, over all models with that width (median by tokens)."""
-    points: dict[str, dict[int, dict[float, list[float]]]] = {}
-    for p in profiles:
-        for tokens, width, ms in zip(p.x["tokens"], p.x["width"], p.ms, strict=True):
-            points.setdefault(p.op, {}).setdefault(int(width), {}).setdefault(float(tokens), []).append(float(ms))
-    curves: dict[str, dict[str, SizeCurve]] = {}
-    for op, widths in sorted(points.items()):
-        for width, times in sorted(widths.items()):
-            sizes = np.array(sorted(times))
-            middle = np.array([float(np.median(times[s])) for s in sizes])
-            curves.setdefault(op, {})[str(width)] = curve(sizes, middle, tolerance)
-    return ElementwiseFit(curves)

@@ -6,23 +6,20 @@ the waste of the last wave of tiles, for several tile shapes, because that waste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
-from headway.perf.latency.operators.boosting import BoostedTrees, Matrix, fit_trees
-from headway.perf.latency.operators.curves import SizeCurve, curve
-from headway.perf.latency.operators.profiles import Column, OperatorProfile
+from headway.perf.latency.operators.boosting import BoostedTrees, Matrix
+from headway.perf.latency.operators.curves import Column, SizeCurve
 
 T0_MS, COMPUTE, MEMORY = 0.006, 0.75, 0.85
 """Constants of the roofline: fixed milliseconds, shares of peak arithmetic and bandwidth. The residual absorbs their
 error, so they need not be exact."""
 
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 128), (64, 64))
-_FEATURES = (
+FEATURES = (
     *("m", "k", "n", "bound", "base"),
     *(f"waste{a}x{b}" for a, b in _TILES),
     *(f"{what}{a}x{b}" for a, b in _TILES[:3] for what in ("tiles", "waves")),
@@ -30,8 +27,6 @@ _FEATURES = (
 )
 LAYERS = "layers"
 """Library of layer profiles (Vidur's: PyTorch's products as its engines called them)."""
-_GRID_WEIGHT = 0.1
-"""Weight of a point of a general GEMM grid relative to a layer profile's: the grid is of another library version."""
 
 
 class LinearFit(msgspec.Struct, frozen=True):
@@ -94,7 +89,7 @@ def base_ms(device: AcceleratorSpec, m: Column, k: Column, n: Column) -> Column:
 
 
 def features(device: AcceleratorSpec, m: Column, k: Column, n: Column, vidur: Column) -> Matrix:
-    """Return the residual's features (rows × `_FEATURES`): base-2 logarithms, rounded so that fits are the same on
+    """Return the residual's features (rows × `FEATURES`): base-2 logarithms, rounded so that fits are the same on
     every platform. vidur: 1 for layer profiles, 0 for a general GEMM grid."""
     arithmetic = 2 * m * k * n / (device.flops * COMPUTE)
     traffic = 2 * (m * k + k * n + m * n) / (device.bandwidth * MEMORY)
@@ -110,29 +105,3 @@ def features(device: AcceleratorSpec, m: Column, k: Column, n: Column, vidur: Co
     columns += [np.log2(np.ceil(m / 128) * 128 / m), np.log2(np.ceil(m / 64) * 64 / m)]
     columns += [np.log2(k / n), np.log2(k * n), np.log2(np.gcd(n.astype(np.int64), 4096)), vidur]
     return np.round(np.stack(columns, axis=1), 6)
-
-
-def fit_linear(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0, trees: int = 250) -> LinearFit:
-    """Fit all profiles of one device.
-
-    Shapes measured by several models or operators become one curve (median by rows); shapes of a general GEMM grid
-    train the residual only, since their steps in m are too coarse for a table."""
-    own = accelerator(device)
-    curves: dict[str, SizeCurve] = {}
-    layer = [p for p in profiles if p.op != "gemm"]
-    points: dict[tuple[int, int], dict[float, list[float]]] = {}
-    for p in layer:
-        for m, k, n, ms in zip(p.x["m"], p.x["k"], p.x["n"], p.ms, strict=True):
-            points.setdefault((int(k), int(n)), {}).setdefault(float(m), []).append(float(ms))
-    for (k, n), times in sorted(points.items()):
-        rows = np.array(sorted(times))
-        ms_of = np.array([float(np.median(times[r])) for r in rows])
-        curves[f"{k},{n}"] = curve(rows, ms_of, tolerance, steps=True)
-    m, k_, n_, y = (np.concatenate([p.x[c] if c else p.ms for p in profiles]) for c in ("m", "k", "n", ""))
-    vidur = np.concatenate([np.full(len(p), float(p.op != "gemm")) for p in profiles])
-    target = np.log(y / base_ms(own, m, k_, n_))
-    weight = np.where(vidur == 1, 1.0, _GRID_WEIGHT)
-    fitted = fit_trees(_FEATURES, features(own, m, k_, n_, vidur), target, weight=weight, trees=trees)
-    top = int(max((p.x["m"].max() for p in layer), default=m.max()))
-    grids = sorted({p.source for p in profiles if p.op == "gemm"})
-    return LinearFit(device, curves, fitted, top, (*([LAYERS] if layer else []), *grids))

@@ -12,23 +12,19 @@ tokens within 2-3% up to 4× beyond the fitted range; no public profile goes fur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.latency.operators.batched_prefill import BatchedPrefill
-from headway.perf.latency.operators.curves import SizeCurve, curve
+from headway.perf.latency.operators.curves import Column, SizeCurve
 from headway.perf.latency.operators.heads import Heads, name, neighbours
-from headway.perf.latency.operators.profiles import Column, OperatorProfile
 
 HEAD_DIM = 128
 _COMPUTE = 0.6
 _WALK_BYTES = 2e4
 """Time of a tile's walk over one token, as bytes at the device's bandwidth (10 ns on an A100), as measured."""
 _SPLIT_ROWS = 64
-_DEFAULT_SLOPE = 0.5
 
 
 class PrefillFit(msgspec.Struct, frozen=True):
@@ -144,73 +140,3 @@ def _work_ms(device: str, chunk: Column, q_heads: int) -> Column:
     own = accelerator(device)
     arithmetic = 2e3 * q_heads * HEAD_DIM * chunk * (chunk + 1) / (own.flops * _COMPUTE)
     return np.asarray(arithmetic + 1e3 * _WALK_BYTES * chunk / own.bandwidth, dtype=np.float64)
-
-
-def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: float = 0.0) -> PrefillFit:
-    """Fit the profiles of one die (A800 with A100, H800 with H100).
-
-    Rows with several prompts are left out: latency models sum single chunks."""
-    own: dict[str, dict[str, SizeCurve]] = {}
-    work: list[float] = []
-    slopes: list[float] = []
-    lines: dict[str, dict[Heads, list[tuple[float, float, float]]]] = {}
-    past = chunk = 0
-    for p in profiles:
-        one = p.where((p.x["batch"] == 1) & (p.x["chunk"] > 0))
-        heads = np.stack([one.x["q_heads"], one.x["kv_heads"]], axis=1)
-        for q, kv in np.unique(heads, axis=0):
-            rows = one.where((heads == (q, kv)).all(axis=1))
-            alone = rows.where(rows.x["past"] == 0)
-            if len(alone) > 2:
-                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(
-                    alone.x["chunk"], alone.ms, tolerance, steps=True
-                )
-                chunk = max(chunk, int(alone.x["chunk"].max()))
-            for c in np.unique(rows.x["chunk"][rows.x["past"] > 0]):
-                at = rows.where((rows.x["chunk"] == c) & (rows.x["past"] > 0))
-                if np.unique(at.x["past"]).size >= 4:
-                    a, b = _line(at.x["past"], at.ms)
-                    # Only a wide range of prefixes tells the slope from noise.
-                    if np.ptp(at.x["past"]) >= 2000:
-                        work.append(float(c * q))
-                        slopes.append(b)
-                    lines.setdefault(p.source, {}).setdefault((int(q), int(kv)), []).append((float(c), a, b))
-                    past = max(past, int(at.x["past"].max()))
-    over = {
-        source: {name(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None}
-        for source, by_heads in sorted(lines.items())
-    }
-    peak = accelerator(device).flops
-    w, s = np.array(work), np.array(slopes)
-    good = s > 0
-    if good.sum() < 4:
-        return PrefillFit(device, own, over, None, peak * _DEFAULT_SLOPE, past, chunk)
-    line = _medians(w[good], s[good] * 1e6)
-    # 4·HEAD_DIM FLOPs for each row × head and cached token, over ns: FLOP/s; the best point is a full device.
-    full = 4e9 * np.array(line.size, dtype=np.float64) * HEAD_DIM / line.values
-    return PrefillFit(device, own, over, line, float(f"{full.max():.4g}"), past, chunk)
-
-
-def _line(past: Column, ms: Column) -> tuple[float, float]:
-    """Return intercept and slope (ms, ms a cached token) by least squares of relative residuals."""
-    a = np.stack([np.ones_like(past), past], axis=1) / ms[:, None]
-    solution, *_ = np.linalg.lstsq(a, np.ones_like(ms), rcond=None)
-    return float(solution[0]), float(solution[1])
-
-
-def _over(seen: list[tuple[float, float, float]]) -> tuple[SizeCurve, SizeCurve] | None:
-    """Return curves of intercepts (ms) and slopes (ns) by chunk from (chunk, intercept, slope); None below 4 points."""
-    good = sorted((c, a, b) for c, a, b in seen if a > 0 and b > 0)
-    if len(good) < 4:
-        return None
-    chunks, a, b = (np.array(column) for column in zip(*good, strict=True))
-    return curve(chunks, a, 0.02), curve(chunks, b * 1e6, 0.02, steps=True, unit=1e-2)
-
-
-def _medians(work: Column, slope: Column) -> SizeCurve:
-    """Fit the median slope by eighths of an octave of work, made monotone: more rows never read the cache faster."""
-    bins = np.round(np.log2(work) * 8)
-    keys = np.unique(bins)
-    at = np.array([np.exp(np.mean(np.log(work[bins == k]))) for k in keys])
-    middle = np.maximum.accumulate([np.median(slope[bins == k]) for k in keys])
-    return curve(at, np.asarray(middle, dtype=np.float64), 0.005, unit=1e-2)

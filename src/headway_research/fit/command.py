@@ -27,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headway.perf.hardware.accelerators import accelerator
-    from headway.perf.latency.operators.device_fit import encode, fit_device
-    from headway.perf.latency.operators.profiles import FAMILIES
-    from headway.perf.latency.operators.readers import read_all
+    from headway_research.fit.operators import encode, fit_device
+    from headway_research.fit.readers import FAMILIES, read_all
 
     if not 0.0 <= arguments.tolerance < 0.2:
         raise ConfigError(f"--tolerance must be from 0 to 0.2, not {arguments.tolerance}")

@@ -1,30 +1,166 @@
-"""Readers of public profile formats, returning `OperatorProfile`s. The columns decide the format, not the file's name.
+"""Read public profiles of single operators (Vidur, Frontier, AIConfigurator) as `OperatorProfile`s.
 
-Vidur (microsoft/vidur): `mlp.csv` and `all_reduce.csv`/`send_recv.csv`. Frontier (NetX-lab/Frontier): `attention.csv`.
-AIConfigurator (ai-dynamo/aiconfigurator): `*_perf.parquet`. Conventions that the files do not state: a Vidur or
-Frontier file has the whole model's heads and the tensor-parallel degree; an AIConfigurator attention file has one
-rank's heads; its message sizes are elements, not bytes.
+The columns decide the format, not the name of the file. Vidur (microsoft/vidur): `mlp.csv` and `all_reduce.csv` or
+`send_recv.csv`. Frontier (NetX-lab/Frontier): `attention.csv`. AIConfigurator (ai-dynamo/aiconfigurator):
+`*_perf.parquet`. Conventions that the files do not state: a Vidur or Frontier file has the heads of the whole model and
+the tensor-parallel degree; an AIConfigurator attention file has the heads of one rank; its message sizes are elements,
+not bytes. Times are milliseconds, as in all these formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import csv
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.operators.columns import ColumnTable, read_table
-from headway.perf.latency.operators.profiles import (
-    COLLECTIVE,
-    DECODE,
-    ELEMENTWISE,
-    LINEAR,
-    PREFILL,
-    Column,
-    OperatorProfile,
-    merged,
-)
+from headway.perf.latency.operators.curves import Column
+
+LINEAR = "linear"
+"""Matrix products. Columns m (rows), k, n."""
+ELEMENTWISE = "elementwise"
+"""Norms, rotary embedding, activation, additions, embedding look-up. Columns tokens, width (elements a row)."""
+PREFILL = "prefill"
+"""Attention of prompts. Columns batch, chunk, past, q_heads, kv_heads, head_dim: of one rank, `past` cached."""
+DECODE = "decode"
+"""Attention of single tokens. Columns batch, past (of each request), q_heads, kv_heads, head_dim: of one rank."""
+COLLECTIVE = "collective"
+"""Columns workers, across (1 when nodes are crossed), bytes."""
+
+FAMILIES = (LINEAR, ELEMENTWISE, PREFILL, DECODE, COLLECTIVE)
+
+
+@dataclass(frozen=True)
+class OperatorProfile:
+    """Measurements of one operator. Points are unique: repeats are merged (median)."""
+
+    family: str
+    """One of `FAMILIES`."""
+    op: str
+    device: str
+    """Accelerator name."""
+    source: str
+    """Kernel library and version, or the profiler: libraries differ more than shapes do."""
+    group: str
+    """Model and tensor-parallel degree, or another name of the file's subject."""
+    x: Mapping[str, Column]
+    """Columns of the family: point i is `x[column][i]`."""
+    ms: Column
+    """Milliseconds of each point."""
+
+    def __len__(self) -> int:
+        return int(self.ms.size)
+
+    def where(self, keep: npt.NDArray[np.bool_]) -> OperatorProfile:
+        """Return the points where `keep` is true."""
+        x = {name: column[keep] for name, column in self.x.items()}
+        return OperatorProfile(self.family, self.op, self.device, self.source, self.group, x, self.ms[keep])
+
+
+def merged(
+    family: str, op: str, device: str, source: str, group: str, x: Mapping[str, Column], ms: Column
+) -> OperatorProfile:
+    """Return a profile with repeated points merged (median); rows whose time is not positive and finite are dropped."""
+    good = np.isfinite(ms) & (ms > 0)
+    names = list(x)
+    keys = np.stack([x[name][good] for name in names], axis=1)
+    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    # Sorted by point, then time: each point's times are the slice bounds[i]:bounds[i + 1], its median their middle.
+    order = np.lexsort((ms[good], inverse))
+    bounds = np.searchsorted(inverse[order], np.arange(unique.shape[0] + 1))
+    values = ms[good][order]
+    low, high = bounds[:-1], bounds[1:]
+    middle = (values[low + (high - low - 1) // 2] + values[low + (high - low) // 2]) / 2 if len(unique) else values
+    columns = {name: unique[:, i] for i, name in enumerate(names)}
+    return OperatorProfile(family, op, device, source, group, columns, np.asarray(middle, dtype=np.float64))
+
+
+class ColumnTable:
+    """Columns of text or numbers. `numbers` and `words` raise ConfigError on what is missing or malformed."""
+
+    def __init__(self, path: Path, columns: dict[str, list[Any]]) -> None:
+        self.path = path
+        self.columns = columns
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
+
+    def _column(self, name: str) -> list[Any]:
+        if name not in self.columns:
+            raise ConfigError(f"{self.path}: no column {name!r}; it has {', '.join(self.columns)}")
+        return self.columns[name]
+
+    def numbers(self, name: str, default: float | None = None) -> Column:
+        """Return a column as floats (empty cells: NaN). default: value of every row when the file lacks the column."""
+        if default is not None and name not in self.columns:
+            return np.full(len(self), default)
+        values = self._column(name)
+        try:
+            return np.array([np.nan if v is None or v == "" else float(v) for v in values], dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.path}: column {name!r} is not a number everywhere ({error})") from error
+
+    def words(self, name: str) -> npt.NDArray[np.str_]:
+        """Return a column as strings."""
+        return np.array([str(v) for v in self._column(name)])
+
+
+def read_table(path: Path) -> ColumnTable:
+    """Read a .csv, .csv.gz or .parquet file (the last needs `pip install headway[fit]`), told apart by the name's end.
+
+    Raises ConfigError when it cannot be read."""
+    try:
+        if path.name.endswith(".parquet"):
+            return _parquet(path)
+        if path.name.endswith((".csv", ".csv.gz")):
+            return _csv(path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}") from error
+    raise ConfigError(f"{path}: profiles are .csv, .csv.gz or .parquet files")
+
+
+def _csv(path: Path) -> ColumnTable:
+    data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    rows = csv.reader(data.decode("utf-8-sig").splitlines())
+    header = next(rows, None)
+    if not header:
+        raise ConfigError(f"{path} is empty")
+    body = [row for row in rows if row]
+    short = next((i for i, row in enumerate(body) if len(row) != len(header)), None)
+    # Reported line: the header is line 1, and `short` counts rows from 0.
+    if short is not None:
+        raise ConfigError(f"{path}: line {short + 2} has {len(body[short])} fields, the header {len(header)}")
+    if not body:
+        raise ConfigError(f"{path} has a header but no rows")
+    return ColumnTable(path, dict(zip(header, map(list, zip(*body, strict=True)), strict=True)))
+
+
+def _parquet(path: Path) -> ColumnTable:
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow: pip install 'headway[fit]'") from error
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowException as error:
+        raise ConfigError(f"{path} is not a Parquet file: {error}") from error
+    if not table.num_rows:
+        raise ConfigError(f"{path} has no rows")
+    return ColumnTable(path, {name: table[name].to_pylist() for name in table.column_names})
+
 
 DEVICES = {
     "a100": "a100-80gb",
