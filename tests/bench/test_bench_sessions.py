@@ -161,7 +161,7 @@ def test_prompts_repeat_the_answer_that_was_given(agents: Path) -> None:
     [
         (("--sessions", "0"), "above 0"),
         (("--sessions", "1", "--think", "-1"), "0 or more"),
-        (("--sessions", "1", "--share-prefixes"), "not with --share-prefixes"),
+        (("--sessions", "1", "--slice", "0:2"), "not with --slice"),
         (("--sessions", "1", "--rate", "2"), "not with --rate"),
         (("--sessions", "1", "--max-prompt-tokens", "50"), "every session"),
     ],

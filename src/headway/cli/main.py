@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("headway.cli.prepare", "have a server compute a document's KV ahead, and keep it for questions"),
     "bench": (
         "headway.serving.load.command",
-        "load an OpenAI endpoint and measure it; `bench convoy` compares policies",
+        "replay a trace on an OpenAI endpoint and measure it; `bench convoy` compares policies",
     ),
     "demo": ("headway.cli.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),

@@ -1,4 +1,4 @@
-"""`headway bench`: open-loop load, and `headway bench convoy`. The CLI registers this; heavy imports wait for `run`."""
+"""`headway bench` replays a trace; `headway bench convoy`. The CLI registers this; heavy imports wait for `run`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headway.serving.load import convoy_command, load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the load run, and the sub-command `convoy`."""
+    """Add the options of a replay, and the sub-command `convoy`."""
     load.add_arguments(parser)
     commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
     convoy = commands.add_parser("convoy", help="one long prompt and a beat of short ones: the waits of both")
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the load or the convoy; return the exit status."""
+    """Run the replay or the convoy; return the exit status."""
     end_like_ctrl_c()
     if args.bench_command == "convoy":
         return convoy_command.run(args)

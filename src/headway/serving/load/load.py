@@ -1,4 +1,4 @@
-"""`headway bench`: open-loop load on any OpenAI endpoint, a table per class, JSON and plots."""
+"""`headway bench`: a trace replayed on any OpenAI endpoint, a table per class, JSON and plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the load run, those of the workload included."""
+    """Add the options of a replay, those of the workload included."""
     from headway.serving.load import load_workload
     from headway.serving.load.arguments import whole
 
@@ -30,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--model", help="model name, or checkpoint folder (default: the first of /v1/models)")
     where.add_argument("--api-key", help="sent as a bearer token")
     where.add_argument(
-        "--vocab-size", type=whole(2), help="draw prompt ids below this (default: the checkpoint's, else 256)"
-    )
-    where.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="for one request (default %(default)s)"
-    )
-    where.add_argument(
         "--plain-openai", action="store_true", help="send nothing beyond OpenAI's API: no ignore_eos, min_tokens"
     )
     load_workload.add_arguments(parser)
@@ -45,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     judge.add_argument("--send-slo", action="store_true", help="tell the server the objectives too, by header")
     judge.add_argument(
-        "--seed", type=whole(0), default=0, help="decides lengths, arrivals and prompts (default %(default)s)"
+        "--seed", type=whole(0), default=0, help="decides prompts and what is drawn (default %(default)s)"
     )
     judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
     judge.add_argument("--plot", type=Path, metavar="FILE", help="draw CDFs and waits there (.png or .svg)")
@@ -79,14 +73,13 @@ def run(args: argparse.Namespace) -> int:
     check_classes("--goodput ", goodput.classes, requests, partial(classes_of, args))
     folder = args.model is not None and Path(args.model).is_dir()
     model = args.model if args.model is not None and not folder else str(first_model(args.url, args.api_key)["id"])
-    vocab_size = args.vocab_size or vocab_size_of(args.model) or SAFE_VOCAB
+    vocab_size = vocab_size_of(args.model) or SAFE_VOCAB
     longest = max(request.prompt_tokens for request in requests)
     pool = PromptPool(np.random.default_rng((args.seed, 1)), vocab_size, longest)
     endpoint = TargetEndpoint(
         base_url=args.url,
         model=model,
         api_key=args.api_key,
-        timeout_s=args.timeout,
         extensions=not args.plain_openai,
         send_slo=args.send_slo,
     )
@@ -100,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         f"{tokens(total)} prompt tokens (longest {tokens(longest)}), ids below {vocab_size}"
     )
     if args.sessions is None:
-        made = jobs(requests, pool, goodput, share_prefixes=args.share_prefixes)
+        made = jobs(requests, pool, goodput)
         play = partial(run_open_loop, jobs=made)
     else:
         job = partial(job_of, goodput=goodput, keep_ids=not args.plain_openai)

@@ -13,44 +13,10 @@ CACHE_BLOCK = 64
 """Tokens per block of cached prefixes in traces: a prefix that reaches the end may be short by less than this."""
 
 
-class SessionPrompts:
-    """Prompts whose shared prefixes are those that a trace recorded as cached.
-
-    Each session has one sequence of tokens. A request whose cached prefix reaches the end of the tokens sent so far
-    extends the sequence. Any other request takes its cached prefix from the sequence and continues with fresh tokens,
-    which no later request shares.
-    """
-
-    def __init__(self, pool: PromptPool) -> None:
-        self._pool = pool
-        # By session: place of its sequence in the pool, and tokens sent of it.
-        self._lines: dict[str, tuple[int, int]] = {}
-
-    def prompt(self, session: str, tokens: int, cached: int) -> bytes:
-        """Return the next prompt of a session, of `tokens` tokens with `cached` of them shared, as JSON."""
-        if session not in self._lines:
-            self._lines[session] = (self._pool.place(), 0)
-        place, sent = self._lines[session]
-        if cached + CACHE_BLOCK > sent:
-            self._lines[session] = (place, max(sent, tokens))
-            return self._pool.json(tokens, place)
-        return self._pool.json_sharing(tokens, cached, place)
-
-
-def jobs(
-    requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets, *, share_prefixes: bool = False
-) -> Iterator[LoadRequest]:
-    """Yield one request to send per request of the workload, in order.
-
-    share_prefixes: prompts of a session share prefixes (`SessionPrompts`); otherwise every prompt is new.
-    """
-    sessions = SessionPrompts(pool)
+def jobs(requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets) -> Iterator[LoadRequest]:
+    """Yield one request to send per request of the workload, in order; every prompt is new."""
     for number, request in enumerate(requests):
-        if share_prefixes and request.session is not None:
-            prompt = sessions.prompt(request.session, request.prompt_tokens, request.cached_tokens)
-        else:
-            prompt = pool.json(request.prompt_tokens)
-        yield job_of(number, request, prompt, request.arrival_s, goodput)
+        yield job_of(number, request, pool.json(request.prompt_tokens), request.arrival_s, goodput)
 
 
 def job_of(

@@ -1,4 +1,4 @@
-"""JSON of a load run: the summary, also under the names of `vllm bench serve`, and one row per request."""
+"""JSON of a load run: the summary, and one row per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_json(
     records: Sequence[RequestRecord],
     interrupted: bool,
 ) -> dict[str, Any]:
-    """Return the file's contents. Times in seconds, except under `vllm`, whose keys end in `_ms`."""
+    """Return the file's contents. Times in seconds."""
     return {
         "schema": SCHEMA,
         "model": model,
@@ -35,7 +35,6 @@ def load_json(
         "versions": versions(),
         "summary": summary.to_json(),
         "send_lag_s": send_lag(records),
-        "vllm": vllm_names(summary),
         "requests": [_row(record) for record in records],
     }
 
@@ -43,28 +42,6 @@ def load_json(
 def send_lag(records: Sequence[RequestRecord]) -> dict[str, float | None]:
     """Return percentiles of the client's delay, sent - due, in seconds. Latencies include it."""
     return percentiles(record.sent_s - record.arrival_s for record in records if record.sent_s is not None)
-
-
-def vllm_names(summary: RunSummary) -> dict[str, float | None]:
-    """Return the summary under the keys of `vllm bench serve`, whose ITL is TBT here."""
-    total, body = summary.total, summary.to_json()
-    flat: dict[str, float | None] = {
-        "duration": summary.duration_s,
-        "completed": total.ok,
-        "failed": total.requests - total.ok,
-        "total_input_tokens": total.prompt_tokens,
-        "total_output_tokens": total.output_tokens,
-        "request_throughput": body["request_throughput_rps"],
-        "request_goodput": body["goodput_rps"],
-        "output_throughput": body["output_throughput_tps"],
-        "total_token_throughput": body["total_throughput_tps"],
-    }
-    # Keys such as mean_ttft_ms and p99_itl_ms.
-    for theirs, ours in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "tbt_s"), ("e2el", "e2e_s")):
-        for prefix, key in (("mean", "mean"), ("median", "p50"), ("p90", "p90"), ("p99", "p99")):
-            value = total.latencies[ours].get(key)
-            flat[f"{prefix}_{theirs}_ms"] = None if value is None else value * 1000
-    return flat
 
 
 def _row(record: RequestRecord) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from headway.core.file_sections import Count, FileSection, Positive
+from headway.sim.workload.presets import PRESETS
 from headway.sim.workload.trace_request import class_name
 
 
@@ -20,7 +21,8 @@ class SessionsSection(FileSection):
 
 
 class MixSection(FileSection):
-    """One kind of request. Lengths as in `headway bench`: fixed:200, uniform:100-500, lognormal:median=…,p90=…, …"""
+    """One kind of request. Lengths: fixed:200, uniform:100-500, lognormal:median=…,p90=… (or mu, sigma; min, max),
+    empirical:FILE, mix:0.95*SPEC+0.05*SPEC; K and M mean 10³ and 10⁶."""
 
     share: Positive = 1.0
     klass: Annotated[str, AfterValidator(class_name)] = Field(default="", alias="class")
@@ -33,7 +35,7 @@ class MixSection(FileSection):
 class WorkloadSection(FileSection):
     """Exactly one of preset, trace and mix."""
 
-    preset: str | None = Field(default=None, description="a named mix (headway.sim.workload.presets)")
+    preset: str | None = Field(default=None, description=f"a named mix: {', '.join(PRESETS)}")
     trace: str | tuple[str, ...] | None = Field(
         default=None,
         description="a trace file or a server's event log, or several that ran together; own arrival times unless "

@@ -67,24 +67,6 @@ def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Reques
     return rescale_time(ordered, (len(ordered) - 1) / ordered[-1].arrival_s / rate_rps)
 
 
-def scale_lengths(requests: Iterable[TraceRequest], prompt: float = 1.0, output: float = 1.0) -> Requests:
-    """Multiply and round lengths; a length of at least one token stays at least one."""
-
-    def scaled(count: int, factor: float) -> int:
-        return max(1, round(count * factor)) if count else 0
-
-    return [
-        replace(
-            request,
-            prompt_tokens=scaled(request.prompt_tokens, prompt),
-            cached_tokens=min(scaled(request.cached_tokens, prompt), scaled(request.prompt_tokens, prompt)),
-            output_tokens=scaled(request.output_tokens, output),
-            text=request.text if prompt == output == 1.0 else None,
-        )
-        for request in requests
-    ]
-
-
 def clip_lengths(
     requests: Iterable[TraceRequest], max_prompt: int | None = None, max_output: int | None = None, least: int = 1
 ) -> Requests:
