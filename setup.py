@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say of a wheel: the examples are in it, and compiled libraries where they are asked for.
 
 HEADWAY_PREBUILT=1 compiles `core.native_build.LIBRARIES` for x86-64; the wheel is then of that platform, of any Python.
-HEADWAY_COMPILED=1 adds policies and simulator as machine code (`core.compiled_modules`) for the Python that builds it;
+HEADWAY_COMPILED=1 adds policies and simulator as machine code (scripts/compiled_modules.py) for the Python that builds it;
 any other runs them interpreted.
 """
 
@@ -17,7 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "src"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 PREBUILT = os.environ.get("HEADWAY_PREBUILT", "0") != "0"
 COMPILED = os.environ.get("HEADWAY_COMPILED", "0") != "0"
 
@@ -52,7 +52,7 @@ class BuildWithExamples(build_py):
             build(compiler, library, target, library.portable)
 
     def compile_modules(self) -> None:
-        from headway.core.compiled_modules import can_compile, compile_modules
+        from compiled_modules import can_compile, compile_modules
 
         if not can_compile():
             raise SystemExit(

@@ -15,8 +15,8 @@ import random
 import statistics
 import time
 
+from headway.cli.machine_findings import is_compiled
 from headway.core.batch import Batch
-from headway.core.compiled_modules import is_compiled
 from headway.core.request import Request
 from headway.core.span import Span
 from headway.kv.block_manager import BlockManager

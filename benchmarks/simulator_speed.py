@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from headway.core.compiled_modules import is_compiled
+from headway.cli.machine_findings import is_compiled
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.load.machine import machine

@@ -16,12 +16,12 @@ from typing import Any
 
 import uvicorn
 from scripts.headless_browser import browser, missing_browser
+from tests.helpers.faults import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.live.engine_recording import EngineRecording
 from headway.serving.live.log_player import LogPlayer
 from headway.serving.live.watch import create_app
-from headway.sim.faults import small_machine
 from headway.sim.metrics.record import SloTargets
 from headway.sim.replay import replay
 from headway.sim.replayed_run import ReplayedRun

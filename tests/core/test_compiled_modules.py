@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts.compiled_modules import PACKAGE, can_compile, compile_modules, split_types
 
-from headway.core.compiled_modules import PACKAGE, can_compile, compile_modules, split_types
 from headway.core.errors import InvariantError
 
 WORLDS = """
 import sys
 import numpy as np
-from headway.core.compiled_modules import is_compiled
+from headway.cli.machine_findings import is_compiled
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate

@@ -14,8 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from scripts.compiled_modules import can_compile
 
-from headway.core.compiled_modules import can_compile
 from headway.core.native_build import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = folder / "checkout"
     shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "examples", copy / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    (copy / "scripts").mkdir()
+    for name in ("scripts/compiled_modules.py", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     build(copy, "sdist", folder / "dist")
     with tarfile.open(next((folder / "dist").glob("*.tar.gz"))) as sources:

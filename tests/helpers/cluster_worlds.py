@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.helpers.faults import small_machine
+
 from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.latency.groups import GroupShape
@@ -11,7 +13,6 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.base import Action, Event
 from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot
 from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.faults import small_machine
 from headway.sim.spec import InstanceSpec
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)

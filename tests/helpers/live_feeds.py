@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tests.helpers.faults import small_machine
+
 from headway.policy.iteration.config import SchedulerConfig
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.serving.live.feed import FollowedRequest, LiveFeed
-from headway.sim.faults import small_machine
 from headway.sim.replay import _ReplayState, replay
 from headway.sim.replayed_run import ReplayedRun
 from headway.sim.simulation import simulate

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.helpers.faults import small_machine
+
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec
-from headway.sim.faults import small_machine
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.prompt_text import PromptText, with_session_texts

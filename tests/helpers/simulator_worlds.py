@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+from tests.helpers.faults import small_machine
+
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, StageLink
-from headway.sim.faults import small_machine
 from headway.sim.metrics import SloTargets
 from headway.sim.workload import TraceRequest
 

@@ -9,8 +9,9 @@ from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.models import model
 from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency import fast_sp, fast_sp_as_printed
+from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
+from headway_research.pecsched import as_printed
 
 RATES = SpRates.of(accelerator("a100"), 400.0, 0.6, 0.55)
 FREE = SpRates(  # communication costs nothing, kernels lose nothing in a ring
@@ -97,9 +98,9 @@ def test_printed_formulas_choose_differently(name: str) -> None:
     wins for long prompts."""
     shape, g = model(name), group(name, 8, 1)
     for tokens in (100_000, 250_000, 500_000):
-        assert fast_sp_as_printed.fastest(shape, RATES, g, tokens).attn == "megatron"
+        assert as_printed.fastest(shape, RATES, g, tokens).attn == "megatron"
         assert fast_sp.fastest(shape, RATES, g, tokens).attn == "ulysses"
-    flops = {form: fast_sp_as_printed.attention_flops(form, shape, g, 500_000) for form in fast_sp.FORMS}
+    flops = {form: as_printed.attention_flops(form, shape, g, 500_000) for form in fast_sp.FORMS}
     assert flops["ulysses"] / flops["megatron"] > 1.9  # the same pairs, counted G / T times
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import PerToken, cluster
+from tests.helpers.faults import small_machine
 
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.faults import small_machine
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.faults import small_machine
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
@@ -21,7 +22,6 @@ from headway.perf.latency.table_latency import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.counterfactual import outcomes, with_setting
 from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
-from headway.sim.faults import small_machine
 from headway.sim.metrics import SloTargets
 from headway.sim.noise import NoiseSpec
 from headway.sim.replay import replay

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.helpers import faults
+from tests.helpers.faults import FaultWorld, explore
 
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.scheduler import Scheduler
-from headway.sim import faults
-from headway.sim.faults import FaultWorld, explore
 
 
 @pytest.mark.parametrize("first", range(0, 120, 30))
@@ -32,7 +32,7 @@ def test_a_leaked_block_is_found_and_the_seed_reported(monkeypatch: pytest.Monke
     said: list[str] = []
     assert explore([3], said.append) == 1
     assert said[0].startswith("seed 3: ")
-    assert "--faults seed=3" in said[0]
+    assert "tests.helpers.faults 3" in said[0]
 
 
 def test_a_token_computed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

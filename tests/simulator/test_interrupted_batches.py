@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.helpers.faults import small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, simulate
-from headway.sim.faults import small_machine
 from headway.sim.replay import replay
 from headway.sim.workload import TraceRequest
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from tests.helpers.faults import small_machine
 from tests.helpers.simulator_worlds import how, requests
 
 from headway.core.errors import ConfigError
@@ -23,7 +24,6 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.build import instance_of, run_scenario
-from headway.sim.faults import small_machine
 from headway.sim.memory import InfeasibleError
 from headway.sim.replay import replay
 from headway.sim.report.perfetto import trace_events

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.helpers.faults import small_machine
 
 from headway.cli.main import main
 from headway.core.batch import Batch
@@ -30,7 +31,6 @@ from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 from headway.sim.calibration import calibrate, corrected_table
 from headway.sim.explanation import explain
-from headway.sim.faults import small_machine
 from headway.sim.replay import read_log, replay
 
 INFO = EngineInfo(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.helpers.faults import small_machine
 from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
 
@@ -15,7 +16,6 @@ from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import Mode, SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate
-from headway.sim.faults import small_machine
 from headway.sim.metrics.definitions import tbt_s, ttft_s
 from headway.sim.metrics.record import SloTargets
 from headway.sim.workload import TraceRequest

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
+from tests.helpers.faults import small_machine
 
 from headway.core.request import Request
 from headway.core.span import Span
@@ -30,7 +31,6 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.faults import small_machine
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

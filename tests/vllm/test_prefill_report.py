@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
+from tests.helpers.faults import small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.prefill_report import PrefillReport
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.faults import small_machine
 
 
 def test_reported_times_grow_with_the_prompt_and_follow_what_is_learned() -> None:

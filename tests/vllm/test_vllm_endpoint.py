@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
+from tests.helpers.faults import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.faults import small_machine
 from headway.sim.simulation import simulate
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 from headway import __version__
-from headway.core.compiled_modules import is_compiled
 from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
 from headway.perf.hardware.memory import available_bytes, gib
@@ -48,6 +47,12 @@ class MachineFinding:
     what: str
     advice: str = ""
     """What to do about it; empty where there is nothing to do."""
+
+
+def is_compiled() -> bool:
+    """Return whether scheduler and simulator run as machine code (a wheel built with HEADWAY_COMPILED=1)."""
+    module = importlib.util.find_spec("headway.sim.replica")
+    return module is not None and str(module.origin).endswith(".so")
 
 
 def findings(port: int = 8000) -> Iterator[MachineFinding]:

@@ -61,16 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timings", action="store_true", help="measure the scheduler's own time (results then vary a little)"
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of scenario files and end")
-    parser.add_argument(
-        "--faults",
-        metavar="seed=N",
-        help="no scenario: drive the scheduler through random faults from seed N (or N:M) and check it after each step",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.faults is not None:
-        return _faults(arguments.faults)
     from headway.sim.scenario import Scenario
 
     if arguments.schema:
@@ -79,9 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(Scenario.model_json_schema(), indent=2))
         return 0
     if arguments.scenario is None:
-        raise ConfigError(
-            "name a scenario file (such as examples/chat-and-documents.yaml), --schema or --faults seed=1"
-        )
+        raise ConfigError("name a scenario file (such as examples/chat-and-documents.yaml) or --schema")
     data = _read(arguments)
     return _simulate(arguments, data)
 
@@ -246,17 +237,3 @@ def _bytes(data: Any, compact: bool = False) -> bytes:
 
     body = msgspec.json.encode(data)
     return body if compact else msgspec.json.format(body, indent=1) + b"\n"
-
-
-def _faults(text: str) -> int:
-    from headway.sim.faults import explore
-
-    name, _, value = text.rpartition("=")
-    first, colon, last = value.partition(":")
-    try:
-        if name not in ("seed", "seeds", ""):
-            raise ValueError
-        seeds = range(int(first), int(last) if colon else int(first) + 1)
-    except ValueError:
-        raise ConfigError(f"--faults {text!r}: write seed=7, or seed=0:1000 for many") from None
-    return explore(seeds, print)

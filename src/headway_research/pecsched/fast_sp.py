@@ -1,13 +1,14 @@
 """PecSched §5.1 and §5.3: what a pause keeps, and which of four combinations fast SP chooses, by the corrected formulas
-(`perf.latency.fast_sp`) and by the printed ones (`perf.latency.fast_sp_as_printed`)."""
+(`perf.latency.fast_sp`) and by the printed ones (`as_printed`)."""
 
 from __future__ import annotations
 
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
-from headway.perf.latency import fast_sp, fast_sp_as_printed
+from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway_research.pecsched import as_printed
 from headway_research.pecsched.setting import MODELS
 from headway_research.verdicts import at_least, band, judge, order
 
@@ -25,7 +26,7 @@ class SpPlans:
         setting = {name: (shapes[name], self.rates, self.groups[name], LENGTHS[-1]) for name in MODELS}
         chosen = {name: fast_sp.fastest(*at) for name, at in setting.items()}
         self.chosen = {name: _forms(plan) for name, plan in chosen.items()}
-        self.printed = {name: _forms(fast_sp_as_printed.fastest(*at)) for name, at in setting.items()}
+        self.printed = {name: _forms(as_printed.fastest(*at)) for name, at in setting.items()}
         self.ring_over_chosen = {
             name: fast_sp.plain_ring(*at).seconds / chosen[name].seconds for name, at in setting.items()
         }

@@ -1,4 +1,4 @@
-"""Tetris's planner (CDSP, Algorithms 1-3) as it is used: the same plans as `cdsp_literal`, in microseconds.
+"""Tetris's planner (CDSP, Algorithms 1-3): the plans of the algorithms as printed, in microseconds.
 
 Four observations make it fast. Eq. (2) is an absolute time line: a chunk starts at the later of the previous chunk's
 end and its group's latest free time, so pools are never copied. On a node, groups are always the first so many by free

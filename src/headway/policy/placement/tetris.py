@@ -31,7 +31,6 @@ from headway.policy.placement.base import (
     RequestFinished,
 )
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_literal import LiteralPlanner
 from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.groups import prefill_instances
@@ -58,8 +57,6 @@ class TetrisOptions(AffinityOptions):
     """Time between two measurements of the load."""
     single_chunk: bool = False
     """Algorithm 1 without lines 5-21: a prompt is one chunk."""
-    literal: bool = False
-    """Plan by the algorithms as printed (slow)."""
     anchored: bool = True
     """False: keep to the plans' own time line and ignore when spans really end (to show what that costs)."""
 
@@ -88,7 +85,7 @@ class TetrisPlacement(PlacementPolicy):
         self._decodes = DecodePlacement()
         self._requests: dict[str, Request] = {}
         self._cached: dict[str, tuple[int, ...]] = {}  # tokens that instances had when a request arrived
-        self._planner: CdspPlanner | LiteralPlanner | None = None
+        self._planner: CdspPlanner | None = None
         self._ids: tuple[int, ...] = ()  # instance of each position in the planner's pool
         self._own_free_s: list[float] = []  # by position, when all plans so far end; only if not anchored
 
@@ -187,9 +184,6 @@ class TetrisPlacement(PlacementPolicy):
             at = min(range(len(queue_s)), key=queue_s.__getitem__)
             alone_s = self._latency.prefill_s(request.cached_tokens, tokens, GroupShape(1))
             return ChunkAllocation((ChunkPlan(tokens, (at,)),), queue_s[at] + alone_s)
-        if isinstance(planner, LiteralPlanner):
-            planner.rate = rate
-            return planner.plan(tokens, dict(enumerate(queue_s)), request.cached_tokens)
         return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
 
     def _queue_s(self, view: ClusterSnapshot) -> list[float]:
@@ -210,13 +204,11 @@ class TetrisPlacement(PlacementPolicy):
             for i in group:
                 self._own_free_s[i] = at
 
-    def _make_planner(self, view: ClusterSnapshot) -> CdspPlanner | LiteralPlanner:
+    def _make_planner(self, view: ClusterSnapshot) -> CdspPlanner:
         # by (node, id): positions of one node are consecutive
         self._ids = view.ordered(prefill_instances(view, "tetris"))
         self._own_free_s = [0.0] * len(self._ids)
         nodes = [view.instances[i].node for i in self._ids]
-        if self._options.literal:
-            return LiteralPlanner(self._latency, self._sizes(), nodes, 0.0)
         latency = _eq1(self._latency, self._sizes())
         return CdspPlanner(latency, [s for s in self._sizes() if s in latency.sizes], nodes)
 

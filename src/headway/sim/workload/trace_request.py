@@ -48,7 +48,7 @@ class TraceRequest:
     """As in `core.request`: lower goes first."""
 
     def __post_init__(self) -> None:
-        # Tables give NumPy's numbers, which compiled modules (`core.compiled_modules`) refuse.
+        # Tables give NumPy's numbers, which compiled modules (`scripts/compiled_modules.py`) refuse.
         for name, kind in (("arrival_s", float), ("prompt_tokens", int), ("output_tokens", int)):
             if type(getattr(self, name)) is not kind:
                 object.__setattr__(self, name, kind(getattr(self, name)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ def explore(seeds: Iterable[int], report: Callable[[str], None]) -> int:
         # no invariant may be violated in any way: an AssertionError counts as much as an InvariantError
         except Exception as error:
             failed += 1
-            report(f"seed {seed}: {type(error).__name__}: {error}  (again: headway simulate --faults seed={seed})")
+            report(f"seed {seed}: {type(error).__name__}: {error}  (again: python -m tests.helpers.faults {seed})")
     report(f"{tried} seeds, {steps} steps, {failed} failed")
     return 1 if failed else 0
 
@@ -275,3 +276,7 @@ class FaultWorld:
             )
             tracks.append(DecodeTrack(request, TraceRequest(at, prompt, output)))
         return tracks
+
+
+if __name__ == "__main__":
+    sys.exit(explore([int(word) for word in sys.argv[1:]], print))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from headway.core.errors import InvariantError
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "headway"
 MODULES = (
     "kv/block_allocator",
     "kv/block_manager",
@@ -79,11 +79,6 @@ arguments = ["--config-file", "mypy.ini", *sys.argv[1:]]
 extensions = mypycify(arguments, opt_level="2", debug_level="0", group_name="headway")
 setup(name="headway-compiled", packages=[], ext_modules=extensions, script_args=["-q", "build_ext", "--inplace"])
 """
-
-
-def is_compiled() -> bool:
-    """Whether this installation runs `MODULES` as machine code."""
-    return (PACKAGE / (MODULES[0] + str(sysconfig.get_config_var("EXT_SUFFIX")))).exists()
 
 
 def can_compile() -> bool:
