@@ -53,7 +53,7 @@ from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.result import GanttBar
 from headway.sim.replay import read_log
 from headway.sim.report.gantt import gantt_figure
-from headway.sim.report.live_trace import timeline
+from headway.sim.report.perfetto import engine_timeline
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.transforms import classify, clip_lengths, rescale_to_rate, slice_by
@@ -157,7 +157,7 @@ def _name(attempt: str) -> str:
 def _busy(log: Path) -> Iterable[tuple[float, float]]:
     """When an instance's scheduler computed; breaks of 5 ms and less do not count."""
     merged: list[tuple[float, float]] = []
-    for one in sorted(timeline(read_log(log)).slices, key=lambda one: one.start_s):
+    for one in sorted(engine_timeline(read_log(log)).slices, key=lambda one: one.start_s):
         if merged and one.start_s - merged[-1][1] < 0.005:
             merged[-1] = merged[-1][0], max(merged[-1][1], one.end_s)
         else:

@@ -26,7 +26,7 @@ from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
-from headway.sim.report.live_trace import live_trace_events, timeline
+from headway.sim.report.perfetto import engine_timeline, engine_trace
 
 LAYOUTS = ((1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 3, 3))
 """T x S x K."""
@@ -139,9 +139,9 @@ def test_shorts_are_served_by_all_groups_beside_a_long_request() -> None:
         if any(name != "0" for name, _, _ in chunks)
     }
     assert homes == {0, 1}
-    trace = timeline(told.events)
+    trace = engine_timeline(told.events)
     assert [(join.request, join.start) for join in trace.joins] == [("0", 72)]
-    (join,) = (event for event in live_trace_events(trace)["traceEvents"] if event["ph"] == "i")
+    (join,) = (event for event in engine_trace(trace)["traceEvents"] if event["ph"] == "i")
     slices = [one for one in trace.slices if any(name == "0" for name, _, _ in one.chunks)]
     assert join["name"] == f"group {trace.joins[0].group} joins 0"
     assert {one.group for one in slices} == {0, 1}

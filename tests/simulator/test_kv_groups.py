@@ -26,7 +26,7 @@ from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.build import instance_of, run_scenario
 from headway.sim.memory import InfeasibleError
 from headway.sim.replay import replay
-from headway.sim.report.perfetto import trace_events
+from headway.sim.report.perfetto import simulation_trace
 from headway.sim.requests import requests_of
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
@@ -113,7 +113,7 @@ def test_an_exchange_adds_its_predicted_cost() -> None:
 
 
 def test_a_trace_has_a_thread_for_each_group_and_stage() -> None:
-    events = trace_events(timeline(2))["traceEvents"]
+    events = simulation_trace(timeline(2))["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes == {"group 0 stage 0", "group 1 stage 0"}
     together = [event for event in events if event["ph"] == "X" and event["cat"] == "prefill"]

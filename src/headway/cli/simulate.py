@@ -222,9 +222,9 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
 
         write_output(arguments.requests, requests_csv(run.sim.records).encode())
     if arguments.trace is not None:
-        from headway.sim.report.perfetto import trace_events
+        from headway.sim.report.perfetto import simulation_trace
 
-        write_output(arguments.trace, _bytes(trace_events(run.sim), compact=True))
+        write_output(arguments.trace, _bytes(simulation_trace(run.sim), compact=True))
     if arguments.plot is not None and not swept:
         from headway.sim.report import style
         from headway.sim.report.load_plot import load_figure

@@ -26,20 +26,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     from headway.sim.cluster_log import is_cluster_log, read_cluster
     from headway.sim.replay import read_log
-    from headway.sim.report.cluster_trace import cluster_trace_events
-    from headway.sim.report.live_trace import live_trace_events, timeline
+    from headway.sim.report.perfetto import cluster_trace, engine_timeline, engine_trace
 
     if is_cluster_log(arguments.log):
         run = read_cluster(arguments.log)
-        write_output(arguments.out, msgspec.json.encode(cluster_trace_events(run)))
+        write_output(arguments.out, msgspec.json.encode(cluster_trace(run)))
         counts = f"{len(run.spans)} spans, {len(run.transfers)} KV transfers, {len(run.requests)} requests"
         _say(f"{len(run.instances)} instances, {counts}: {arguments.out}", arguments.out)
         return 0
-    trace = timeline(of_an_engine(read_log(arguments.log), arguments.log))
+    trace = engine_timeline(of_an_engine(read_log(arguments.log), arguments.log))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
-    write_output(arguments.out, msgspec.json.encode(live_trace_events(trace)))
-    lanes = len({(one.group, one.stage) for one in trace.slices})
+    write_output(arguments.out, msgspec.json.encode(engine_trace(trace)))
+    lanes = len(trace.lanes)
     _say(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}", arguments.out)
     return 0
 

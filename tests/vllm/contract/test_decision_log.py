@@ -20,7 +20,7 @@ from headway.perf.latency.table_latency import TableSource
 from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
-from headway.sim.report.live_trace import timeline
+from headway.sim.report.perfetto import engine_timeline
 from headway.vllm import version_check
 from headway.vllm.endpoint import WhyEndpoint
 
@@ -142,7 +142,7 @@ def test_a_changed_decision_is_found(make: Make, tmp_path: Path) -> None:
 def test_the_log_can_be_drawn(make: Make, tmp_path: Path) -> None:
     engine = make({"t_target_ms": 25})
     storm(engine, 5, requests=20)
-    drawn = timeline(read_log(tmp_path / "log"))
+    drawn = engine_timeline(read_log(tmp_path / "log"))
     assert len(drawn.slices) == sum(bool(tokens) for tokens in engine.log)
     assert drawn.requests.keys() == engine.arrived.keys()
     assert all(life.end_s is not None for life in drawn.requests.values())
