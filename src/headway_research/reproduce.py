@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None, words: str) -> None:
     """Run one experiment, print or write what comes out. words: beside its progress."""
-    from headway.sim.report.console import show
     from headway.sim.report.progress import BatchProgress
+    from headway.sim.report.tables import show
     from headway_research.registry import EXPERIMENTS, experiment
     from headway_research.table import report_table
 

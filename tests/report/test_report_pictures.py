@@ -10,12 +10,10 @@ from tests.helpers.live_feeds import logged_events
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
 from headway.sim.report.convoy_plot import convoy_figure
-from headway.sim.report.convoy_table import convoy_table
 from headway.sim.report.load_plot import cdf_figure, load_figure
-from headway.sim.report.load_table import error_table, load_table, rates_line
 from headway.sim.report.progress import LoadProgress
 from headway.sim.report.style import save
-from headway.sim.report.units import duration, tick, tokens
+from headway.sim.report.tables import convoy_table, duration, error_table, load_table, rates_line, tick, tokens
 
 
 def run(policy: str, waits: list[float | None], long_s: float) -> dict:

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord
-from headway.sim.report import console
+from headway.sim.report import tables
 from headway.sim.report.load_plot import load_figure
-from headway.sim.report.sim_table import sweep_table
+from headway.sim.report.tables import sweep_table
 from headway.sim.requests import requests_of
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
@@ -33,9 +33,9 @@ def point(at: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_sweep_table_cuts_no_name_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(console, "Console", lambda **given: Console(**{"file": out, "width": width, **given}))
+    monkeypatch.setattr(tables, "Console", lambda **given: Console(**{"file": out, "width": width, **given}))
     table = sweep_table([point({"workload.qps": 0.5, "policy.policy": "lars"})], "a title")
-    console.show(table)
+    tables.show(table)
     text = out.getvalue()
     assert "…" not in text
     for name in ("workload.qps × policy.policy", "qps", "policy", "document", "worst TBT p99", "unfinished", "22.4 s"):

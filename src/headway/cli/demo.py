@@ -22,8 +22,8 @@ from headway.serving.load.convoy_json import convoy_json
 from headway.serving.load.policies import parse_policies
 from headway.serving.load.served import ServerUnderTest, report, serve_and_measure
 from headway.serving.load.server_process import SERVE
-from headway.sim.report.units import duration
-from headway.sim.report.units import tokens as spell
+from headway.sim.report.tables import duration
+from headway.sim.report.tables import tokens as spell
 
 ANSWER_TOKENS = 12
 # context beyond the document's tokens, for the answer
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 only if every request was answered and every passkey was right."""
     from headway.runtime.embedded import model_path
-    from headway.sim.report.console import say, show
+    from headway.sim.report.tables import say, show
 
     if not args.chat_interval > 0:
         raise ConfigError(f"--chat-interval is {args.chat_interval}; it must be above 0 seconds")

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result_json(result, bars)), indent=1) + b"\n")
     else:
         from headway.planning.tables import plan_report
-        from headway.sim.report.console import show
+        from headway.sim.report.tables import show
 
         show(plan_report(result, bars))
     if arguments.out is not None:

@@ -22,8 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from headway.sim.calibration import calibrate
     from headway.sim.replay import read_log, replay
-    from headway.sim.report.calibration_table import calibration_report
-    from headway.sim.report.console import show
+    from headway.sim.report.tables import calibration_report, show
 
     replayed = replay(read_log(arguments.log))
     result = calibrate(replayed, arguments.corrected)

@@ -101,9 +101,8 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     from headway.cli.options import processes_of
-    from headway.sim.report.console import show
     from headway.sim.report.progress import RunProgress
-    from headway.sim.report.sim_table import simulation_report
+    from headway.sim.report.tables import show, simulation_report
     from headway.sim.result_json import document
     from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
 
@@ -200,7 +199,7 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
     if arguments.json is not None:
         write_output(arguments.json, _bytes(outcome))
     if arguments.csv is not None:
-        from headway.sim.report.sim_csv import summary_csv
+        from headway.sim.report.tables import summary_csv
 
         write_output(arguments.csv, summary_csv(outcome).encode())
     if arguments.plot is not None and len(outcome["points"]) > 1:
@@ -218,7 +217,7 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
 
         style.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
     if arguments.requests is not None:
-        from headway.sim.report.sim_csv import requests_csv
+        from headway.sim.report.tables import requests_csv
 
         write_output(arguments.requests, requests_csv(run.sim.records).encode())
     if arguments.trace is not None:

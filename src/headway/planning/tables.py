@@ -10,7 +10,7 @@ from headway.planning.candidates import cost_of
 from headway.planning.error_bars import PlanErrorBars
 from headway.planning.search import PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure
-from headway.sim.report.units import duration
+from headway.sim.report.tables import duration
 
 _ROWS = 12
 """Longest Pareto table, in rows."""

@@ -21,8 +21,8 @@ from headway.core.output_file import write_output
 from headway.core.strict_yaml import read_yaml
 from headway.core.units import size
 from headway.sim import InstanceSpec, RunSpec, simulate
-from headway.sim.report.console import show
 from headway.sim.report.style import save
+from headway.sim.report.tables import show
 from headway.sim.requests import requests_of
 from headway.sim.result_json import run_json
 from headway.sim.sweep import parse_sweep, points_of, with_field

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headway.sim.report.style import COLOURS, FAINT, INK, MARKERS, house_style, new_figure
-from headway.sim.report.units import tokens
+from headway.sim.report.tables import tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from headway.runtime.build.measured_cluster import ClusterPlan, InstanceMeasurem
 from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools
 from headway.runtime.engine.config import EngineConfig
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.report.units import duration
+from headway.sim.report.tables import duration
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

@@ -58,9 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from headway.serving.load.open_loop import run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.serving.load.text_prompts import TextPrompts
-    from headway.sim.report.console import say, show
     from headway.sim.report.style import check_picture
-    from headway.sim.report.units import tokens
+    from headway.sim.report.tables import say, show, tokens
     from headway.sim.workload.classes import check_classes
 
     goodput = GoodputTargets(args.goodput)
@@ -135,9 +134,7 @@ def _report(
 ) -> int:
     from headway.serving.load.load_json import load_json, send_lag
     from headway.sim.metrics import summarise
-    from headway.sim.report.console import say, show
-    from headway.sim.report.load_table import error_table, load_table, rates_line
-    from headway.sim.report.units import duration
+    from headway.sim.report.tables import duration, error_table, load_table, rates_line, say, show
 
     summary = summarise(result.records)
     show(load_table(summary))

@@ -35,7 +35,7 @@ class ServerUnderTest:
 
 def serve_and_measure(served: ServerUnderTest, spec: PolicySpec, plan: ConvoyPlan, prompts: PromptSource) -> ConvoyRun:
     """Start a server with a policy, run the plan against it, and end it. Errors quote the end of its output."""
-    from headway.sim.report.console import say
+    from headway.sim.report.tables import say
 
     say(f"[bold]{spec.label}[/bold]: starting a server")
     arguments = [
@@ -73,7 +73,7 @@ def measure(
     endpoints: Sequence[TargetEndpoint], plan: ConvoyPlan, prompts: PromptSource, labels: Sequence[str], seconds: float
 ) -> list[ConvoyRun]:
     """Run the plan against an endpoint, or against several in turn for `seconds`, with progress on the terminal."""
-    from headway.sim.report.console import say
+    from headway.sim.report.tables import say
 
     def runner(endpoint: TargetEndpoint, label: str) -> ConvoyRunner:
         prefix = f"  {label}: " if len(endpoints) > 1 else "  "
@@ -89,8 +89,7 @@ def report(
     data: dict[str, Any], json_file: Path | None, plot_file: Path | None, titles: list[str] | None = None
 ) -> int:
     """Print the table of a convoy's JSON; write it and its picture where asked. Returns 1 if a short failed, else 0."""
-    from headway.sim.report.console import say, show
-    from headway.sim.report.convoy_table import convoy_table, ratio_table
+    from headway.sim.report.tables import convoy_table, ratio_table, say, show
 
     show(convoy_table(data))
     if data["ratios"]:

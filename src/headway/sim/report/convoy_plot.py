@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.sim.report.style import BAND, COLOURS, INK, MARKERS, house_style, new_figure
-from headway.sim.report.units import duration, tick, tokens
+from headway.sim.report.tables import duration, tick, tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

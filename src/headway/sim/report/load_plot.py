@@ -11,7 +11,7 @@ import numpy as np
 from headway.sim.metrics import RequestRecord
 from headway.sim.metrics.definitions import tbt_s, ttft_s
 from headway.sim.report.style import COLOURS, MARKERS, house_style, new_figure
-from headway.sim.report.units import tick
+from headway.sim.report.tables import tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
