@@ -16,17 +16,16 @@ from starlette.responses import Response
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks, server_ending_error
 from headway.serving.answer_pieces import TextPiece
+from headway.serving.body import Parse
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
 from headway.serving.generation import generate
-from headway.serving.generation_job import GenerationJob, RequestContext
+from headway.serving.generation_job import GenerationJob
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.identity import engine_id
 from headway.serving.journaled_request import JournaledRequest, Kind
-from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken
 from headway.serving.merge import cancel_all, merged
-from headway.serving.prompts import PromptReader
 from headway.serving.sse import DONE, SseResponse, client_gone, event
 
 
@@ -90,11 +89,10 @@ class AnswerHeader:
         }  # fmt: skip
 
 
-Parser = Callable[[JsonObject, RequestContext, PromptReader], GenerationJob]
 MakeFormat = Callable[[GenerationJob, ServerContext, str], AnswerFormat]
 
 
-async def answer(request: Request, parse: Parser, make_format: MakeFormat) -> Response:
+async def answer(request: Request, parse: Parse[GenerationJob], make_format: MakeFormat) -> Response:
     """Admit, parse and run a request, and return its response.
 
     Raises HeadwayError of any kind; the application's exception handlers make the error object from it.

@@ -64,7 +64,9 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     `ServerContext`, for `run.serve` and for tests.
     """
     served_as = settings.served_model_name[0] if settings.served_model_name else None
-    server = ServerContext(engine, tokenizer, settings, BodyReader(settings), ServerMetrics(engine, served_as))
+    server = ServerContext(
+        engine, tokenizer, settings, BodyReader(settings, tokenizer), ServerMetrics(engine, served_as)
+    )
     if settings.live_page:
         server.live = ServerFeed(engine, None if settings.event_log is None else Path(settings.event_log))
     if settings.otlp_traces_endpoint is not None:
@@ -91,7 +93,6 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
             server.close_journal()
             recovered_requests.stop_all(server)
             server.bodies.close()
-            tokenizer.close()
             if server.tracer is not None:
                 server.tracer.close()
             await engine.close()

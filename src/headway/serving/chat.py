@@ -11,14 +11,13 @@ from headway.serving.answer_pieces import TextPiece
 from headway.serving.context import ServerContext
 from headway.serving.generation_job import GenerationJob, RequestContext, build_job, prepared_context, read_model
 from headway.serving.journaled_request import Kind
-from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken, chat_logprobs
 from headway.serving.prompts import PromptReader, TokenPrompt
 from headway.serving.request_bodies import ChatBody, TokenizeBody, read_body
 from headway.serving.sampling_fields import sampling_params
 
 
-def parse_chat(fields: JsonObject, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+def parse_chat(fields: Mapping[str, Any], context: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Validate a body and render its messages. Without an output limit the answer may fill the context.
 
     Raises RequestError or ApiError that names the field at fault.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.core.errors import RequestError
@@ -11,7 +11,6 @@ from headway.serving.answer_pieces import TextPiece
 from headway.serving.context import ServerContext
 from headway.serving.generation_job import GenerationJob, RequestContext, build_job, prepared_context, read_model
 from headway.serving.journaled_request import Kind
-from headway.serving.json_object import JsonObject
 from headway.serving.logprobs import ScoredToken, completion_logprobs, prompt_logprobs
 from headway.serving.prompts import PromptReader
 from headway.serving.request_bodies import CompletionBody, read_body
@@ -23,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 """Output limit of a request that sets none, as in the OpenAI API."""
 
 
-def parse_completion(fields: JsonObject, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+def parse_completion(fields: Mapping[str, Any], context: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Validate a body and read its prompts. Raises RequestError or ApiError that names the field at fault."""
     read_model(fields, context.models)
     body = read_body(CompletionBody, fields)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
@@ -14,16 +14,13 @@ from headway.core.errors import ConfigError, HeadwayError, OverloadedError, Unav
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
 from headway.serving.access_control import RequestOwner
 from headway.serving.active_tasks import ActiveTasks
-from headway.serving.body import BodyReader
-from headway.serving.context_records import ContextRecord
+from headway.serving.body import BodyReader, Parse
 from headway.serving.errors import ApiError
-from headway.serving.generation_job import RequestContext
+from headway.serving.generation_job import ContextNeededError, RequestContext
 from headway.serving.journal import JournalEntry, RequestJournal
 from headway.serving.journal_writer import JournalWriter
-from headway.serving.json_object import JsonObject
 from headway.serving.live.server_feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
-from headway.serving.prompts import PromptReader
 from headway.serving.request_tracing import RequestTracer
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
@@ -65,7 +62,6 @@ class ServerContext:
     tracer: RequestTracer | None = None
     """None without `--otlp-traces-endpoint`."""
     _starting: asyncio.Future[EngineInfo] | None = field(default=None)
-    _reader: PromptReader | None = field(default=None)
 
     async def start_engine(self) -> None:
         """Wait until the engine is ready.
@@ -106,8 +102,7 @@ class ServerContext:
 
     def find_context(self, owner: RequestOwner, name: str) -> PreparedContext:
         """Return a prepared document by id. Raises ApiError 404 for one that is unknown or another client's."""
-        # A copy: parsers run in threads.
-        for key, kept in list(self.contexts.items()):
+        for key, kept in self.contexts.items():
             if key[1] == name and owner.may_use(key[0]):
                 return kept
         raise ApiError(404, f"no context {name[:200]!r} is known: POST /v1/contexts makes one", "context_id")
@@ -144,32 +139,27 @@ class ServerContext:
         """Return the model names that requests may use; the first is shown in error messages."""
         return self.settings.served_model_name or (self.engine.info.model,)
 
-    def prompts(self, info: EngineInfo) -> PromptReader:
-        """Return the prompt reader for the engine's vocabulary, made on first use."""
-        if self._reader is None:
-            most_tokens = min(info.max_model_len, info.kv_tokens_total)
-            self._reader = PromptReader(self.tokenizer, info.vocab_size, self.settings.max_prompts, most_tokens)
-        return self._reader
+    async def parse(self, request: Request, parse: Parse[T]) -> T:
+        """Read the body and parse it, in another process when it is large.
 
-    async def parse(self, request: Request, parse: Callable[[JsonObject, RequestContext, PromptReader], T]) -> T:
-        """Read the body and parse it, in a worker thread when it is large.
-
-        Raises UnavailableError before reading when the engine accepts nothing, and what `parse` raises.
+        Raises UnavailableError before reading when the engine accepts nothing, ApiError 404 for a prepared document
+        that is not known, and what `parse` raises.
         """
-        info = self.info()
-        reader = self.prompts(info)
-        models = self.models()
-        owner: RequestOwner = request.scope["headway.owner"]
-
-        def find(name: str) -> ContextRecord:
-            return self.find_context(owner, name).record
-
-        def work(body: bytearray, received_s: float) -> T:
-            asked = RequestContext(request.headers, received_s, info, self.settings, models, find, owner.id)
-            return parse(JsonObject.parse(body), asked, reader)
-
+        self.info()
         # A task of its own, so that a shutdown also ends requests whose body is still arriving.
-        return await self.active.begin(self.bodies.parse(request, work))
+        return await self.active.begin(self._parse(request, parse))
+
+    async def _parse(self, request: Request, parse: Parse[T]) -> T:
+        owner: RequestOwner = request.scope["headway.owner"]
+        async with self.bodies.read(request) as body:
+            # Again: it may have ended while the body arrived.
+            info = self.info()
+            asked = RequestContext(dict(request.headers), body.received_s, info, self.settings, self.models(), owner.id)
+            try:
+                return await self.bodies.parse(body, parse, asked)
+            except ContextNeededError as needed:
+                asked = replace(asked, prepared=self.find_context(owner, needed.name).record)
+            return await self.bodies.parse(body, parse, asked)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
-    """JSON: text, or an array of token ids; null beside messages. (Of `Raw | None` the decoder reads null only.)"""
+    """JSON: text, or an array of token ids; null beside messages."""
 
     @property
     def left_s(self) -> float:
@@ -39,15 +39,15 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"the context {self.id!r} is a prompt: name it in /v1/completions", "context_id")
         return (*self.messages, *messages)
 
-    def continued(self, prompt: msgspec.Raw) -> msgspec.Raw:
+    def continued(self, prompt: Any) -> Any:
         """Return a prompt behind the document's. Raises RequestError unless both are text, or both token ids."""
         if self.messages is not None:
             raise RequestError(f"the context {self.id!r} is of messages: name it in a chat", "context_id")
-        first, rest = msgspec.json.decode(self.prompt), msgspec.json.decode(prompt)
-        if isinstance(first, str) != isinstance(rest, str) or not _is_flat(rest):
+        first = msgspec.json.decode(self.prompt)
+        if isinstance(first, str) != isinstance(prompt, str) or not _is_flat(prompt):
             kind = "text" if isinstance(first, str) else "an array of token ids"
             raise RequestError(f"'prompt' must be {kind}, as the context {self.id!r} is", "prompt")
-        return msgspec.Raw(msgspec.json.encode(first + rest))
+        return first + prompt
 
     def check_salt(self, given: str | None) -> None:
         """Raise RequestError for a salt of the request that is not the document's."""

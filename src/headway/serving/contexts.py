@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
@@ -31,9 +31,8 @@ from headway.serving.context import ServerContext, context
 from headway.serving.context_records import ContextRecord
 from headway.serving.errors import json_response
 from headway.serving.generation_job import RequestContext, fit_length, read_model, salt_of
-from headway.serving.json_object import JsonObject
 from headway.serving.prompts import PromptReader, TokenPrompt
-from headway.serving.request_bodies import MAX_SALT, Messages, Raw, RequestBody, body_schema, read_body
+from headway.serving.request_bodies import MAX_SALT, Messages, Prompt, RequestBody, body_schema, read_body
 
 log = logging.getLogger("headway.server")
 router = APIRouter()
@@ -45,11 +44,9 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 class ContextBody(RequestBody):
     """/v1/contexts."""
 
-    undecoded: ClassVar[frozenset[str]] = frozenset(("prompt",))
-
     model: str = Field(description="a name that the model is served by (GET /v1/models)")
     messages: Messages | None = Field(None, description="messages with which chats will begin")
-    prompt: Raw | None = Field(None, description="or text, or an array of token ids, with which prompts will begin")
+    prompt: Prompt | None = Field(None, description="or text, or an array of token ids, with which prompts will begin")
     ttl: float = Field(3600.0, gt=0, le=_LONGEST_S, description="seconds for which the KV is kept")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=MAX_SALT, description="as in the requests that are to find it"
@@ -93,7 +90,9 @@ class PreparedContext:
             self.status = "released"
 
 
-def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> tuple[ContextRecord, TokenPrompt]:
+def _parse(
+    fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader
+) -> tuple[ContextRecord, TokenPrompt]:
     read_model(fields, asked.models)
     body = read_body(ContextBody, fields)
     if (body.messages is None) == (body.prompt is None):
@@ -107,7 +106,7 @@ def _parse(fields: JsonObject, asked: RequestContext, prompts: PromptReader) -> 
         )
     record = ContextRecord(
         id=f"ctx-{uuid.uuid4().hex}", owner=asked.owner, model=body.model, tokens=0, created=time.time(),
-        ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=body.prompt or msgspec.Raw(b"null"),
+        ttl_s=body.ttl, cache_salt=body.cache_salt, prompt=msgspec.Raw(msgspec.json.encode(body.prompt)),
         messages=None if body.messages is None else tuple(body.messages),
     )  # fmt: skip
     return _tokenized(record, asked.info, prompts)
@@ -118,7 +117,7 @@ def _tokenized(record: ContextRecord, info: EngineInfo, prompts: PromptReader) -
     if record.messages is not None:
         prompt = prompts.chat(record.messages, add_generation_prompt=False, variables=None)
     else:
-        found = prompts.read(record.prompt, add_special_tokens=True)
+        found = prompts.read(msgspec.json.decode(record.prompt), add_special_tokens=True)
         if len(found) != 1:
             raise RequestError(f"'prompt' must be one prompt, not {len(found)}", "prompt")
         prompt = found[0]

@@ -42,6 +42,10 @@ class ApiError(HeadwayError):
         self.param = param
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[type[ApiError], tuple[Any, ...]]:
+        """Pickle all of it: large bodies are refused by another process."""
+        return ApiError, (self.status, str(self), self.param, self.headers)
+
 
 def as_api_error(error: BaseException) -> ApiError:
     """Return the error to show to the client. Unknown exceptions become a bare 500: their text is only logged."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from headway.core.errors import RequestError
+from headway.core.errors import HeadwayError, RequestError
 from headway.core.request import Slo
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo
 from headway.serving.context_records import ContextRecord
 from headway.serving.errors import ApiError
-from headway.serving.json_object import JsonObject
+from headway.serving.json_object import text_field
 from headway.serving.prompts import TokenPrompt
 from headway.serving.request_bodies import GenerationBody
 from headway.serving.settings import ServerSettings
@@ -88,19 +89,28 @@ class RequestContext:
     settings: ServerSettings
     models: tuple[str, ...]
     """Names that the model is served by."""
-    find_context: Callable[[str], ContextRecord]
-    """Finds a prepared document of this client by id. Raises ApiError 404."""
     owner: str = ""
     """A hash of the client's API key; empty without one."""
+    prepared: ContextRecord | None = None
+    """The prepared document that the body names."""
+
+
+class ContextNeededError(HeadwayError):
+    """A body names the prepared document `name`, without which it cannot be read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 def prepared_context(body: GenerationBody, context: RequestContext) -> ContextRecord | None:
-    """Return the prepared document that a request names; None where it names none. Raises ApiError 404."""
+    """Return the prepared document that a request names; None where it names none. Raises ContextNeededError."""
     if body.context_id is None:
         return None
-    record = context.find_context(body.context_id)
-    record.check_salt(body.cache_salt)
-    return record
+    if context.prepared is None:
+        raise ContextNeededError(body.context_id)
+    context.prepared.check_salt(body.cache_salt)
+    return context.prepared
 
 
 def build_job(
@@ -165,12 +175,12 @@ def read_class(given: str | None) -> str | None:
     return given
 
 
-def read_model(fields: JsonObject, models: tuple[str, ...]) -> str:
+def read_model(fields: Mapping[str, Any], models: tuple[str, ...]) -> str:
     """Return the model name in the request.
 
     Raises RequestError when it is missing, ApiError 404 when it is none of `models`.
     """
-    name = fields.text("model")
+    name = text_field(fields, "model")
     if name is None:
         raise RequestError(f"'model' is required; this server has {models[0]!r}", "model")
     if name not in models:

@@ -47,14 +47,14 @@ async def join(request: Request) -> Response:
     """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
     cluster, server = _cluster(request), context(request)
     _check_json(request)
-    pool = await server.active.begin(server.bodies.parse(request, _pool, most_bytes=_LARGEST_BODY))
+    pool = _pool(await server.active.begin(server.bodies.whole(request, _LARGEST_BODY)))
     present, most = len(cluster.report().instances), server.settings.max_instances
     if present >= most:
         raise OverloadedError(f"the cluster has {present} instances, and may have {most} (max_instances)", 30.0)
     return json_response(cluster.join(pool), 202)
 
 
-def _pool(body: bytearray, received_s: float) -> int:
+def _pool(body: bytes) -> int:
     """Return the pool that a request to join names. Raises ApiError 400."""
     try:
         return msgspec.json.decode(body or b"{}", type=_JoinBody).pool
@@ -79,12 +79,12 @@ async def replace_rates(request: Request) -> Response:
     if not isinstance(engine, ImprovementRateAdmin):
         raise ApiError(404, "this server places no requests by improvement rates: `headway cluster` does, under tetris")
     _check_json(request)
-    table = await server.active.begin(server.bodies.parse(request, _rates, most_bytes=_LARGEST_TABLE))
+    table = _rates(await server.active.begin(server.bodies.whole(request, _LARGEST_TABLE)))
     engine.replace_rates(table)
     return json_response(table)
 
 
-def _rates(body: bytearray, received_s: float) -> RateTable:
+def _rates(body: bytes) -> RateTable:
     """Return the table in a body. Raises ApiError 400."""
     try:
         return msgspec.json.decode(body, type=RateTable)

@@ -153,9 +153,7 @@ def load_tokenizer(model: str, settings: ServerSettings) -> ModelTokenizer:
     from headway.serving.tokenizer import ModelTokenizer
 
     memory, template = settings.tokenizer_memory, settings.chat_template
-    return ModelTokenizer.load(
-        Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE, own_process=True
-    )
+    return ModelTokenizer.load(Path(model), chat_template=template, memory=memory, default_template=DEFAULT_TEMPLATE)
 
 
 def _open_hosts(file: ClusterFile, model: str, settings: ServeSettings, host_of: dict[int, int]) -> RayHosts | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from headway.core.errors import RequestError
-from headway.serving.json_object import JsonObject, kind, short
+from headway.serving.json_object import kind, refuse, short
 from headway.serving.messages import read_messages
 from headway.serving.stops import read_stops
 
@@ -20,8 +19,8 @@ _INT32 = 2**31 - 1
 _INT64 = 2**63
 _LONGEST_MS = 1e12
 
-Raw = Annotated[msgspec.Raw, WithJsonSchema({})]
-"""JSON that is left undecoded: a prompt of a million token ids is decoded once, by `serving.prompts`."""
+Prompt = Annotated[Any, WithJsonSchema({})]
+"""Text or token ids, or an array of either, which `serving.prompts` reads: no copy is made of a million ids."""
 Stops = Annotated[
     tuple[str, ...],
     PlainValidator(read_stops),
@@ -42,8 +41,6 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
     )
-    undecoded: ClassVar[frozenset[str]] = frozenset()
-    """Fields of type `Raw`."""
     unsupported: ClassVar[Unsupported] = {}
 
 
@@ -137,13 +134,12 @@ class GenerationBody(RequestBody):
 class CompletionBody(GenerationBody):
     """/v1/completions."""
 
-    undecoded: ClassVar[frozenset[str]] = frozenset(("prompt",))
     unsupported: ClassVar[Unsupported] = {
         **GenerationBody.unsupported,
         "suffix": (("",), "text is only continued at its end"),
     }
 
-    prompt: Raw = Field(description="text or an array of token ids, or an array of several of these")
+    prompt: Prompt = Field(description="text or an array of token ids, or an array of several of these")
     max_tokens: int | None = Field(
         None, ge=0, le=_INT32, description="most output tokens; 0: the prompt alone, with echo or prompt_logprobs"
     )
@@ -195,27 +191,18 @@ class TokenizeBody(RequestBody):
 class DetokenizeBody(RequestBody):
     """/detokenize."""
 
-    undecoded: ClassVar[frozenset[str]] = frozenset(("tokens",))
-
     model: str | None = Field(None, description="a name that the model is served by")
-    tokens: Annotated[msgspec.Raw, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = Field(
+    tokens: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "integer"}})] = Field(
         description="an array of token ids"
     )
 
 
-def read_body(body: type[Body], fields: JsonObject) -> Body:
-    """Decode the fields that `body` has, check them, and fill in defaults. Raises RequestError that names the field."""
+def read_body(body: type[Body], fields: Mapping[str, Any]) -> Body:
+    """Check the fields that `body` has, and fill in defaults. Raises RequestError that names the field."""
     for name, (allowed, why) in body.unsupported.items():
-        fields.refuse(name, allowed, why)
-    values: dict[str, Any] = {}
-    for field, about in body.model_fields.items():
-        name = about.alias or field
-        value = fields.raw(name) if name in body.undecoded else fields.get(name)
-        # null and absent fields get the default of the body's field.
-        if value is not None:
-            values[name] = value
+        refuse(fields, name, allowed, why)
     try:
-        return body.model_validate(values)
+        return body.model_validate(fields)
     except ValidationError as error:
         raise _refusal(body, error) from None
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from pydantic import Field, WithJsonSchema
 
 from headway.core.errors import RequestError
@@ -15,7 +14,7 @@ from headway.serving.chat import parse_chat
 from headway.serving.context import ServerContext
 from headway.serving.generation_job import GenerationJob, RequestContext
 from headway.serving.journaled_request import Kind
-from headway.serving.json_object import JsonObject, kind
+from headway.serving.json_object import kind
 from headway.serving.prompts import PromptReader
 from headway.serving.request_bodies import NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
 
@@ -47,7 +46,7 @@ class ResponseBody(RequestBody):
     stream: bool = Field(False, description="send the answer as server-sent events, as it comes")
 
 
-def parse_response(fields: JsonObject, context: RequestContext, prompts: PromptReader) -> GenerationJob:
+def parse_response(fields: Mapping[str, Any], context: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Validate a body and read it as a chat. Raises RequestError or ApiError that names the field at fault."""
     body = read_body(ResponseBody, fields)
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
@@ -60,7 +59,7 @@ def parse_response(fields: JsonObject, context: RequestContext, prompts: PromptR
         # The last event of a stream has the counts.
         chat["stream_options"] = {"include_usage": True}
     try:
-        return parse_chat(JsonObject.parse(msgspec.json.encode(chat)), context, prompts)
+        return parse_chat(chat, context, prompts)
     except RequestError as error:
         ours = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
         param = (error.param or "").split("[")[0].split(".")[0]

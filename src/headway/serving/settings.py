@@ -88,10 +88,14 @@ class EndpointSettings(SettingsModel):
         300.0, ge=0, description="seconds that a SIGTERM waits for accepted requests to finish"
     )
     worker_threads: WholeNumber = Field(
-        2, gt=0, description="threads that parse and tokenise bodies above 2 KiB, and as many for those above 256 KiB"
+        2,
+        gt=0,
+        description="threads that parse and tokenise bodies from 2 to 64 KiB; larger ones have processes of their own",
     )
     tokenizer_memory: ByteSize = Field(
-        1 << 30, gt=0, description="memory for tokenising texts that cannot be cut into pieces, in bytes"
+        1 << 30,
+        gt=0,
+        description="memory for tokenising texts that cannot be cut into pieces, in bytes, in each process",
     )
     journal: Text | None = Field(
         None, description="folder of a journal from which the next server takes up accepted requests; it holds prompts"

@@ -1,6 +1,7 @@
 """Tokenizer of a checkpoint's folder: text to ids, ids to text, messages to text. Optional: without it, ids only.
 
-All functions block. A server's long texts are encoded by a process of their own, others by the body reader's threads.
+All functions block. A server's long texts are encoded by processes of their own (`body_worker`), to which this is
+pickled, others by the body reader's threads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,7 @@ from headway.serving.detokenizer import (
 )
 from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
 from headway.serving.token_bound import characters_per_token
-from headway.serving.tokenizer_process import TokenizerProcess
-from headway.serving.tokenizing_memory import UNCOUNTED_CHARACTERS, TokenizingMemory
+from headway.serving.tokenizing_memory import TokenizingMemory
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
-_LONG_CHARACTERS = 256 << 10
-"""Longer texts, or several of a request, take no core from the engine: a process of low priority encodes them. Texts
-up to a piece's length are encoded here: asking for them would take longer."""
 
 log = logging.getLogger("headway.server")
 
@@ -43,16 +41,19 @@ log = logging.getLogger("headway.server")
 class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
 
-    memory: bytes that tokenising texts may take at one time; process: encodes long texts, None: this one does.
+    memory: bytes that tokenising texts may take at one time.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer | None, *, chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None, memory: int = DEFAULT_MEMORY,
-        process: TokenizerProcess | None = None,
     ) -> None:  # fmt: skip
         self._backend = backend
-        self._process = process
+        self._made_of: dict[str, Any] = {
+            "chat_template": chat_template,
+            "special_tokens": special_tokens,
+            "memory": memory,
+        }
         self._memory = TokenizingMemory(memory)
         self._pieces: TextPieces | None = None
         # Most characters that one token stands for; None: no bound is known.
@@ -70,7 +71,7 @@ class ModelTokenizer:
         if backend is not None:
             description = json.loads(backend.to_str())
             self._around, exact = _special_around(backend)
-            self._pieces = TextPieces.of(description) if exact else None
+            self._pieces = TextPieces.of(backend, description) if exact else None
             self.characters_per_token = characters_per_token(description, backend.get_vocab(with_added_tokens=True))
 
     @classmethod
@@ -81,13 +82,11 @@ class ModelTokenizer:
         chat_template: str | None = None,
         memory: int = DEFAULT_MEMORY,
         default_template: str | None = None,
-        own_process: bool = False,
     ) -> ModelTokenizer:
         """Load a Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja; each may be missing.
 
         chat_template: a file to use instead of the folder's own, or the template's text, which has a brace;
-        default_template: source for a model without one; own_process: encode long texts in another process, which
-        `close` ends.
+        default_template: source for a model without one.
         Raises CheckpointError for an unreadable file.
         """
         config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
@@ -112,19 +111,16 @@ class ModelTokenizer:
         if template is None and default_template is not None:
             log.warning("the model has no chat template: chats use a plain one, a line `role: text` for each message")
             template = default_template
-        process = TokenizerProcess(backend.to_str(), memory) if own_process else None
-        special = _special_tokens(config)
-        return cls(backend, chat_template=template, special_tokens=special, memory=memory, process=process)
+        return cls(backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory)
 
     @classmethod
     def none(cls) -> ModelTokenizer:
         """Make a tokenizer for a model without one: prompts must be token ids, and answers' text is empty."""
         return cls(None)
 
-    def close(self) -> None:
-        """End the process of long texts: they are refused from now on. Idempotent."""
-        if self._process is not None:
-            self._process.close()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it is made of."""
+        return partial(ModelTokenizer, **self._made_of), (self._backend,)
 
     @property
     def has_text(self) -> bool:
@@ -140,26 +136,17 @@ class ModelTokenizer:
         """Return the token ids of a text. Raises RequestError when there is no tokenizer."""
         return self.encode_long(text, add_special_tokens=add_special_tokens).tolist()
 
-    def encode_long(
-        self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None, together: int = 0
-    ) -> array[int]:
+    def encode_long(self, text: str, *, add_special_tokens: bool, most_tokens: int | None = None) -> array[int]:
         """Return the token ids of a text as int32; with `most_tokens`, refuse one of more without tokenising all of it.
 
-        together: size of all texts of its request, where it is one of several.
-        Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer, and
-        UnavailableError where the process of long texts fails.
+        Raises RequestError for such a text, for one that takes too much memory, and when there is no tokenizer.
         """
         if self._backend is None:
             raise RequestError("this model has no tokenizer: send the prompt as an array of token ids", "prompt")
         if most_tokens is not None:
             self._check_characters(text, most_tokens)
-        short = len(text) <= PIECE_CHARACTERS
-        if not short and max(len(text), together) > _LONG_CHARACTERS:
-            found = self._in_process(text, add_special_tokens, most_tokens)
-            if found is not None:
-                return found
-        if self._pieces is None or short:
-            return self._encoded_piece(text, add_special_tokens)
+        if self._pieces is None or len(text) <= PIECE_CHARACTERS:
+            return self._encoded(text, add_special_tokens)
         before, after = self._around if add_special_tokens else ([], [])
         ids = array("i", before)
         for piece in self._pieces.cut(text):
@@ -167,27 +154,16 @@ class ModelTokenizer:
                 raise RequestError(
                     f"This model's maximum context length is {most_tokens} tokens. However, the text has more", "prompt"
                 )
-            ids.extend(self._encoded_piece(piece, add_special_tokens=False))
+            ids.extend(self._encoded(piece, add_special_tokens=False))
         ids.extend(after)
         return ids
 
-    def _encoded_piece(self, text: str, add_special_tokens: bool) -> array[int]:
-        # The library makes the list of ids, and takes it apart, with the interpreter's lock.
-        found = self._in_process(text, add_special_tokens) if len(text) > UNCOUNTED_CHARACTERS else None
-        return array("i", self._encoded(text, add_special_tokens)) if found is None else found
-
-    def _in_process(self, text: str, add_special_tokens: bool, most_tokens: int | None = None) -> array[int] | None:
-        """Return a text's ids from the other process, None where there is none."""
-        if self._process is None:
-            return None
-        return self._process.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encoded(self, text: str, add_special_tokens: bool) -> array[int]:
         assert self._backend is not None
         with self._memory.hold(len(text)):
             # A batch of one: `encode` of the library would hold the interpreter's lock all the time.
             (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return found.ids
+            return array("i", found.ids)
 
     def _check_characters(self, text: str, most_tokens: int) -> None:
         """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
