@@ -52,8 +52,8 @@ from headway.serving.load.machine import machine
 from headway.serving.serve_settings import ServeSettings
 from headway.sim.cluster.result import GanttBar
 from headway.sim.replay import read_log
-from headway.sim.report.gantt import gantt_figure
 from headway.sim.report.perfetto import engine_timeline
+from headway.sim.report.plots import gantt_figure
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.readers import read_trace
 from headway.sim.workload.transforms import classify, clip_lengths, rescale_to_rate, slice_by

@@ -15,9 +15,7 @@ import yaml
 
 from headway.sim.cluster.build import run_cluster
 from headway.sim.report import style
-from headway.sim.report.compare_plot import compare_figure
-from headway.sim.report.gantt import gantt_figure
-from headway.sim.report.sim_plot import sweep_figure
+from headway.sim.report.plots import compare_figure, gantt_figure, sweep_figure
 from headway.sim.result_json import document
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_common_draws, with_field

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.sim.metrics import RequestRecord
-from headway.sim.report.compare_plot import compare_figure
-from headway.sim.report.knee import knee, monotone, supported_knee
-from headway.sim.report.sim_plot import sweep_figure
+from headway.sim.report.plots import compare_figure, knee, monotone, supported_knee, sweep_figure
 
 
 def test_the_knee_is_where_latency_exceeds_five_times_light_load() -> None:

@@ -9,8 +9,7 @@ from tests.helpers.live_feeds import logged_events
 
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
-from headway.sim.report.convoy_plot import convoy_figure
-from headway.sim.report.load_plot import cdf_figure, load_figure
+from headway.sim.report.plots import convoy_figure, load_figure
 from headway.sim.report.progress import LoadProgress
 from headway.sim.report.style import save
 from headway.sim.report.tables import convoy_table, duration, error_table, load_table, rates_line, tick, tokens
@@ -73,7 +72,6 @@ def test_a_convoy_without_answered_shorts_is_drawn(tmp_path: Path, waits: list[f
 def test_load_pictures_and_tables(tmp_path: Path) -> None:
     save(load_figure(records()), tmp_path / "l.png")
     save(load_figure([]), tmp_path / "empty.PNG")
-    save(cdf_figure({"a": [0.1, 0.2], "b": [0.0, 0.3], "none": []}, "time"), tmp_path / "cdf.svg")
     summary = summarise(records())
     table = text_of(load_table(summary))
     assert "2 of 3" in table

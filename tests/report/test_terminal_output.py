@@ -16,7 +16,7 @@ from rich.console import Console
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord
 from headway.sim.report import tables
-from headway.sim.report.load_plot import load_figure
+from headway.sim.report.plots import load_figure
 from headway.sim.report.tables import sweep_table
 from headway.sim.requests import requests_of
 from headway.sim.scenario import parse_scenario

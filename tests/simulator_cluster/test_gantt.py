@@ -13,7 +13,7 @@ from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, E
 from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 from headway.sim.cluster.result import GanttBar
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.report.gantt import gantt_figure
+from headway.sim.report.plots import gantt_figure
 from headway.sim.workload import TraceRequest
 
 SCENARIO = """

@@ -204,7 +204,7 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
         write_output(arguments.csv, summary_csv(outcome).encode())
     if arguments.plot is not None and len(outcome["points"]) > 1:
         from headway.sim.report import style
-        from headway.sim.report.sim_plot import sweep_figure
+        from headway.sim.report.plots import sweep_figure
 
         style.save(sweep_figure(outcome), arguments.plot)
 
@@ -213,7 +213,7 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
     """Write the files that show one run: the first point's first seed."""
     if arguments.gantt is not None and run.cluster is not None:
         from headway.sim.report import style
-        from headway.sim.report.gantt import gantt_figure
+        from headway.sim.report.plots import gantt_figure
 
         style.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
     if arguments.requests is not None:
@@ -226,7 +226,7 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
         write_output(arguments.trace, _bytes(simulation_trace(run.sim), compact=True))
     if arguments.plot is not None and not swept:
         from headway.sim.report import style
-        from headway.sim.report.load_plot import load_figure
+        from headway.sim.report.plots import load_figure
 
         style.save(load_figure(run.sim.records), arguments.plot)
 

@@ -156,7 +156,7 @@ def _report(
         write_output(args.json, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {args.json}")
     if args.plot is not None:
-        from headway.sim.report.load_plot import load_figure
+        from headway.sim.report.plots import load_figure
         from headway.sim.report.style import save
 
         for written in save(load_figure(result.records), args.plot):

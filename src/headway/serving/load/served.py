@@ -102,7 +102,7 @@ def report(
         write_output(json_file, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {json_file}")
     if plot_file is not None:
-        from headway.sim.report.convoy_plot import convoy_figure
+        from headway.sim.report.plots import convoy_figure
         from headway.sim.report.style import save
 
         for written in save(convoy_figure(data, titles), plot_file):

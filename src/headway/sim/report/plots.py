@@ -1,0 +1,401 @@
+"""Pictures of results in the house style: load runs, comparisons, convoys, sweeps with their knees, clusters over time.
+
+Figures are made without a global state of matplotlib; `style.save` writes them as PNG, SVG or PDF.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from headway.policy.placement.view import ClusterInstance
+from headway.sim.cluster.result import GanttBar
+from headway.sim.metrics import RequestRecord
+from headway.sim.metrics.definitions import tbt_s, ttft_s
+from headway.sim.report.style import BAND, COLOURS, FAINT, INK, MARKERS, house_style, new_figure
+from headway.sim.report.tables import duration, tick, tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def load_figure(records: Sequence[RequestRecord]) -> Figure:
+    """Draw three panels: CDF of TTFT, CDF of TBT, TTFT by arrival time. Classes differ in colour, line and marker."""
+    by_class: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        if record.ok:
+            by_class.setdefault(record.klass or "all", []).append(record)
+    with house_style():
+        figure = new_figure(height_in=3.6)
+        first, gaps, over_time = figure.subplots(1, 3)
+        ttfts = {k: [s for r in mine if (s := ttft_s(r)) is not None] for k, mine in by_class.items()}
+        draw_cdf(first, ttfts, "time to first token")
+        draw_cdf(
+            gaps, {k: [gap for r in mine for gap in tbt_s(r)] for k, mine in by_class.items()}, "time between tokens"
+        )
+        for index, mine in enumerate(by_class.values()):
+            points = [(r.arrival_s, s) for r in mine if (s := ttft_s(r)) is not None and s > 0]
+            marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
+            if points:
+                over_time.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, alpha=0.8)
+        over_time.set_title("time to first token by arrival", fontweight="bold", fontsize=11)
+        over_time.set_xlabel("arrival, seconds")
+        over_time.set_yscale("log")
+        seconds_axis(over_time, "y")
+        if len(by_class) > 1:
+            # Below the panels: inside one it would lie on a curve.
+            handles, labels = first.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
+    return figure
+
+
+def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> None:
+    """Draw cumulative distributions. Zeros (tokens of one chunk) cannot show on a log axis: they lift its start."""
+    for index, (name, values) in enumerate(samples.items()):
+        ordered = np.sort(np.asarray(values, dtype=float))
+        if ordered.size == 0:
+            continue
+        shares = np.arange(1, ordered.size + 1) / ordered.size
+        seen = ordered > 0
+        style = ("-", "--", "-.", ":")[index % 4]
+        axes.step(
+            ordered[seen], shares[seen], style, where="post", color=COLOURS[index % len(COLOURS)], lw=1.8, label=name
+        )
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.01)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_title(title, fontweight="bold", fontsize=11)
+    seconds_axis(axes, "x")
+
+
+def seconds_axis(axes: Axes, which: str) -> None:
+    """Label a log axis in ms and s, with as many ticks as have room. Called when the axis has its limits."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+    decades = math.log10(high / low) if 0 < low < high else 1.0
+    # Words such as "300 ms" stand side by side below an axis, and under each other beside one.
+    fine, coarse = (1.9, 3.5) if which == "x" else (4.0, 8.0)
+    subs = (1.0, 3.0) if decades <= fine else (1.0,)
+    # Of many decades every second one has a tick, or every third.
+    axis.set_major_locator(LogLocator(base=10.0 ** math.ceil(decades / coarse), subs=subs, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def compare_figure(runs: Mapping[str, Sequence[RequestRecord]], klass: str | None = None) -> Figure:
+    """CDFs of TTFT and of JCT (arrival to last token), a line a run; of one class, or of all requests. Requests that
+    have not come so far do not count, so a line's end says less the more of them there are."""
+    with house_style():
+        figure = new_figure(height_in=3.6)
+        first, whole = figure.subplots(1, 2)
+        chosen = {name: [r for r in records if klass in (None, r.klass)] for name, records in runs.items()}
+        waits = {name: [s for r in mine if (s := ttft_s(r)) is not None] for name, mine in chosen.items()}
+        ends = {
+            name: [r.finish_s - r.arrival_s for r in mine if r.finish_s is not None] for name, mine in chosen.items()
+        }
+        of = f", {klass}" if klass else ""
+        draw_cdf(first, waits, f"time to first token{of}")
+        draw_cdf(whole, ends, f"job completion time{of}")
+        for axes in (first, whole):
+            axes.tick_params(axis="x", labelsize=9)
+        whole.legend(loc="lower right", handlelength=2.4)
+    return figure
+
+
+def convoy_figure(data: Mapping[str, Any], titles: Sequence[str] | None = None) -> Figure:
+    """Draw one panel for each run of the convoy's JSON, with common axes. `titles` replace the panels' own.
+
+    x: the time at which a short request was sent; y: its TTFT (log); a band during the long prompt's prefill; a line at
+    the median.
+    """
+    runs = data["runs"]
+    with house_style():
+        figure = new_figure(height_in=4.3)
+        panels = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
+        for index, (run, axes) in enumerate(zip(runs, panels, strict=True)):
+            title = titles[index] if titles else _convoy_title(run)
+            _convoy_panel(axes, run, index, title, data["plan"]["long_tokens"])
+        panels[0].set_ylabel("a short's time to first token")
+        for axes in panels:
+            axes.set_xlabel("short sent, seconds after the long prompt")
+        _convoy_limits(panels[0], runs)
+    return figure
+
+
+def _convoy_title(run: Mapping[str, Any]) -> str:
+    chunking = {"whole": "whole prompts", "adaptive": "adaptive chunks"}.get(run["chunking"], str(run["chunking"]))
+    return f"{str(run['policy']).upper()}, {chunking}"
+
+
+def _convoy_points(run: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    rows = [row for convoy in run["convoys"] for row in convoy["series"] if row["ttft_s"] is not None]
+    return [row["t_s"] for row in rows], [row["ttft_s"] for row in rows]
+
+
+def _convoy_panel(axes: Axes, run: Mapping[str, Any], index: int, title: str, long_tokens: int) -> None:
+    colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    long_s, median = run["long"]["ttft_s"]["p50"], run["short"]["ttft_s"]["p50"]
+    axes.axvspan(0, long_s, color=BAND, zorder=0, lw=0)
+    words = f"long prompt ({tokens(long_tokens)}) being read: {duration(long_s)}"
+    axes.text(0.02, 0.975, words, transform=axes.transAxes, fontsize=9, va="top", color=INK)
+    sent, waits = _convoy_points(run)
+    axes.plot(sent, waits, marker, color=colour, markersize=6.5, markeredgecolor="white", markeredgewidth=0.6, zorder=4)
+    if median is not None:
+        axes.axhline(median, color=colour, lw=1.4, ls=(0, (4, 2)))
+        bold: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "va": "top", "color": colour}
+        axes.text(0.02, 0.91, f"median wait {duration(median)}", transform=axes.transAxes, **bold)
+    axes.set_title(title, fontweight="bold")
+
+
+def _convoy_limits(axes: Axes, runs: Sequence[Mapping[str, Any]]) -> None:
+    waits = [wait for run in runs for wait in _convoy_points(run)[1] if wait > 0]
+    axes.set_yscale("log")
+    if waits:
+        axes.set_ylim(min(waits) / 2, max(waits) * 9)
+    axes.set_xlim(0, max(run["long"]["ttft_s"]["p50"] for run in runs) * 1.08)
+    seconds_axis(axes, "y")
+
+
+TIMES = 5.0
+"""Tetris normalises to 25 times; there the curve is past its knee already, and depends on how long a run is."""
+
+
+TRUST = 1.5
+"""Factor by which a point may lie off the monotone fit. Beyond it the curve is noise around a knee, not a knee."""
+
+
+class SupportedKnee(NamedTuple):
+    """The knee of a curve that a monotone fit describes, and the loads between which it lies."""
+
+    load: float
+    low: float
+    """The highest load up to which every point, at its upper bound, is within the limit."""
+    high: float
+    """The lowest load from which on every point, at its lower bound, is above it; infinite: the last point may not
+    be."""
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """Return the non-decreasing sequence nearest to the values in least squares (pooling of adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        # A pool below the one before it is merged with it, at their common mean.
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (first, n), (second, m) = pools[-2:]
+            pools[-2:] = [((first * n + second * m) / (n + m), n + m)]
+    return [value for value, count in pools for _ in range(count)]
+
+
+def supported_knee(line: Sequence[tuple[float, float, float]], times: float = TIMES) -> SupportedKnee | None:
+    """Return the knee of (load, latency, half of its interval) points, where a monotone fit supports one.
+
+    The fit is of the latencies' logarithms. None where there is no knee, and where a point lies off the fit by more
+    than the factor `TRUST`: a latency cannot fall as load rises, so that such a curve is too noisy to have one.
+    """
+    points = sorted(line)
+    if len(points) < 2 or any(latency <= 0 for _, latency, _ in points):
+        return None
+    logs = [math.log(latency) for _, latency, _ in points]
+    fit = monotone(logs)
+    if max(abs(one - other) for one, other in zip(logs, fit, strict=True)) > math.log(TRUST):
+        return None
+    loads = [load for load, _, _ in points]
+    at = knee([(load, math.exp(value)) for load, value in zip(loads, fit, strict=True)], times)
+    if at is None:
+        return None
+    limit = times * math.exp(fit[0])
+    # The points themselves, with their intervals, say between which loads the limit is passed.
+    below = [load for load, latency, half in points if latency + half <= limit]
+    above = [load for load, latency, half in points if latency - half <= limit]
+    first_over = next((load for load, latency, half in points if latency + half > limit), math.inf)
+    low = max((load for load in below if load < first_over), default=loads[0])
+    high = min((load for load in loads if load > max(above, default=-math.inf)), default=math.inf)
+    return SupportedKnee(at, min(low, at), max(high, at))
+
+
+def knee(line: Sequence[tuple[float, float]], times: float = TIMES) -> float | None:
+    """Return the load at which latency first exceeds `times` that of the lowest load.
+
+    line: (load, latency), in any order. Between two points the latency's logarithm is taken as linear. None when the
+    limit is never exceeded, with fewer than two points, or when the lowest load's latency is not above 0.
+    """
+    points = sorted(line)
+    if len(points) < 2 or points[0][1] <= 0:
+        return None
+    limit = times * points[0][1]
+    for (low, below), (high, above) in pairwise(points):
+        if above > limit:
+            below = max(below, 1e-12)
+            return low + (high - low) * math.log(limit / below) / math.log(above / below)
+    return None
+
+
+LOAD = "workload.qps"
+PANELS = (("ttft_s", "p50", "TTFT, median"), ("ttft_s", "p99", "TTFT, P99"), ("max_tbt_s", "p99", "worst gap, P99"))
+
+
+def sweep_figure(data: Mapping[str, Any]) -> Figure:
+    """Three panels over a swept number, the load before others. Points that do not fit are left out; several seeds
+    draw intervals."""
+    at = data["points"][0]["at"]
+    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
+    field = LOAD if LOAD in numbers else next(iter(numbers or at))
+    with house_style():
+        figure = new_figure(height_in=3.6)
+        panels = figure.subplots(1, len(PANELS))
+        for axes, (metric, cut, title) in zip(panels, PANELS, strict=True):
+            for index, (label, line) in enumerate(_sweep_lines(data, field, metric, cut).items()):
+                _sweep_line(axes, index, label, line)
+                if field == LOAD and metric == "ttft_s":
+                    _mark_knee(axes, index, line)
+            axes.set_title(title, fontweight="bold", fontsize=11)
+            axes.set_xlabel(field)
+            axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, high / 30), high * 1.3)
+            seconds_axis(axes, "y")
+        handles, labels = panels[0].get_legend_handles_labels()
+        if len(labels) > 1:
+            figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
+    return figure
+
+
+def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -> None:
+    """Mark the knee, where the points support one: where the curve exceeds `TIMES` its value at the lowest load."""
+    found = supported_knee(line)
+    # the curve stays below the limit within the sweep, or is too noisy
+    if found is None:
+        return
+    colour = COLOURS[index % len(COLOURS)]
+    axes.axvline(found.load, color=colour, lw=1.0, ls=":")
+    if math.isfinite(found.high):
+        axes.axvspan(found.low, found.high, color=colour, alpha=0.08, lw=0)
+    between = f"{found.low:.3g} to {found.high:.3g}" if math.isfinite(found.high) else f"above {found.low:.3g}"
+    loads = [load for load, _, _ in line]
+    # on the side of the line that has more room
+    left = found.load > (min(loads) + max(loads)) / 2
+    axes.annotate(
+        f"{TIMES:g}× at {found.load:.3g}/s ({between})",
+        (found.load, 0.02 + 0.06 * (index % 6)),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3 if left else 3, 0),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        color=colour,
+        fontsize=8,
+        va="bottom",
+        bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.5},
+    )
+
+
+def _sweep_lines(
+    data: Mapping[str, Any], field: str, metric: str, cut: str
+) -> dict[str, list[tuple[Any, float, float]]]:
+    lines: dict[str, list[tuple[Any, float, float]]] = {}
+    for point in data["points"]:
+        if not point["feasible"]:
+            continue
+        others = ", ".join(f"{value}" for name, value in point["at"].items() if name != field)
+        for index, block in enumerate(point["mean"]["classes"]):
+            value = block[metric][cut]
+            half = point["ci95"]["classes"][index][metric][cut] if point["ci95"] else 0.0
+            label = " · ".join(word for word in (block["class"], others) if word) or "all"
+            if value:
+                lines.setdefault(label, []).append((point["at"][field], value, half or 0.0))
+    return lines
+
+
+def _sweep_line(axes: Axes, index: int, label: str, line: list[tuple[Any, float, float]]) -> None:
+    x, y, half = zip(*line, strict=True)
+    # Between words there is nothing to join by a line, and long ones need room.
+    words = isinstance(x[0], str)
+    if words:
+        axes.tick_params(axis="x", labelrotation=25)
+    low = [min(h, 0.9 * v) for v, h in zip(y, half, strict=True)]
+    axes.errorbar(
+        x,
+        y,
+        yerr=[low, list(half)],
+        marker=MARKERS[index % len(MARKERS)],
+        color=COLOURS[index % len(COLOURS)],
+        markersize=6 if words else 4,
+        lw=0.0 if words else 1.6,
+        elinewidth=1.6,
+        capsize=2,
+        label=label,
+    )
+
+
+MOST_BARS = 20_000
+"""Most bars in a picture; bars that begin later are left out, and the title has their number."""
+
+
+def _shown(bars: Sequence[GanttBar], until_s: float | None) -> tuple[list[GanttBar], float]:
+    """Return the bars that a picture shows, and the end of its time axis in seconds."""
+    chosen = sorted((b for b in bars if until_s is None or b.start_s < until_s), key=lambda b: (b.start_s, b.instance))
+    # sorted by start, so the latest bars are dropped
+    chosen = chosen[:MOST_BARS]
+    end_s = max((bar.end_s for bar in chosen), default=1.0)
+    return chosen, min(end_s, until_s) if until_s is not None else end_s
+
+
+def _request_colours(bars: Sequence[GanttBar]) -> dict[str, str]:
+    """Return a colour for each request, in order of first appearance."""
+    names = dict.fromkeys(bar.request for bar in bars if bar.kind == "span")
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def gantt_figure(
+    bars: Sequence[GanttBar], instances: Sequence[ClusterInstance], title: str = "", until_s: float | None = None
+) -> Figure:
+    """Draw one row for each instance, nodes apart.
+
+    Spans are coloured by request and named where the bar is wide enough; batches of an instance's scheduler are grey,
+    holds and pauses are outlines, transfers are thin lines under their sender.
+    """
+    chosen, end_s = _shown(bars, until_s)
+    colour = _request_colours(chosen)
+    rows, ticks, labels = {}, [], []
+    at, node = 0.0, instances[0].node if instances else 0
+    for instance in instances:
+        at += 0.4 if instance.node != node else 0.0
+        node = instance.node
+        rows[instance.id] = at
+        ticks.append(at)
+        labels.append(f"{instance.role[0].upper()}{instance.id}")
+        at += 1.0
+    with house_style():
+        figure = new_figure(height_in=min(12.0, 1.2 + 0.24 * at))
+        axes = figure.subplots()
+        for bar in chosen:
+            y, width = rows[bar.instance], bar.end_s - bar.start_s
+            if bar.kind == "span":
+                axes.barh(y, width, left=bar.start_s, height=0.82, color=colour[bar.request], edgecolor="white", lw=0.4)
+                # narrower bars cannot hold a name
+                if width > 0.04 * end_s:
+                    axes.text(
+                        bar.start_s + width / 2, y, bar.request, ha="center", va="center", fontsize=6, color="white"
+                    )
+            elif bar.kind == "batch":
+                axes.barh(y, width, left=bar.start_s, height=0.5, color=BAND, edgecolor=FAINT, lw=0.2)
+            elif bar.kind == "transfer":
+                axes.plot([bar.start_s, bar.end_s], [y + 0.46] * 2, color=INK, lw=0.8, solid_capstyle="butt")
+            else:
+                style = "//" if bar.kind == "hold" else ".."
+                axes.barh(y, width, left=bar.start_s, height=0.9, color="none", edgecolor=FAINT, hatch=style, lw=0.4)
+        axes.set_yticks(ticks, labels, fontsize=7)
+        axes.set_ylim(at - 0.2, -0.8)
+        axes.set_xlim(0.0, end_s)
+        axes.set_xlabel("seconds")
+        axes.grid(visible=False, axis="y")
+        left_out = len(bars) - len(chosen)
+        axes.set_title(title + (f"  ({left_out:,} later bars not shown)" if left_out and until_s is None else ""))
+    return figure
