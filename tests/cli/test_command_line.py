@@ -160,12 +160,20 @@ def test_print_config_can_be_fed_back_also_in_paper_mode(tmp_path: Path) -> None
     assert headway("serve", "--print-config", "--config", str(config)).stdout == first.stdout
 
 
-def test_a_base_install_names_the_extra_that_a_command_needs() -> None:
+@pytest.mark.parametrize(
+    ("missing", "words", "says"),
+    [
+        ("zmq", ["serve"], "headway[serve]"),
+        ("headway_research", ["reproduce", "--list"], "this command is in headway_research"),
+        ("headway_research", ["profile", "fit", "a.csv", "--out", "b"], "this command is in headway_research"),
+    ],
+)
+def test_an_install_without_a_part_names_what_a_command_needs(missing: str, words: list[str], says: str) -> None:
     code = (
-        "import sys; sys.modules['zmq'] = None; sys.argv = ['headway', 'serve']\n"
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['headway', *{words!r}]\n"
         "from headway.cli.main import main; sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "headway[serve]" in done.stderr
+    assert says in done.stderr
     assert "Traceback" not in done.stderr
