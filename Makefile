@@ -20,7 +20,7 @@ help: ## show this list
 
 $(STAMP): pyproject.toml requirements/dev.lock
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.lock -e '.[serve,dev,manifests]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/dev.lock -e '.[serve,plot,dev,manifests]'
 	@touch $(STAMP)
 
 setup: $(STAMP) ## make .venv with Headway and everything that its tests need

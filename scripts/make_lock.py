@@ -1,8 +1,9 @@
 """Pin what the package needs, and all that this needs in turn, to the versions of the environment that runs this.
 
 Run: python scripts/make_lock.py [--sbom FILE]. Writes requirements/serve.lock (`headway[serve]`) and dev.lock
-(`headway[serve,dev]`), for `pip install -c`. Names and versions only: no hosts and no hashes, so that one file serves
-wheels of any build of a version (torch for CPU and for CUDA). --sbom: a CycloneDX list of the same packages instead.
+(`headway[serve,plot,dev]`), for `pip install -c`. Names and versions only: no hosts and no hashes, so that one file
+serves wheels of any build of a version (torch for CPU and for CUDA). --sbom: a CycloneDX list of the same packages
+instead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = {"serve": ("serve",), "dev": ("serve", "dev")}
+LOCKS = {"serve": ("serve",), "dev": ("serve", "plot", "dev")}
 
 
 def direct(extras: Iterable[str]) -> list[Requirement]:

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from headway.sim.report.style import check_picture
     from headway_research.registry import experiment, listing, names
 
     if arguments.list:
@@ -46,13 +47,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.id != "all":
         # Raises ConfigError for an unknown id before anything runs.
         experiment(arguments.id)
+        picture = arguments.plot if arguments.plot is None or arguments.plot.name else Path(f"{arguments.id}.png")
         check_outputs(arguments.json)
-        _one(arguments.id, arguments, arguments.json, arguments.plot, arguments.id)
+        check_picture(picture)
+        _one(arguments.id, arguments, arguments.json, picture, arguments.id)
         return 0
     for folder in (arguments.json, arguments.plot):
         # With all, each experiment writes a file of its own.
         if folder is not None and (str(folder) == "-" or folder.is_file()):
             raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
+    check_picture(None if arguments.plot is None else arguments.plot / "all.png")
     for number, name in enumerate(names(), 1):
         json_file = None if arguments.json is None else arguments.json / f"{name}.json"
         picture = None if arguments.plot is None else arguments.plot / f"{name}.png"
@@ -80,7 +84,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
     if picture is not None and report.panels:
         from headway_research.plot import draw
 
-        draw(report.panels, picture if picture.name else Path(f"{name}.png"))
+        draw(report.panels, picture)
 
 
 def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], None]) -> Any:

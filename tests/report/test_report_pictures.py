@@ -114,5 +114,5 @@ def test_an_explanation_is_drawn_with_its_causes(tmp_path: Path, suffix: str) ->
 def test_a_picture_of_another_kind_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["why", "r3", "--log", "none", "--picture", str(tmp_path / "why.pdf")]) == 2
-    assert "ends in .png or .svg" in capsys.readouterr().err
+    assert main(["why", "r3", "--log", "none", "--picture", str(tmp_path / "why.gif")]) == 2
+    assert "its name must end in .png, .svg or .pdf" in capsys.readouterr().err

@@ -51,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 only if every request was answered and every passkey was right."""
     from headway.runtime.embedded import model_path
+    from headway.sim.report.style import check_picture
     from headway.sim.report.tables import say, show
 
+    check_picture(args.out / "convoy")
     if not args.chat_interval > 0:
         raise ConfigError(f"--chat-interval is {args.chat_interval}; it must be above 0 seconds")
     end_like_ctrl_c()

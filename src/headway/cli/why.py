@@ -33,18 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY|SETTING=VALUE",
         help="simulate the same requests under fcfs, t_target_ms=100, …; may be repeated",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it as FILE.png or FILE.svg")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write it as JSON ('-': stdout, no text)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
+    from headway.sim.report.style import check_picture
     from headway.sim.report.why_text import why_json, why_text
 
-    check_outputs(arguments.json, arguments.picture)
-    if arguments.picture is not None and arguments.picture.suffix.lower() not in (".png", ".svg"):
-        raise ConfigError(f"--picture {arguments.picture}: name a file that ends in .png or .svg")
+    check_outputs(arguments.json)
+    check_picture(arguments.picture)
     told, simulated = _explanation(arguments)
     if arguments.json is None or str(arguments.json) != "-":
         print(why_text(told, simulated))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +64,14 @@ def new_figure(height_in: float) -> Figure:
 
 
 def check_picture(file: Path | None) -> list[Path]:
-    """Return the files that `save` writes for a name; their folders are made. None: none. Raises ConfigError."""
+    """Return the files that `save` writes for a name; their folders are made. None: none.
+
+    Called before the work whose picture it is. Raises ConfigError where it cannot be drawn or written.
+    """
     if file is None:
         return []
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"cannot draw {file}: there is no matplotlib here; pip install 'headway[plot]'")
     if file.suffix.lower() not in ("", ".png", ".svg", ".pdf"):
         raise ConfigError(f"cannot draw {file}: its name must end in .png, .svg or .pdf, or have no suffix (both)")
     files = [file] if file.suffix else [file.with_suffix(".png"), file.with_suffix(".svg")]
