@@ -71,7 +71,7 @@ def main() -> int:
 
 def screens_of_a_server() -> list[tuple[str, str]]:
     """The banner of a start, the page at /, and status lines under load."""
-    with ServerProcess(["--max-model-len", "32k", "--status-every-s", "1"]) as server:
+    with ServerProcess(["--max-model-len", "32k"]) as server:
         log = server.last_words()
         begins, ends = log.index("Headway serves"), log.index("curl")
         banner = log[begins:ends] + "\n".join(log[ends:].splitlines()[:2])
@@ -86,7 +86,7 @@ def screens_of_a_server() -> list[tuple[str, str]]:
     shown = "\n".join(line.rstrip() for line in page.lines).strip()
     return [
         ("The start: `headway serve`", banner),
-        ("Under load: one line every 10 s (here every second, `--status-every-s 1`)", "\n".join(status[:4])),
+        ("Under load: one line every 10 s", "\n".join(status[:4])),
         ("`GET /`", shown),
     ]
 

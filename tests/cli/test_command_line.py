@@ -62,14 +62,14 @@ def test_the_version_is_said() -> None:
 
 def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text("max_num_seqs: 3\nblock_size: 16\nport: 1\n")
+    config.write_text("max_num_seqs: 3\nnnodes: 4\nport: 1\n")
     done = headway(
         "serve", "--print-config", "--config", str(config), "--max-model-len", "128k", "--api-key", "hunter2",
-        "--block-size", "32", HEADWAY_MAX_NUM_SEQS="7", HEADWAY_BLOCK_SIZE="8",
+        "--nnodes", "3", HEADWAY_MAX_NUM_SEQS="7", HEADWAY_NNODES="2",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     shown = yaml.safe_load(done.stdout)
-    assert (shown["max_num_seqs"], shown["block_size"], shown["port"]) == (7, 32, 1)
+    assert (shown["max_num_seqs"], shown["nnodes"], shown["port"]) == (7, 3, 1)
     assert (shown["max_model_len"], shown["chunking"]) == (131_072, "adaptive")
     assert "hunter2" not in done.stdout
 
@@ -87,7 +87,6 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
         (["/no/such/model"], "/no/such/model is not a folder"),
         (["--config", "/no/such.yaml"], "cannot read /no/such.yaml"),
         (["--tensor-parallel-size", "0"], "tensor-parallel-size must be at least 1, not 0"),
-        (["--block-size", "0"], "block-size must be between 1 and 65536 tokens, not 0"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_status_2(words: list[str], message: str) -> None:

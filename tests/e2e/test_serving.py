@@ -98,7 +98,7 @@ def test_a_request_that_would_be_late_is_answered_429_with_a_time_to_retry_if_it
 
 @LONG
 def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: GreedyReference) -> None:
-    arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512", "--block-size", "16"]
+    arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512"]
     with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:
         prompts = [prompt_of(seed, 90) for seed in range(10)]
         with ThreadPoolExecutor(10) as pool:

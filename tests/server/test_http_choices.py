@@ -54,7 +54,7 @@ async def test_n_choices_have_seeds_of_their_own_and_the_prompt_counts_once(conn
 async def test_more_choices_than_the_server_takes_name_its_flag(connect: Any) -> None:
     async with connect(served_model_name=("m",)) as client:
         error = (await client.post(PATH, json={**BODY, "n": 65})).json()["error"]
-    assert "'n' times the number of prompts is 65; at most 64 are allowed (--max-prompts)" in error["message"]
+    assert "'n' times the number of prompts is 65; at most 64 are allowed" in error["message"]
 
 
 async def test_each_choice_of_a_streamed_chat_opens_with_its_role(connect: Any, engine: FakeEngine) -> None:

@@ -63,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         device=settings.device,
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_memory,
-        block_size=settings.block_size,
         threads=settings.threads,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,

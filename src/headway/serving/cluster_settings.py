@@ -14,7 +14,7 @@ from headway.runtime.engine.config import EngineConfig
 from headway.serving.serve_settings import ServeSettings
 from headway.serving.settings import EndpointSettings
 
-_CLUSTER_WIDE = frozenset(("nnodes", "ray_address", "host_timeout")).union(EndpointSettings.model_fields)
+_CLUSTER_WIDE = frozenset(("nnodes", "ray_address")).union(EndpointSettings.model_fields)
 """Settings of the whole cluster that a pool cannot override: the hosts, and the endpoint."""
 
 

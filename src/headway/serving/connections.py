@@ -211,7 +211,7 @@ class _ProbesOnly:
             await self._app(scope, receive, send)
             return
         headers = {"Connection": "close", "Retry-After": "1"}
-        message = "too many connections are open at this time; try again (max_connections)"
+        message = "too many connections are open at this time; try again"
         await error_response(ApiError(503, message, headers=headers))(scope, receive, send)
 
 

@@ -171,7 +171,7 @@ class ServerContext:
         if self.journal is not None:
             self.journal.check()
         if self.in_flight >= settings.max_concurrent_requests:
-            raise OverloadedError(f"{self.in_flight} requests are in flight (max_concurrent_requests); try again")
+            raise OverloadedError(f"{self.in_flight} requests are in flight, which is the limit; try again")
         # The newest stats snapshot may lag: the engine enforces its own limit as well.
         if settings.max_queued_requests and self.engine.stats.waiting >= settings.max_queued_requests:
             raise OverloadedError(f"{self.engine.stats.waiting} requests wait (max_queued_requests); try again")

@@ -126,7 +126,7 @@ def build_job(
     limits = [limit for limit in (body.timeout_s, settings.request_timeout_s) if limit is not None]
     if len(prompts) * body.n > settings.max_prompts:
         asked = f"'n' times the number of prompts is {len(prompts) * body.n}"
-        raise RequestError(f"{asked}; at most {settings.max_prompts} are allowed (--max-prompts)", "n")
+        raise RequestError(f"{asked}; at most {settings.max_prompts} are allowed", "n")
     if body.stream_options is not None and not body.stream:
         raise RequestError("'stream_options' needs 'stream': true", "stream_options")
     return GenerationJob(

@@ -50,7 +50,7 @@ async def join(request: Request) -> Response:
     pool = _pool(await server.active.begin(server.bodies.whole(request, _LARGEST_BODY)))
     present, most = len(cluster.report().instances), server.settings.max_instances
     if present >= most:
-        raise OverloadedError(f"the cluster has {present} instances, and may have {most} (max_instances)", 30.0)
+        raise OverloadedError(f"the cluster has {present} instances, and may have {most}", 30.0)
     return json_response(cluster.join(pool), 202)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from headway.core.errors import ConfigError
 from headway.core.scratch_folder import ScratchFolder
 from headway.core.structured_log import setup
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig
 from headway.runtime.engine.protocol import EngineClient
 from headway.runtime.launcher.engine_template import discard_early
 from headway.serving.binding import bind, check_binding, release
@@ -164,7 +164,7 @@ def _open_hosts(file: ClusterFile, model: str, settings: ServeSettings, host_of:
     from headway.runtime.launcher.ray_hosts import join_ray
 
     assert settings.ray_address is not None
-    return join_ray(settings.ray_address, count, host_of.__getitem__, model, settings.host_timeout)
+    return join_ray(settings.ray_address, count, host_of.__getitem__, model, HOST_TIMEOUT_S)
 
 
 def _exit_status(failure: str | None, started: bool) -> int:

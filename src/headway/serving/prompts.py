@@ -71,7 +71,7 @@ class PromptReader:
             return (self._ids_prompt(prompt, name, name),)
         if len(prompt) > self._max_prompts:
             asked = f"'{name}' holds {len(prompt)} prompts"
-            raise RequestError(f"{asked}; at most {self._max_prompts} are allowed (--max-prompts)", name)
+            raise RequestError(f"{asked}; at most {self._max_prompts} are allowed", name)
         return tuple(self._one(item, add_special_tokens, name, f"{name}[{index}]") for index, item in enumerate(prompt))
 
     def chat(

@@ -43,17 +43,10 @@ class EngineSettings(SettingsModel):
         "contexts and 256K tokens in each KV group",
         json_schema_extra=_shown_as("SIZE"),
     )
-    block_size: WholeNumber = Field(64, description="tokens in a KV block", json_schema_extra=_shown_as("TOKENS"))
     prefix_cache: Flag | None = Field(
         None,
         description="keep the KV of prompts and answers until memory is needed, for prompts that begin alike; default: "
         "true where it is possible, which is an engine without KV groups and without event-log",
-    )
-    prefix_cache_policy: Literal["lru", "cost"] = Field(
-        "lru",
-        description="what gives way first: lru, what was used least recently; cost, what is cheapest to compute again, "
-        "by the latency model",
-        json_schema_extra=_shown_as("NAME"),
     )
     threads: WholeNumber | None = Field(
         None,
@@ -66,11 +59,6 @@ class EngineSettings(SettingsModel):
     )
     pipeline_parallel_size: WholeNumber = Field(
         1, description="stages that the layers are cut into, one after another", json_schema_extra=_shown_as("S")
-    )
-    pipeline_schedule: Literal["stream", "microbatch"] = Field(
-        "stream",
-        description="stream: a prompt's next chunk enters when the first stage frees; microbatch: when its last has "
-        "left all",
     )
     kv_parallel_size: WholeNumber = Field(
         1,
@@ -95,11 +83,6 @@ class EngineSettings(SettingsModel):
         "several hosts alone",
         json_schema_extra=_shown_as("ADDRESS"),
     )
-    host_timeout: Number = Field(
-        600.0,
-        description="seconds to wait for hosts, at first and when one is lost",
-        json_schema_extra=_shown_as("SECONDS"),
-    )
     max_queued_requests: WholeNumber = Field(
         1024, description="requests that may wait before new ones get 429", json_schema_extra=_shown_as("N")
     )
@@ -111,18 +94,8 @@ class EngineSettings(SettingsModel):
     worker_timeout: Number = Field(
         10.0,
         description="seconds without a sign of life after which a worker, or an engine on another host, counts as lost "
-        "and is started again; an iteration may take as long, or hang-factor times its prediction if that is more",
+        "and is started again; an iteration may take as long, or 20 times its prediction if that is more",
         json_schema_extra=_shown_as("SECONDS"),
-    )
-    engine_timeout: Number = Field(
-        1.5,
-        description="seconds without a sign of life after which the engine's process counts as stopped and is replaced",
-        json_schema_extra=_shown_as("SECONDS"),
-    )
-    hang_factor: Number = Field(
-        20.0,
-        description="an iteration that takes so many times its predicted time, and worker-timeout, counts as hung",
-        json_schema_extra=_shown_as("X"),
     )
     standby: Flag | None = Field(
         None,
@@ -132,14 +105,9 @@ class EngineSettings(SettingsModel):
     )
     max_restarts: WholeNumber = Field(
         3,
-        description="restarts of lost workers, or of a lost engine, within restart-window; one more loss ends the "
+        description="restarts of lost workers, or of a lost engine, within 60 s of running; one more loss ends the "
         "service",
         json_schema_extra=_shown_as("N"),
-    )
-    restart_window: Number = Field(
-        60.0,
-        description="seconds of running in which at most max-restarts are tried",
-        json_schema_extra=_shown_as("SECONDS"),
     )
     event_log: Text | None = Field(
         None,
@@ -247,17 +215,13 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             max_model_len=self.max_model_len,
             # Bytes; None: sized to the memory that is free.
             kv_cache_bytes=self.kv_cache_memory,
-            block_size=self.block_size,
             prefix_cache=self.caches_prefixes,
-            prefix_cache_policy=self.prefix_cache_policy,
             threads=self.threads,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             kv_parallel_size=self.kv_parallel_size,
-            pipeline_schedule=self.pipeline_schedule,
             nnodes=self.nnodes,
             ray_address=self.ray_address,
-            host_timeout_s=self.host_timeout,
             max_queued_requests=self.max_queued_requests,
             mode=self.mode,
             scheduler=self.scheduler,
@@ -265,11 +229,8 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
             event_log=self.event_log,
             live_page=self.live_page,
             worker_timeout_s=self.worker_timeout,
-            engine_timeout_s=self.engine_timeout,
-            hang_factor=self.hang_factor,
             standby=self.keeps_standby,
             max_restarts=self.max_restarts,
-            restart_window_s=self.restart_window,
             log_level=self.log_level,
             log_format=self.log_format,
         )

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server. Those of `EndpointSettings` are flags of `headway serve` (`serving.serve_settings`)."""
+"""Settings of the HTTP server. Only those of `EndpointSettings` are flags of `headway serve`."""
 
 from __future__ import annotations
 
@@ -44,72 +44,20 @@ class EndpointSettings(SettingsModel):
     allowed_origins: TextList = Field(
         (), description="origins whose web pages may call the server (CORS); * for all. Default: none"
     )
-    allowed_methods: TextList = Field(("*",), description="methods that pages of these origins may use")
-    allowed_headers: TextList = Field(("*",), description="headers that they may send")
-    allow_credentials: Flag = Field(False, description="whether they may send credentials")
     max_body_bytes: ByteSize = Field(64 << 20, gt=0, description="largest request body, in bytes; above it: 413")
-    max_buffered_bytes: ByteSize = Field(
-        1 << 30, gt=0, description="bodies being read or parsed at one time, in bytes in all; above it: 429"
-    )
-    body_timeout_s: Number = Field(60.0, gt=0, description="seconds within which a request body must have arrived")
-    header_timeout_s: Number = Field(
-        10.0, gt=0, description="seconds that a connection may take to send a request's header"
-    )
-    idle_timeout_s: Number = Field(75.0, gt=0, description="seconds that a connection may be idle between two requests")
-    max_connections: WholeNumber = Field(
-        4096, gt=0, description="connections at one time (fewer where the system's limit of open files is lower)"
-    )
-    max_concurrent_requests: WholeNumber = Field(
-        1024, gt=0, description="generation requests in flight at one time; above it: 429"
-    )
-    max_instances: WholeNumber = Field(
-        64, gt=0, description="instances that a cluster may have with those that join while it serves; above it: 429"
-    )
-    max_prompts: WholeNumber = Field(
-        64, gt=0, description="prompts of one request, each counted `n` times; above it: 400"
-    )
     request_timeout_s: Number | None = Field(
         None, gt=0, description="seconds after which a request is ended; a request may ask for less, not for more"
     )
-    keep_alive_s: Number = Field(
-        10.0, gt=0, description="seconds of silence in a stream after which a ': keep-alive' comment is sent"
-    )
-    slow_client_timeout_s: Number = Field(
-        30.0, gt=0, description="seconds that a client may leave its stream unread before the request is aborted"
-    )
-    slow_client_buffer_bytes: ByteSize = Field(
-        256 << 10, gt=0, description="unsent stream data kept for one client, in bytes, before its stream waits"
-    )
-    slo_min_ttft_s: Number = Field(0.05, gt=0, description="tightest time to first token that a client may ask for")
-    slo_max_ttft_s: Number = Field(3600.0, description="loosest time to first token that a client may ask for")
-    slo_min_tbt_s: Number = Field(0.005, gt=0, description="tightest time between tokens that a client may ask for")
-    slo_max_tbt_s: Number = Field(60.0, description="loosest time between tokens that a client may ask for")
     drain_timeout_s: Number = Field(
         300.0, ge=0, description="seconds that a SIGTERM waits for accepted requests to finish"
     )
-    worker_threads: WholeNumber = Field(
-        2,
-        gt=0,
-        description="threads that parse and tokenise bodies from 2 to 64 KiB; larger ones have processes of their own",
-    )
-    tokenizer_memory: ByteSize = Field(
-        1 << 30,
-        gt=0,
-        description="memory for tokenising texts that cannot be cut into pieces, in bytes, in each process",
-    )
     journal: Text | None = Field(
         None, description="folder of a journal from which the next server takes up accepted requests; it holds prompts"
-    )
-    journal_keep_s: Number = Field(
-        3600.0, gt=0, description="seconds that the answers of requests that were taken up again are kept"
     )
     chat_template: Text | None = Field(
         None,
         description="file of a Jinja chat template, or its text in one line, instead of the model's own",
         json_schema_extra={"metavar": "FILE"},
-    )
-    status_every_s: Number = Field(
-        10.0, ge=0, description="seconds between status lines in the log while there is work; 0: none"
     )
     live_page: Flag = Field(True, description="serve the live page at /ui, with its data and explanations under /v1")
     otlp_traces_endpoint: Text | None = Field(
@@ -127,11 +75,6 @@ class EndpointSettings(SettingsModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for what in ("ttft", "tbt"):
-            low, high = getattr(self, f"slo_min_{what}_s"), getattr(self, f"slo_max_{what}_s")
-            # Swapped limits would clamp every target to the upper one.
-            if low > high:
-                raise ValueError(f"slo_min_{what}_s ({low}) must not be above slo_max_{what}_s ({high})")
         if self.api_key is not None and not self.api_keys:
             raise ValueError("api_key must not be empty; leave it out to serve without one")
         if self.admin_key is not None and (not self.admin_key.strip() or self.admin_key in self.api_keys):
@@ -140,10 +83,67 @@ class EndpointSettings(SettingsModel):
 
 
 class ServerSettings(EndpointSettings):
-    """Settings of one server process, with what only the program sets."""
+    """Settings of one server process, with what only the program sets.
+
+    The limits protect a server from clients that are slow, many or wrong. They are constants, since their values hold
+    on any machine; a test sets others.
+    """
 
     start_engine: bool = Field(True, description="start the engine with the server")
     event_log: str | None = Field(None, description="event log of the only engine, for explanations")
     max_queued_requests: int = Field(
         0, description="requests that may wait in the engine before new ones get 429; 0: the engine decides"
     )
+
+    # -- bodies and connections -----------------------------------------------------------------------------------
+
+    max_buffered_bytes: ByteSize = Field(
+        1 << 30, gt=0, description="bodies being read or parsed at one time, in all; above it: 429. 16 of the largest"
+    )
+    body_timeout_s: Number = Field(60.0, gt=0, description="a body must have arrived: 64 MiB at 1 MB/s")
+    header_timeout_s: Number = Field(10.0, gt=0, description="a header must have arrived: one round trip is enough")
+    idle_timeout_s: Number = Field(75.0, gt=0, description="between two requests: longer than a load balancer's 60 s")
+    max_connections: WholeNumber = Field(
+        4096, gt=0, description="connections at one time, fewer where the system's limit of open files is lower"
+    )
+    max_concurrent_requests: WholeNumber = Field(
+        1024, gt=0, description="generation requests in flight at one time, the queue of one engine; above it: 429"
+    )
+    max_instances: WholeNumber = Field(
+        64, gt=0, description="instances of a cluster with those that join while it serves; above it: 429"
+    )
+    max_prompts: WholeNumber = Field(
+        64, gt=0, description="prompts of one request, each counted `n` times: a request holds no more of the queue"
+    )
+    worker_threads: WholeNumber = Field(
+        2, gt=0, description="threads that parse and tokenise bodies from 2 to 64 KiB; larger ones have processes of their own"
+    )
+    tokenizer_memory: ByteSize = Field(
+        1 << 30, gt=0, description="memory for tokenising texts that cannot be cut into pieces, in each process"
+    )
+
+    # -- streams --------------------------------------------------------------------------------------------------
+
+    keep_alive_s: Number = Field(
+        10.0, gt=0, description="silence in a stream after which a ': keep-alive' comment is sent: proxies wait 60 s"
+    )
+    slow_client_timeout_s: Number = Field(
+        30.0, gt=0, description="how long a client may leave its stream unread before the request is aborted"
+    )
+    slow_client_buffer_bytes: ByteSize = Field(
+        256 << 10, gt=0, description="unsent stream data kept for one client before its stream waits"
+    )
+
+    # -- latency that clients may ask for: beyond it a target is taken as the limit -----------------------------------
+
+    slo_min_ttft_s: Number = Field(0.05, gt=0, description="below it every request would be late")
+    slo_max_ttft_s: Number = Field(3600.0, description="above it a request would never be urgent")
+    slo_min_tbt_s: Number = Field(0.005, gt=0, description="below it prompts would get no time beside decodes")
+    slo_max_tbt_s: Number = Field(60.0, description="above it a stream counts as dead")
+
+    # -- the journal, the log ---------------------------------------------------------------------------------------
+
+    journal_keep_s: Number = Field(
+        3600.0, gt=0, description="how long the answers of requests that were taken up again are kept"
+    )
+    status_every_s: Number = Field(10.0, ge=0, description="between status lines while there is work; 0: none")

@@ -14,7 +14,7 @@ from headway.perf.hardware.memory import available_bytes
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.build.checkpoint_facts import eos_ids
 from headway.runtime.build.engine import LoadedModel, backend_name, kv_blocks
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig
 from headway.runtime.executor.cuda_probe import look_apart
 from headway.runtime.executor.memory_fit import check_memory, check_shape, need, parameters
 from headway.runtime.executor.multi_process import MultiProcessExecutor
@@ -78,7 +78,7 @@ def _open_hosts(config: EngineConfig, layout: ParallelLayout, devices: DeviceAss
     each = layout.accelerators // config.nnodes
     host_of = partial(node_of, nodes=config.nnodes, ranks=layout.accelerators)
     reserved = 0 if devices is None else each
-    return join_ray(config.ray_address, config.nnodes, host_of, config.model, config.host_timeout_s, reserved)
+    return join_ray(config.ray_address, config.nnodes, host_of, config.model, HOST_TIMEOUT_S, reserved)
 
 
 def _resources(placement: _Placement, wanted: Callable[[], bool]) -> tuple[int, int]:
@@ -127,7 +127,7 @@ def _rank_config(config: EngineConfig, placement: _Placement, wanted: Callable[[
         token=None if hosts is None else hosts.token,
         timeout_s=config.worker_timeout_s,
         # On several hosts a start may have to wait for a host that is itself being started again.
-        start_timeout_s=_START_S if hosts is None else _START_S + config.host_timeout_s,
+        start_timeout_s=_START_S if hosts is None else _START_S + HOST_TIMEOUT_S,
         log_level=config.log_level,
         log_format=config.log_format,
         instance=None if config.instance is None else config.instance.number,
