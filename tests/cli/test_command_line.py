@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import yaml
 
+from headway.cli import serve
 from headway.cli.main import NESTED
 
 BLOCKED = """
@@ -52,6 +54,34 @@ def test_the_help_of_profile_names_the_commands_under_it() -> None:
     said = headway("profile", "--help", COLUMNS="400").stdout
     for words in NESTED:
         assert f"`{' '.join(words)}`" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("command", ["serve", "cluster"])
+def test_the_help_of_a_server_is_a_line_a_flag_in_groups(command: str) -> None:
+    done = headway(command, "--help", COLUMNS="80")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 80
+    assert {"memory:", "scheduling:", "address and keys:"} <= set(lines)
+    assert sum(line.startswith("  --port PORT ") for line in lines) == 1
+
+
+def test_help_of_a_word_is_what_names_it_and_help_all_is_everything() -> None:
+    named, everything = headway("serve", "--help", "ray").stdout, headway("serve", "--help", "all").stdout
+    assert "--ray-address" in named
+    assert "--port" not in named
+    for words in ("--ray-address", "--port", "several hosts alone"):
+        assert words in " ".join(everything.split())
+    unknown = headway("serve", "--help", "no-such-word")
+    assert unknown.returncode == 2
+    assert "no flag has 'no-such-word' in its text" in unknown.stderr
+
+
+def test_no_flag_of_serve_has_two_defaults() -> None:
+    parser = ArgumentParser()
+    serve.add_arguments(parser)
+    assert [each.option_strings for each in parser._actions if (each.help or "").lower().count("default:") > 1] == []
 
 
 def test_the_version_is_said() -> None:

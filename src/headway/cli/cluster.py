@@ -14,7 +14,7 @@ from headway.runtime.engine.config import RAY_ADDRESS_NEEDED
 from headway.runtime.engine.numerics import settle
 from headway.serving.cluster_settings import instance_configs, shared_cores
 from headway.serving.model_folder import model_folder
-from headway.serving.serve_settings import ServeSettings
+from headway.serving.serve_settings import ServeSettings, group_of
 from headway.serving.settings import EndpointSettings
 
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
-    add_options(parser, ServeSettings)
+    add_options(parser, ServeSettings, group_of=group_of)
 
 
 def run(arguments: argparse.Namespace) -> int:

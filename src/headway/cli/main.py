@@ -43,6 +43,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 ADVICE = {"serve": "; for flags of vLLM run `vllm serve MODEL --scheduler-cls headway.vllm.Scheduler`"}
 """What to do about unknown flags, by command."""
 
+HELP_PAGES = frozenset(("serve", "cluster"))
+"""Commands whose `--help` is an overview."""
+
 LINUX_ONLY = frozenset(("serve", "cluster", "demo", "profile"))
 """Commands whose engine needs Linux (eventfd, memfd, pidfd)."""
 
@@ -107,7 +110,8 @@ def _run(words: list[str]) -> int:
     asked = parser
     # Only the chosen command's module is imported: the others would bring torch and seconds of imports.
     for name, (module_name, text) in COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        about = text[0].upper() + text[1:] + "."
+        sub = commands.add_parser(name, help=text, description=about, help_pages=name in HELP_PAGES)
         if name == chosen:
             module = import_module(module_name)
             module.add_arguments(sub)

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import distinct_seeds
 from headway.core.settings import SettingsModel, flag_of
 
 
-def add_options(parser: argparse.ArgumentParser, model: type[SettingsModel], leave_out: Collection[str] = ()) -> None:
-    """Add one flag per setting of `model`. Values stay text until `core.settings.resolve`."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    model: type[SettingsModel],
+    leave_out: Collection[str] = (),
+    group_of: Callable[[str], str] = lambda name: "settings",
+) -> None:
+    """Add one flag per setting of `model`. Values stay text until `core.settings.resolve`.
+
+    group_of: title under which `--help` shows a setting, by its name.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for name, field in model.model_fields.items():
         if name in leave_out:
             continue
-        default = "none" if field.default in (None, ()) else field.default
-        # argparse expands % in help texts.
-        text = f"{field.description} (default: {default})".replace("%", "%%")
         about = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        title = group_of(name)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
         extra: dict[str, Any] = {"metavar": about.get("metavar", name.rsplit("_", 1)[-1].upper())}
         if _is_boolean(field.annotation):
             # A boolean flag may stand alone, or have a value: --flag, --flag false.
@@ -28,13 +39,22 @@ def add_options(parser: argparse.ArgumentParser, model: type[SettingsModel], lea
         elif "nargs" in about:
             extra["nargs"] = about["nargs"]
         # SUPPRESS leaves absent flags out of the namespace: `given_flags` tells them from defaults.
-        extra |= {"dest": name, "default": argparse.SUPPRESS, "help": text}
-        parser.add_argument(flag_of(name), **extra)
+        extra |= {"dest": name, "default": argparse.SUPPRESS, "help": _help_text(field)}
+        groups[title].add_argument(flag_of(name), **extra)
         if _is_boolean(field.annotation):
             no = flag_of(f"no_{name}")
             parser.add_argument(
                 no, action="store_const", const="false", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
             )
+
+
+def _help_text(field: FieldInfo) -> str:
+    """Return a setting's help: its description, and its default where the description does not say it."""
+    text, default = str(field.description), field.default
+    if default not in (None, ()) and "default" not in text.lower():
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    # argparse expands % in help texts.
+    return text.replace("%", "%%")
 
 
 def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from headway.core.errors import ConfigError
 from headway.core.settings import print_config, resolve
 from headway.runtime.engine.numerics import settle
 from headway.serving.model_folder import is_hub_id, model_folder
+from headway.serving.serve_settings import group_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-public", action="store_true", help="listen on an address other than loopback without an API key"
     )
-    add_options(parser, StartSettings)
+    add_options(parser, StartSettings, group_of=group_of)
 
 
 def settings_of(arguments: argparse.Namespace) -> StartSettings:

@@ -163,6 +163,27 @@ else:
     SchedulerSettings = create_model("SchedulerSettings", __base__=SettingsModel, **_scheduler_fields())
 
 
+_GROUPS = {
+    "address and keys": ("host", "port", "api_key", "admin_key", "allowed_hosts", "allowed_origins"),
+    "model": (
+        "model", "revision", "download_dir", "served_model_name", "chat_template", "dtype", "device", "max_model_len",
+    ),
+    "memory": ("kv_cache_memory", "prefix_cache"),
+    "processes and hosts": (
+        "threads", "tensor_parallel_size", "pipeline_parallel_size", "kv_parallel_size", "kv_shard_tokens", "nnodes",
+        "ray_address",
+    ),
+    "limits": ("max_queued_requests", "max_body_bytes", "request_timeout_s"),
+    "failures": ("standby", "worker_timeout", "max_restarts", "journal", "drain_timeout_s"),
+    "logs and traces": ("event_log", "live_page", "otlp_traces_endpoint", "log_level", "log_format"),
+}  # fmt: skip
+
+
+def group_of(name: str) -> str:
+    """Return the title under which `--help` shows a setting; those of the scheduler are in no list."""
+    return next((title for title, names in _GROUPS.items() if name in names), "scheduling")
+
+
 class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
     """Every setting of `headway serve`."""
 
