@@ -116,7 +116,7 @@ class ServerSettings(EndpointSettings):
         64, gt=0, description="prompts of one request, each counted `n` times: a request holds no more of the queue"
     )
     worker_threads: WholeNumber = Field(
-        2, gt=0, description="threads that parse and tokenise bodies from 2 to 64 KiB; larger ones have processes of their own"
+        2, gt=0, description="threads for bodies from 2 to 64 KiB; larger ones have processes of their own"
     )
     tokenizer_memory: ByteSize = Field(
         1 << 30, gt=0, description="memory for tokenising texts that cannot be cut into pieces, in each process"
