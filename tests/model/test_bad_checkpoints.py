@@ -142,7 +142,11 @@ def test_a_configuration_that_is_no_json_object_is_refused(folder: Path) -> None
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"dtype": "float8"}, "dtype 'float8' is not supported"),
         ({"eos_token_id": "</s>"}, "'eos_token_id' must be"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "'sliding_window' 128"),
+        ({"architectures": ["MistralForCausalLM"]}, "'model_type' is 'llama', not 'mistral'"),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
+            "'sliding_window' 128",
+        ),
     ],
 )
 def test_configurations_that_cannot_be_served_say_which_field(
@@ -153,13 +157,13 @@ def test_configurations_that_cannot_be_served_say_which_field(
 
 
 def test_a_window_that_no_sequence_outgrows_is_allowed(folder: Path) -> None:
-    edit_config(folder, architectures=["MistralForCausalLM"], sliding_window=128)
+    edit_config(folder, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=128)
     assert load_decoder(folder, max_model_len=128).config.max_model_len == 128
 
 
-def test_an_unused_window_switch_is_honoured(folder: Path) -> None:
-    make_tiny("qwen2", folder, use_sliding_window=False, sliding_window=16)
-    assert load_decoder(folder).config.sliding_window is None
+def test_a_length_beyond_what_the_positions_were_made_for_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len 513 is not within 1\.\.512"):
+        load_decoder(folder, max_model_len=513)
 
 
 def test_an_unknown_dtype_setting_is_refused(folder: Path) -> None:

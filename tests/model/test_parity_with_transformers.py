@@ -26,12 +26,8 @@ BLOCK = 8
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied-multi-head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen3-bias": ("qwen3", {"attention_bias": True}),
     "phi3-partial-rotary": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                           "partial_rotary_factor": 0.5}}),
-    "mistral-window-not-reached": ("mistral", {"sliding_window": 512}),
 }  # fmt: skip
 
 

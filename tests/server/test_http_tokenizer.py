@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import CheckpointError, ConfigError, RequestError
 from headway.serving.chat_template import ChatTemplate
@@ -117,16 +118,45 @@ def test_template_that_does_not_parse() -> None:
         ChatTemplate("{% if %}", {})
 
 
-def test_ids_and_chat_text_equal_those_of_transformers(folder: Path) -> None:
-    """The same ids and the same chat text as the reference library."""
-    transformers = pytest.importorskip("transformers")
-    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>")
-    reference.chat_template = (folder / "chat_template.jinja").read_text()
-    ours = ModelTokenizer.load(folder)
-    for text in ("hello wörld", " a  b\n", "😀"):
-        assert ours.encode(text, add_special_tokens=True) == reference.encode(text)
-    rendered = ours.render_chat(USER, add_generation_prompt=True, variables=None)
-    assert rendered == reference.apply_chat_template(USER, tokenize=False, add_generation_prompt=True)
-    ids = reference.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)
-    ids = ids["input_ids"] if hasattr(ids, "keys") else ids
-    assert ours.encode(rendered, add_special_tokens=False) == list(ids)
+def test_a_folder_with_another_kind_of_tokenizer_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"has tokenizer\.model but no tokenizer\.json"):
+        ModelTokenizer.load(folder)
+
+
+@pytest.mark.anyio
+async def test_a_chat_ends_at_its_templates_end_of_a_turn(connect: Any, engine: FakeEngine, folder: Path) -> None:
+    """None of the model's files names it: the engine is told with each chat, and with no completion."""
+    description = json.loads((folder / "tokenizer.json").read_text())
+    end = len(description["model"]["vocab"])
+    (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": end}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"extra_special_tokens": ["<|im_end|>"]}))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}")
+    tokens = ModelTokenizer.load(folder)
+    (end,) = tokens.turn_end
+    async with connect(tokens) as client:
+        await client.post("/v1/chat/completions", json={"model": "fake-model", "messages": USER, "max_tokens": 1})
+        await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", "max_tokens": 1})
+    chat, completion = (submit.params.stop_token_ids for submit in engine.submits)
+    assert (chat, completion) == ((end,), ())
+
+
+@pytest.mark.anyio
+async def test_a_completion_keeps_the_space_before_its_first_word(connect: Any, tmp_path: Path) -> None:
+    """A decoder of SentencePiece's kind drops it; the engine says the prompt again."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {
+        piece: index for index, piece in enumerate(["<unk>", "</s>", "\u2581", "a", "b", "\u2581a", "\u2581b"])
+    }
+    backend: Any = Tokenizer(models.BPE(vocabulary, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    asked = {"model": "fake-model", "prompt": "a b", "max_tokens": 2}
+    async with connect(ModelTokenizer.load(tmp_path)) as client:
+        texts = [
+            (await client.post("/v1/completions", json={**asked, **more})).json()["choices"][0]["text"]
+            for more in ({}, {"echo": True}, {"stop": [" b"]})
+        ]
+    assert texts == [" a b", "a b a b", " a"]

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import msgspec
+
 from headway.core.errors import ConfigError, HeadwayError, RequestError
 from headway.core.sampling import SamplingParams, TokenLogprobs
 
@@ -126,7 +128,11 @@ class LLM:
         """Answer one conversation (`[{"role": "user", "content": …}]`) through the checkpoint's chat template."""
         text = self._tokenizer.render_chat(messages, add_generation_prompt=True, variables=None)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self._run([ids], [params or SamplingParams()])[0]
+        params = params or SamplingParams()
+        if not params.ignore_eos:
+            ends = (*params.stop_token_ids, *self._tokenizer.turn_end)
+            params = msgspec.structs.replace(params, stop_token_ids=ends)
+        return self._run([ids], [params])[0]
 
     def close(self) -> None:
         """Free the model and its KV cache. Idempotent."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headway.core.errors import RequestError
 from headway.serving.answer import AnswerHeader, ChoiceAnswer
 from headway.serving.answer_pieces import TextPiece
@@ -33,6 +35,10 @@ def parse_chat(fields: Mapping[str, Any], context: RequestContext, prompts: Prom
         logprobs=body.top_logprobs if body.logprobs else None,
         vocab_size=context.info.vocab_size,
     )
+    # The model's files may name only the end of a document; the template's end of a turn ends a chat's answer.
+    ends = tuple(token for token in prompts.turn_end if token not in context.info.eos_token_ids)
+    if ends and not body.ignore_eos:
+        params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
     prepared = prepared_context(body, context)
     messages = body.messages if prepared is None else prepared.before(body.messages)
     prompt = render_prompt(body, messages, prompts)

@@ -7,7 +7,7 @@ to its arguments only. Clients cannot send templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
 
@@ -24,6 +24,10 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """For models that bring no template, such as base models: a line `role: text` for each message."""
+
+
+_PROBE = "A0probe9Z"
+"""A text that no template has of its own, nor changes."""
 
 
 class _GenerationTag(Extension):
@@ -52,6 +56,12 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not a valid Jinja template: {error}") from None
+        self._tools = "tool" in source
+        # Forms of a message's content that the template shows: found by trying, as templates do not say.
+        parts = self._tried([{"type": "text", "text": _PROBE}])
+        # In quotes: the template shows the array, not its text.
+        self._parts = _PROBE in parts and f"'{_PROBE}'" not in parts and f'"{_PROBE}"' not in parts
+        self._strings = not self._parts or _PROBE in self._tried(_PROBE)
 
     def render(
         self,
@@ -63,11 +73,43 @@ class ChatTemplate:
         """Return the prompt's text. Raises RequestError with the template's own message when rendering fails."""
         given = {**self._special_tokens, "tools": None, "documents": None, **(variables or {})}
         # Last, so that a client's variables cannot replace the messages.
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        shown = [self._formed(message, index) for index, message in enumerate(messages)]
+        given |= {"messages": shown, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(given)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from None
+
+    def turn_end(self, tokens: Collection[str]) -> str | None:
+        """Return the token that follows an assistant's message at once; None where the template puts none."""
+        text = self._tried(_PROBE if self._strings else [{"type": "text", "text": _PROBE}], role="assistant")
+        rest = text.rpartition(_PROBE)[2].lstrip() if _PROBE in text else ""
+        return max((token for token in tokens if rest.startswith(token)), key=len, default=None)
+
+    def _formed(self, message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+        """Return a message with its content in a form that the template takes: a string, or parts.
+
+        Raises RequestError for tools that the template would leave out.
+        """
+        field = "role" if message.get("role") == "tool" else "tool_calls"
+        if not self._tools and (field == "role" or message.get(field)):
+            name = f"messages[{index}].{field}"
+            raise RequestError(f"'{name}' is of a tool, and the model's chat template knows none: leave it out", name)
+        content = message.get("content")
+        if isinstance(content, str) and not self._strings:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, list) and not self._parts:
+            return {**message, "content": "".join(part["text"] for part in content)}
+        return message
+
+    def _tried(self, content: Any, role: str = "user") -> str:
+        """Return a chat whose last message has that content; empty where the template refuses it."""
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        given = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
+        try:
+            return self._template.render({**given, "messages": messages[: 1 + (role == "assistant")]})
+        except Exception:  # whatever it is, a chat will say it
+            return ""
 
 
 def _tojson(

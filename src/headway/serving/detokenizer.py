@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,11 +65,12 @@ class WindowDetokenizer:
     PATIENCE = 4
     """A UTF-8 character has at most 4 bytes: after as many tokens U+FFFD is part of the text."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip: AbstractSet[int]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, skip: AbstractSet[int], before: Sequence[int] = ()) -> None:
+        """before: tokens whose text this one continues, the last of them."""
         self._backend = backend
         self._skip = skip
         # Tokens already shown that precede `_pending`, whose text is not shown yet.
-        self._context: list[int] = []
+        self._context = [token for token in before if token not in skip][-2 * self.PATIENCE :]
         self._pending: list[int] = []
 
     def feed(self, token: int) -> str:

@@ -21,6 +21,9 @@ from headway.serving.prompts import TokenPrompt
 from headway.serving.stops import StopMatcher
 from headway.serving.tokenizer import ModelTokenizer
 
+CONTINUED_TOKENS = 64
+"""Last tokens of a prompt among which its answer's decoder looks for those with text."""
+
 
 async def generate(
     engine: EngineClient,
@@ -39,7 +42,9 @@ async def generate(
     string, aborts the request in the engine. Raises ApiError when the engine aborts, times out or fails.
     """
     opening = opening_of(tokenizer, job, prompt)
-    assembler = AnswerAssembler(tokenizer, job.text, 0 if opening is None else len(opening.text))
+    # A completion continues the prompt's text: decoders drop a space before what is a text of its own.
+    before = prompt.data.cast("i")[-CONTINUED_TOKENS:].tolist() if job.text.continues else ()
+    assembler = AnswerAssembler(tokenizer, job.text, 0 if opening is None else len(opening.text), before)
     # Replay recorded output through the same assembler: stop strings and partial characters span the restart.
     earlier = () if journaled is None else journaled.emitted_before(index)
     for delta in earlier:
@@ -130,9 +135,11 @@ def _observed(delta: OutputDelta, job: GenerationJob, record: GenerationRecord) 
 class AnswerAssembler:
     """State of one answer: detokeniser, stop strings, and log-probabilities whose text is not shown yet."""
 
-    def __init__(self, tokenizer: ModelTokenizer, options: TextOptions, offset: int = 0) -> None:
-        """offset: characters that the answer has before its first token."""
-        self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens)
+    def __init__(
+        self, tokenizer: ModelTokenizer, options: TextOptions, offset: int = 0, before: Sequence[int] = ()
+    ) -> None:
+        """offset: characters that the answer has before its first token; before: tokens whose text it continues."""
+        self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens, before=before)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
         self._min_tokens = options.min_tokens
         self._stops = bool(options.stops)

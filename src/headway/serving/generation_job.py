@@ -17,7 +17,7 @@ from headway.serving.context_records import ContextRecord
 from headway.serving.errors import ApiError
 from headway.serving.json_object import text_field
 from headway.serving.prompts import TokenPrompt
-from headway.serving.request_bodies import GenerationBody
+from headway.serving.request_bodies import CompletionBody, GenerationBody
 from headway.serving.settings import ServerSettings
 from headway.serving.slo import read_slo
 
@@ -40,6 +40,8 @@ class TextOptions:
     """Whether the answer begins with the prompt."""
     prompt_only: bool = False
     """Whether the answer has no tokens of the model's: the one that the engine computes is left out."""
+    continues: bool = False
+    """Whether the answer continues the prompt's text, as a completion does and a chat's does not."""
     prompt_logprobs: bool = False
     """Whether choices have the prompt's log-probabilities in a field of their own."""
 
@@ -140,6 +142,7 @@ def build_job(
             min_tokens=params.min_tokens,
             return_token_ids=body.return_token_ids,
             echo=getattr(body, "echo", False),
+            continues=isinstance(body, CompletionBody),
             prompt_only=body.max_tokens == 0,
             prompt_logprobs=getattr(body, "prompt_logprobs", None) is not None,
         ),

@@ -55,6 +55,11 @@ class PromptReader:
         self._most_tokens = most_tokens
 
     @property
+    def turn_end(self) -> tuple[int, ...]:
+        """Tokens that end an assistant's message in the chat template; see `ModelTokenizer.turn_end`."""
+        return tuple(token for token in self._tokenizer.turn_end if token < self._vocab_size)
+
+    @property
     def most_ids(self) -> int:
         """Most token ids of all prompts of a request, and one more of each."""
         return sys.maxsize if self._most_tokens is None else self._max_prompts * (self._most_tokens + 1)

@@ -25,6 +25,7 @@ from headway.serving.detokenizer import (
 )
 from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
 from headway.serving.token_bound import characters_per_token
+from headway.serving.tokenizer_files import add_tokens, check_prefix_space
 from headway.serving.tokenizing_memory import TokenizingMemory
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "tokenizer.tiktoken", "spiece.model", "qwen.tiktoken")
+"""Files of tokenizers that need a library each."""
 
 log = logging.getLogger("headway.server")
 
@@ -41,18 +44,23 @@ log = logging.getLogger("headway.server")
 class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
 
-    memory: bytes that tokenising texts may take at one time.
+    memory: bytes that tokenising texts may take at one time; split_special_tokens: text never becomes a special token.
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer | None, *, chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None, memory: int = DEFAULT_MEMORY,
+        split_special_tokens: bool = False,
     ) -> None:  # fmt: skip
         self._backend = backend
+        if backend is not None:
+            # What the library saves of a tokenizer does not hold this.
+            backend.encode_special_tokens = split_special_tokens
         self._made_of: dict[str, Any] = {
             "chat_template": chat_template,
             "special_tokens": special_tokens,
             "memory": memory,
+            "split_special_tokens": split_special_tokens,
         }
         self._memory = TokenizingMemory(memory)
         self._pieces: TextPieces | None = None
@@ -63,8 +71,12 @@ class ModelTokenizer:
             from headway.serving.chat_template import ChatTemplate
 
             self._template = ChatTemplate(chat_template, special_tokens or {})
+        self._turn_end: tuple[int, ...] = ()
         added = backend.get_added_tokens_decoder() if backend is not None else {}
-        self._special = frozenset(ident for ident, token in added.items() if token.special)
+        # As the library skips them: by their text, which a normalizer may change.
+        self._special = frozenset(
+            ident for ident, token in added.items() if token.special and backend and not backend.decode([ident])
+        )
         # Bytes of each token id of a byte-level BPE vocabulary; None for other tokenizers.
         self._bytes = _byte_table(backend) if backend is not None else None
         self._around: tuple[list[int], list[int]] = ([], [])
@@ -73,6 +85,10 @@ class ModelTokenizer:
             self._around, exact = _special_around(backend)
             self._pieces = TextPieces.of(backend, description) if exact else None
             self.characters_per_token = characters_per_token(description, backend.get_vocab(with_added_tokens=True))
+            if self._template is not None:
+                tokens = {token.content: ident for ident, token in added.items()}
+                end = self._template.turn_end(tokens)
+                self._turn_end = () if end is None else (tokens[end],)
 
     @classmethod
     def load(
@@ -89,13 +105,22 @@ class ModelTokenizer:
         default_template: source for a model without one.
         Raises CheckpointError for an unreadable file.
         """
-        config = _read_json(folder / "tokenizer_config.json") | _special_map(folder / "special_tokens_map.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        # As in transformers: newer configurations, which have this field, hold all special tokens themselves.
+        if "added_tokens_decoder" not in config:
+            config |= _read_json(folder / "special_tokens_map.json")
         template = chat_template
         if chat_template is None or "{" not in chat_template:
             named = Path(chat_template) if chat_template else folder / "chat_template.jinja"
             template = _read_template(named, config, chat_template is not None)
         path = folder / "tokenizer.json"
         if not path.is_file():
+            others = [name for name in _OTHER_FILES if (folder / name).is_file()]
+            if others:
+                raise CheckpointError(
+                    f"{folder} has {others[0]} but no tokenizer.json, which is what is read here: make one with "
+                    "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                )
             return cls(None)
         # One thread encodes one text: how many do is decided by the body reader.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -108,10 +133,15 @@ class ModelTokenizer:
         # tokenizer.json may hold the padding and truncation of training, which would alter prompts.
         backend.no_padding()
         backend.no_truncation()
+        add_tokens(backend, config, _read_json(folder / "added_tokens.json"), str(folder))
+        check_prefix_space(backend, config, str(folder))
         if template is None and default_template is not None:
             log.warning("the model has no chat template: chats use a plain one, a line `role: text` for each message")
             template = default_template
-        return cls(backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory)
+        return cls(
+            backend, chat_template=template, special_tokens=_special_tokens(config), memory=memory,
+            split_special_tokens=config.get("split_special_tokens") is True,
+        )  # fmt: skip
 
     @classmethod
     def none(cls) -> ModelTokenizer:
@@ -182,14 +212,14 @@ class ModelTokenizer:
         # A batch of one, as for `encode`.
         return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
-    def detokeniser(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """Make an incremental decoder for one answer."""
+    def detokeniser(self, *, skip_special_tokens: bool, before: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """Make an incremental decoder for one answer; `before`: tokens whose text it continues, the last of them."""
         if self._backend is None:
             return SilentDetokenizer()
         skip = self._special if skip_special_tokens else frozenset()
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes, skip)
-        return WindowDetokenizer(self._backend, skip)
+        return WindowDetokenizer(self._backend, skip, before)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, for log-probability reports; may be a part of a UTF-8 character."""
@@ -202,6 +232,11 @@ class ModelTokenizer:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("\u2581", " ").encode() if token not in self._special else piece.encode()
+
+    @property
+    def turn_end(self) -> tuple[int, ...]:
+        """The special token that the chat template puts behind an assistant's message; empty where it puts none."""
+        return self._turn_end
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -244,10 +279,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_map(path: Path) -> dict[str, Any]:
-    return {key: value for key, value in _read_json(path).items() if key.endswith("_token")}
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return `bos_token`, `eos_token` and the like as strings; older files hold objects with `content`."""
     found = {}
@@ -270,5 +301,10 @@ def _read_template(path: Path, config: Mapping[str, Any], required: bool) -> str
     given = config.get("chat_template")
     if isinstance(given, list):
         named = {str(item.get("name")): item.get("template") for item in given if isinstance(item, dict)}
-        given = named.get("default")
+        if "default" not in named:
+            raise CheckpointError(
+                f"{path.parent}: of the chat templates {', '.join(map(repr, named))} none is the default: choose one "
+                "with --chat-template"
+            )
+        given = named["default"]
     return given if isinstance(given, str) else None

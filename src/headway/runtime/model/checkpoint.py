@@ -99,6 +99,9 @@ class CheckpointReader:
 
 def _listing(folder: Path) -> dict[str, list[str] | None]:
     """Return for each file name the tensors that the index lists in it, or None for all that it holds."""
+    # As in transformers: an index beside the single file is a leftover.
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: None}
     if (folder / _INDEX).is_file():
         mapping = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
@@ -112,8 +115,6 @@ def _listing(folder: Path) -> dict[str, list[str] | None]:
             assert names is not None
             names.append(name)
         return files
-    if (folder / _SINGLE).is_file():
-        return {_SINGLE: None}
     others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
     if others:
         raise CheckpointError(

@@ -94,9 +94,19 @@ def read_config(
     CheckpointError for what is unsupported (architecture, quantisation, activation, sliding windows shorter than
     max_model_len) and for missing or misshapen fields.
     """
-    fields = JsonFields(data, origin)
     architecture = _architecture(data, origin)
     family = family_of(architecture)
+    named = data.get("model_type")
+    if isinstance(named, str) and named.lower() != family.name:
+        raise CheckpointError(
+            f"{origin}: 'architectures' names {architecture} and 'model_type' is {named!r}, not {family.name!r}: "
+            "one is of another model"
+        )
+    data = {**family.defaults, **data}
+    fields = JsonFields(data, origin)
+    for name in ({*family.defaults, "rms_norm_eps", "rope_theta"} - {"sliding_window"}) & data.keys():
+        if data[name] is None:
+            raise fields.wrong(name, "a number")
     _refuse(data, origin)
     hidden, q_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     kv_heads = fields.whole("num_key_value_heads", q_heads)
@@ -158,8 +168,8 @@ def _architecture(data: Mapping[str, Any], origin: str) -> str:
 
 
 def _refuse(data: Mapping[str, Any], origin: str) -> None:
-    if data.get("quantization_config") is not None:
-        method = dict(data["quantization_config"]).get("quant_method", "unknown")
+    if (quantised := data.get("quantization_config")) is not None:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
             f"{origin}: 'quantization_config' ({method}): quantised checkpoints are not supported; "
             "use the float32, bfloat16 or float16 one"
@@ -188,12 +198,31 @@ def _bias(fixed: bool | None, fields: JsonFields, name: str) -> bool:
 
 
 def _window(family: FamilySpec, fields: JsonFields) -> int | None:
-    if not family.windowed or not fields.has("sliding_window"):
+    """Return the window that some layer attends within; None where config.json states one that no layer uses."""
+    layers, kinds = fields.whole("num_hidden_layers"), fields.data.get("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    if kinds is not None and (
+        not isinstance(kinds, list) or len(kinds) != layers or not known.issuperset(map(str, kinds))
+    ):
+        raise fields.wrong("layer_types", f"one of {', '.join(sorted(known))} for each of {layers} layers")
+    if not family.windowed:
         return None
-    # Qwen writes a `sliding_window` into config.json even where it is switched off.
-    if family.window_switch and not fields.flag("use_sliding_window", False):
-        return None
-    return fields.whole("sliding_window")
+    if not family.window_switch:
+        if kinds is not None:
+            raise fields.wrong("layer_types", f"left out: all layers of {family.name} are alike")
+        return fields.whole("sliding_window") if fields.has("sliding_window") else None
+    used = fields.has("sliding_window") and fields.flag("use_sliding_window", False)
+    if kinds is None:
+        # The first layers, so many, are without a window.
+        windowed = used and fields.whole("max_window_layers", least=0) < layers
+    else:
+        windowed = "sliding_attention" in kinds
+    if windowed and not used:
+        raise CheckpointError(
+            f"{fields.origin}: 'layer_types' names layers with a window, but 'sliding_window' is null or "
+            "'use_sliding_window' is not true"
+        )
+    return fields.whole("sliding_window") if windowed else None
 
 
 def _token_ids(value: Any, origin: str) -> tuple[int, ...]:

@@ -1,5 +1,8 @@
 """Rotary position embedding: the frequencies of every scaling rule, and the rotation itself.
 
+Frequencies and angles are float64: in float32 the product of a position and a frequency is off by up to 0.03 rad at 1M
+tokens and 0.25 rad at 10M.
+
 Frequencies are fixed once, from `max_model_len`. `dynamic` and `longrope` otherwise depend on the current length, so
 that a prompt computed in chunks would differ from the same prompt computed at once. Both then equal transformers
 wherever its own sequence implies the same choice: `dynamic` at lengths up to the original one when max_model_len does
@@ -29,16 +32,15 @@ class RotaryTable(NamedTuple):
 
 
 class RotaryEmbedding:
-    """The rotation of one model. Holds rotary_dim / 2 frequencies; angles are computed per iteration, in fp32."""
+    """The rotation of one model. Holds rotary_dim / 2 frequencies; angles are computed per iteration, in float64."""
 
     def __init__(self, config: RopeConfig, max_model_len: int, device: torch.device | str = "cpu") -> None:
         frequencies, self.scaling = frequencies_of(config, max_model_len)
         self.frequencies = frequencies.to(device)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """Return the table of (T,) int64 positions, exact up to 2^24. Called once an iteration."""
-        # fp32 also for bf16 models: angles grow to the length of the context, of which bf16 keeps 8 bits.
-        angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
+        """Return the table of (T,) int64 positions. Called once an iteration."""
+        angles = positions.to(torch.float64).unsqueeze(1) * self.frequencies
         cos, sin = torch.cos(angles) * self.scaling, torch.sin(angles) * self.scaling
         return RotaryTable(
             torch.cat((cos, cos), dim=1).to(dtype).unsqueeze(1), torch.cat((-sin, sin), dim=1).to(dtype).unsqueeze(1)
@@ -56,13 +58,13 @@ def rotate_(heads: Tensor, table: RotaryTable) -> Tensor:
 
 
 def frequencies_of(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
-    """Return angular frequencies (rotary_dim / 2,) fp32 in radians a token, and the factor on cosines and sines."""
+    """Return angular frequencies (rotary_dim / 2,) float64 in radians a token, and the factor on cosines and sines."""
     return _RULES[config.kind](config, max_model_len)
 
 
 def _periods(config: RopeConfig, theta: float) -> Tensor:
-    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-    return torch.as_tensor(theta, dtype=torch.float32) ** exponents
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+    return torch.as_tensor(theta, dtype=torch.float64) ** exponents
 
 
 def _default(config: RopeConfig, _: int) -> tuple[Tensor, float]:
@@ -98,7 +100,7 @@ def _yarn(config: RopeConfig, _: int) -> tuple[Tensor, float]:
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0.0), min(high, config.rotary_dim - 1.0)
     # 0.001 avoids a division by zero where the ramp has no width, as in the reference implementation.
-    ramp = (torch.arange(config.rotary_dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)
+    ramp = (torch.arange(config.rotary_dim // 2, dtype=torch.float64) - low) / ((high - low) or 0.001)
     kept = 1 - ramp.clamp(0.0, 1.0)
     return plain / config.factor * (1 - kept) + plain * kept, _yarn_scaling(config)
 
@@ -126,7 +128,7 @@ def _longrope(config: RopeConfig, max_model_len: int) -> tuple[Tensor, float]:
         # sqrt(1 + ln(s) / ln(original length)), of the LongRoPE reference.
         growth = math.log(config.factor) / math.log(config.original_max) if config.factor > 1 else 0.0
         scaling = math.sqrt(1 + growth)
-    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _periods(config, config.theta)), scaling
+    return 1.0 / (torch.tensor(factors, dtype=torch.float64) * _periods(config, config.theta)), scaling
 
 
 _RULES: dict[str, Callable[[RopeConfig, int], tuple[Tensor, float]]] = {
