@@ -57,7 +57,7 @@ class PromptReader:
     @property
     def turn_end(self) -> tuple[int, ...]:
         """Tokens that end an assistant's message in the chat template; see `ModelTokenizer.turn_end`."""
-        return tuple(token for token in self._tokenizer.turn_end if token < self._vocab_size)
+        return tuple(token for token in self.tokenizer.turn_end if token < self._vocab_size)
 
     @property
     def most_ids(self) -> int:
