@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
+import json
 import logging
 import re
+import shlex
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +105,20 @@ async def test_the_page_at_the_root_links_what_there_is_and_loads_nothing(connec
             assert (await client.get(f"/{link}")).status_code == 200
     assert "&lt;m&gt;" in reply.text
     assert "<m>" not in reply.text
-    assert not re.search(r"<script|<link|<img|@import|url\(", reply.text)
+    assert not re.search(r"<link|<img|@import|url\(", reply.text)
+    (script,) = re.findall(r"<script>(.*?)</script>", reply.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in reply.headers["content-security-policy"]
+
+
+async def test_the_button_sends_the_example_and_is_absent_where_a_key_is_needed(connect: Any) -> None:
+    async with connect() as client:
+        page = (await client.get("/")).text
+        path, body = re.findall(r'data-path="([^"]+)" data-body="([^"]+)"', page)[0]
+        reply = await client.post(f"/{path}", content=html.unescape(body))
+        assert reply.status_code == 200, reply.text
+    async with connect(api_key="k") as client:
+        assert "<button" not in (await client.get("/")).text
 
 
 def test_a_server_prints_its_banner_once_it_listens(tmp_path: Path) -> None:
@@ -117,8 +136,13 @@ def test_a_server_prints_its_banner_once_it_listens(tmp_path: Path) -> None:
         lines.append(line.rstrip("\n"))
         if line.startswith("    -d "):
             break
+    # The command that it prints is one that the embedded model answers rightly.
+    curl = shlex.split(" ".join(one.rstrip("\\") for one in lines[-2:]))
+    request = urllib.request.Request(curl[1], curl[-1].encode(), {"content-type": "application/json"})
+    answer = json.load(urllib.request.urlopen(request, timeout=60))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
+    assert answer["choices"][0]["message"]["content"].strip() == "84213"
     assert any(re.match(r"Headway serves headway-embedded at http://127\.0\.0\.1:\d+$", line) for line in lines)
     assert any(line.startswith("curl http://127.0.0.1:") for line in lines)
     # Without a terminal no progress bar is drawn.

@@ -6,6 +6,8 @@ import json
 
 from headway.runtime.build.engine_summary import line, summary
 from headway.runtime.cluster.cluster_report import InstanceAdmin
+from headway.runtime.embedded import MODEL_NAME
+from headway.runtime.embedded.passkey import QUESTION, needle
 from headway.serving.context import ServerContext
 
 
@@ -25,15 +27,20 @@ def banner(server: ServerContext, url: str) -> str:
 
 
 def example(server: ServerContext, url: str) -> str:
-    """Return a curl command that the server answers: a chat where the model has a template, else a completion."""
-    model = server.models()[0]
-    body: dict[str, object] = {"model": model}
-    if server.tokenizer.has_template:
-        path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "Hello"}]
-    else:
-        path = "completions"
-        body["prompt"] = "Hello" if server.tokenizer.has_text else [1, 2, 3]
-    # A key is never shown.
+    """Return a curl command that the server answers. An API key is named by its variable, never shown."""
+    path, body = example_call(server)
     key = "" if server.settings.api_key is None else ' -H "Authorization: Bearer $HEADWAY_API_KEY"'
-    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+    return f"curl {url}/{path}{key} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+
+
+def example_call(server: ServerContext) -> tuple[str, dict[str, object]]:
+    """Return path and body of a request that the model can answer: a chat if it has a template, else a completion.
+
+    The embedded model is asked for a passkey, the one thing that it can do.
+    """
+    embedded = server.engine.info.model == MODEL_NAME
+    text = f"{needle('84213')}{QUESTION}" if embedded else "Hello"
+    body: dict[str, object] = {"model": server.models()[0], **({"temperature": 0} if embedded else {})}
+    if server.tokenizer.has_template:
+        return "v1/chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+    return "v1/completions", {**body, "prompt": text if server.tokenizer.has_text else [1, 2, 3]}

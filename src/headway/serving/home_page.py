@@ -1,15 +1,41 @@
-"""GET /: one plain page that says what is served and links what else there is, without scripts or the network."""
+"""GET /: one page that says what is served, asks the model something at a click, and links what else there is."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from html import escape
 
 from headway.core.errors import UnavailableError
-from headway.serving.banner import example
+from headway.serving.banner import example, example_call
 from headway.serving.context import ServerContext
 
-HOME_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-"""The browser loads nothing but inline styles: names cannot run scripts."""
+_SCRIPT = """
+const button = document.querySelector("button"), output = document.querySelector("output");
+button.onclick = async () => {
+  button.disabled = true;
+  output.textContent = "…";
+  try {
+    const headers = {"content-type": "application/json"};
+    const reply = await fetch(button.dataset.path, {method: "POST", headers, body: button.dataset.body});
+    const answer = await reply.json();
+    const choice = reply.ok ? answer.choices[0] : null;
+    output.textContent = choice ? (choice.message ? choice.message.content : choice.text) : answer.error.message;
+  } catch (error) {
+    output.textContent = String(error);
+  }
+  button.disabled = false;
+};
+"""
+_SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+
+HOME_HEADERS = {
+    "Content-Security-Policy": (
+        f"default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; script-src 'sha256-{_SCRIPT_HASH}'"
+    )
+}
+"""The browser runs this one script and loads nothing else: names of models cannot run scripts."""
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 54rem; padding: 0 1rem; color: #1a1a1a; }
@@ -36,7 +62,7 @@ def home_page(server: ServerContext, url: str) -> str:
     try:
         info = server.engine.info
         what = f"{', '.join(server.models())}: {info.dtype} on {info.device}, up to {info.max_model_len:,} tokens"
-        call = f"<h2>Ask it</h2><pre><code>{escape(example(server, url))}</code></pre>"
+        call = f"<h2>Ask it</h2><pre><code>{escape(example(server, url))}</code></pre>{_try_button(server)}"
     except UnavailableError as error:
         what, call = str(error), ""
     links = _LINKS if server.live is not None else _LINKS[1:]
@@ -47,3 +73,12 @@ def home_page(server: ServerContext, url: str) -> str:
         f"<p>{escape(what)}. Engine: {escape(server.engine.state)}.</p>{call}<h2>Pages</h2><table>{rows}</table>"
         "</body></html>"
     )
+
+
+def _try_button(server: ServerContext) -> str:
+    """Return a button that sends the example and shows the answer; nothing where clients need a key."""
+    if server.settings.api_key is not None:
+        return ""
+    path, body = example_call(server)
+    data = f'data-path="{path}" data-body="{escape(json.dumps(body))}"'
+    return f"<p><button {data}>Try it</button> <output></output></p><script>{_SCRIPT}</script>"
