@@ -11,7 +11,9 @@ import msgspec
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
 
+from headway.core.errors import OverloadedError
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.serving import contexts
 from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
@@ -244,3 +246,41 @@ async def test_a_document_is_not_tokenised_on_the_event_loop(
     document, short = threads
     assert document is not threading.current_thread()
     assert short is threading.current_thread()
+
+
+async def test_documents_wait_in_a_queue_of_their_own(connect: Any, engine: FakeEngine) -> None:
+    engine.hold, engine.gate = asyncio.Event(), None
+    async with connect() as client:
+        made = [(await client.post("/v1/contexts", json=BODY)).json()["id"] for _ in range(12)]
+        for _ in range(1000):
+            if len(engine.running) == 4:
+                break
+            await asyncio.sleep(0.002)
+        # The engine's queue is the chats': few documents are in it.
+        assert len(engine.submits) == len(engine.running) == 4
+        engine.gate = asyncio.Semaphore(0)
+        engine.hold.set()
+        for name in made:
+            await _status(client, name, "ready")
+        assert len(engine.submits) == 12
+
+
+async def test_a_document_that_a_full_queue_refuses_is_prepared_later(connect: Any, engine: FakeEngine) -> None:
+    engine.refuse = OverloadedError("the queue is full", 0.01)
+    async with connect() as client:
+        name = (await client.post("/v1/contexts", json=BODY)).json()["id"]
+        await asyncio.sleep(0.03)
+        assert (await client.get(f"/v1/contexts/{name}")).json()["status"] == "pending"
+        engine.refuse = None
+        await _status(client, name, "ready")
+
+
+async def test_more_documents_than_can_be_prepared_soon_are_refused(
+    connect: Any, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "_MOST_PENDING", 4)
+    engine.hold = asyncio.Event()
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    async with connect(api_key="one,two") as client:
+        for headers, status in ((one, 201), (one, 201), (one, 429), (two, 201), (two, 201), (two, 429)):
+            assert (await client.post("/v1/contexts", json=BODY, headers=headers)).status_code == status

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, echo, fail
 from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import ConfigError, OverloadedError, UnavailableError
+from headway.runtime.engine.protocol import OutputDelta
 from headway.serving.app import create_app
 from headway.serving.journal import RequestJournal
 from headway.serving.settings import ServerSettings
@@ -162,20 +166,70 @@ async def test_answers_are_kept_for_the_configured_time(connect: Any, engine: Fa
     assert left(tmp_path) == {}
 
 
-async def test_of_two_requests_with_one_id_the_newer_is_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_requests_with_one_id_are_all_kept(connect: Any, engine: FakeEngine, tmp_path: Path) -> None:
     await interrupted(connect, engine, tmp_path, 2)
     journal = RequestJournal(tmp_path)
     (older,) = journal.unfinished.values()
-    journal.accept("mine", older.accepted.job, [array("i", [8, 9]).tobytes()])
+    assert older.accepted.key.startswith("hw-")
+    for number, prompt in enumerate(([8, 9], [7, 7])):
+        journal.accept("mine", older.accepted.job, [array("i", prompt).tobytes()], key=f"hw-{number}")
     journal.close()
     continuing(engine)
     async with connect(journal=str(tmp_path)) as client:
-        await eventually(lambda: engine.finished)
+        await eventually(lambda: len(engine.finished) == 3)
         await run_ready_tasks()
-        assert engine.prompts[-1] == [8, 9]
-        found = (await client.get("/v1/requests/mine")).json()
-        assert found["choices"][0]["token_ids"] == [8, 9, 8, 9, 8, 9]
-    assert left(tmp_path) == {"mine": [8, 9, 8, 9, 8, 9]}
+        several = await client.get("/v1/requests/mine")
+        assert several.status_code == 409
+        keys = (older.accepted.key, "hw-0", "hw-1")
+        assert all(key in several.json()["error"]["message"] for key in keys)
+        assert (await client.delete("/v1/requests/mine")).status_code == 409
+        for key, wanted in zip(keys, (WANTED, [8, 9, 8, 9, 8, 9], [7, 7, 7, 7, 7, 7]), strict=True):
+            found = (await client.get(f"/v1/requests/{key}")).json()
+            assert found["choices"][0]["token_ids"] == wanted
+        assert (await client.delete("/v1/requests/hw-0")).status_code == 200
+        assert (await client.get("/v1/requests/hw-1")).status_code == 200
+        assert (await client.get("/v1/requests/hw-0")).status_code == 404
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "ask", "finish", "leave", "restart"]),
+            st.sampled_from(["a", "b"]),  # the client's id
+            st.sampled_from(["one", "two"]),  # its key
+        ),
+        min_size=2,
+        max_size=12,
+    )
+)
+def test_no_history_of_equal_ids_loses_doubles_or_mixes_answers(steps: list[tuple[str, str, str]]) -> None:
+    """What was accepted and neither answered nor left is there after any restart, once, and its owner's alone."""
+    with tempfile.TemporaryDirectory() as name:
+        journal = RequestJournal(Path(name))
+        alive: dict[str, tuple[int, str, str]] = {}
+        count = 0
+        for verb, label, owner in steps:
+            if verb == "ask":
+                count += 1
+                number = journal.accept(label, b"", [array("i", [count]).tobytes()], owner, f"hw-{count}")
+                journal.write_output(number, 0, OutputDelta(id="x", tokens=(count,)))
+                alive[f"hw-{count}"] = (number, label, owner)
+            elif verb == "restart":
+                journal.close()
+                journal = RequestJournal(Path(name))
+                alive = {e.accepted.key: (n, e.accepted.id, e.accepted.owner) for n, e in journal.unfinished.items()}
+            elif alive and (key := next((k for k, each in alive.items() if each[1:] == (label, owner)), None)):
+                journal.end(alive.pop(key)[0])
+        expected = {key: (label, owner) for key, (_, label, owner) in alive.items()}
+        journal.close()
+        journal = RequestJournal(Path(name))
+        found = {e.accepted.key: (e.accepted.id, e.accepted.owner) for e in journal.unfinished.values()}
+        assert found == expected
+        for entry in journal.unfinished.values():
+            token = int(entry.accepted.key.removeprefix("hw-"))
+            assert [delta.tokens for delta in entry.outputs[0]] == [(token,)]
+        journal.close()
 
 
 async def test_a_client_that_follows_a_stream_gets_an_error_when_the_request_is_deleted(

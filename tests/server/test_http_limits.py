@@ -110,6 +110,45 @@ async def test_a_full_queue_is_429_with_a_time_to_retry(connect: Any, engine: Fa
     assert answer.headers["retry-after"] == "1"
 
 
+async def test_half_a_body_holds_no_slot(application: Any, engine: FakeEngine) -> None:
+    engine.hold = asyncio.Event()
+    async with application(max_concurrent_requests=2, body_timeout_s=0.5) as app:
+        halves = [Caller(app, PATH, b"") for _ in range(6)]
+        for half in halves:
+            half._body.clear()
+        await eventually(lambda: app.state.headway.bodies._held == 0 and app.state.headway.active._tasks)
+        assert app.state.headway.in_flight == 0
+        whole = Caller(app, PATH, BODY)
+        await eventually(lambda: len(engine.running) == 1)
+        engine.hold.set()
+        await whole.done()
+        assert whole.status == 200
+        for half in halves:
+            await half.done()
+            assert half.status == 408
+
+
+async def test_one_of_several_keys_leaves_half_of_the_slots(connect: Any, engine: FakeEngine) -> None:
+    engine.hold = asyncio.Event()
+    keys = [{"authorization": f"Bearer {key}"} for key in ("one", "two")]
+    async with connect(max_concurrent_requests=4, api_key="one,two") as client:
+        first = [asyncio.create_task(client.post(PATH, json=BODY, headers=keys[0])) for _ in range(2)]
+        await eventually(lambda: len(engine.running) == 2)
+        refused = await client.post(PATH, json=BODY, headers=keys[0])
+        assert refused.status_code == 429
+        assert "of this key" in refused.json()["error"]["message"]
+        assert (await client.get("/ready")).status_code == 200
+        second = [asyncio.create_task(client.post(PATH, json=BODY, headers=keys[1])) for _ in range(2)]
+        await eventually(lambda: len(engine.running) == 4)
+        # All slots are held: a load balancer should send no more.
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.headers["retry-after"]) == (503, "1")
+        assert "which is the limit" in ready.json()["error"]["message"]
+        engine.hold.set()
+        assert [(await each).status_code for each in (*first, *second)] == [200] * 4
+        assert not client._transport.app.state.headway.in_flight_of
+
+
 async def test_not_ready_is_503(connect: Any, engine: FakeEngine) -> None:
     async with connect(start_engine=False) as client:
         for state in ("starting", "draining", "lost"):

@@ -99,11 +99,14 @@ async def answer(request: Request, parse: Parse[GenerationJob], make_format: Mak
     """
     server = context(request)
     request_id: str = request.scope["headway.id"]
+    owner: RequestOwner = request.scope["headway.owner"]
     # Holds the admission slot and the journal entry; released here on an error, else after the last byte.
     with ExitStack() as held:
         try:
-            held.enter_context(server.admitted())
+            # Before the body is read; a slot is taken once it is there, so that half a body holds none.
+            server.check_room(owner.id)
             job = await server.parse(request, parse)
+            held.enter_context(server.admitted(owner.id))
         except Exception as error:
             server.metrics.rejected(as_api_error(error).status)
             raise
@@ -134,7 +137,8 @@ async def _journaled(
     if server.journal is None:
         return None
     owner: RequestOwner = request.scope["headway.owner"]
-    return await JournaledRequest.of(server.journal, request.scope["headway.id"], owner.id, form.kind, job)
+    label, key = request.scope["headway.id"], request.scope["headway.key"]
+    return await JournaledRequest.of(server.journal, label, key, owner.id, form.kind, job)
 
 
 async def _close(held: ExitStack) -> None:

@@ -123,7 +123,7 @@ def _add_middleware(app: FastAPI, settings: ServerSettings) -> None:
             # Origins are the limit; no cookies are used, so credentials are of no use.
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "x-headway-id"],
         )
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway.serving.access_control import AccessControl
 from headway.serving.active_tasks import server_ending_error
 from headway.serving.errors import ApiError, as_api_error, error_response
-from headway.serving.identity import request_id
+from headway.serving.identity import own_id, request_id
 from headway.serving.logging import log_request
 
 log = logging.getLogger("headway.server")
@@ -37,15 +37,17 @@ class AuthMiddleware:
         ident = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         # Filled by the endpoint (`records`, `client`), read below for the log line.
         notes: dict[str, Any] = {}
-        scope["headway.id"], scope["headway.log"] = ident, notes
+        key = own_id()
+        scope["headway.id"], scope["headway.key"], scope["headway.log"] = ident, key, notes
         began, status = time.monotonic(), 0
 
-        # Adds the request id to the response's headers, and notes the status for the log line.
+        # Adds the label and the key to the response's headers, and notes the status for the log line.
         async def stamped(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", ident.encode())]}
+                ids = ((b"x-request-id", ident.encode()), (b"x-headway-id", key.encode()))
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_DOCUMENTS_AT_ONCE = 4
+"""Prepared documents that the engine has at one time and has not computed: enough for one to follow another."""
+
 
 @dataclass(slots=True)
 class ServerContext:
@@ -42,7 +46,11 @@ class ServerContext:
     bodies: BodyReader
     metrics: ServerMetrics
     in_flight: int = 0
-    """Generation requests between acceptance and their last byte."""
+    """Generation requests between the last byte of their body and that of their answer."""
+    in_flight_of: Counter[str] = field(default_factory=Counter)
+    """The same, by the owner."""
+    preparing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_DOCUMENTS_AT_ONCE))
+    """Held by prepared documents while they are computed; the others wait for it here, and fill no queue of chats."""
     failure: HeadwayError | None = None
     """The error that kept the engine from starting."""
     journal: JournalWriter | None = None
@@ -51,8 +59,8 @@ class ServerContext:
     """The journal, until the engine's start says which model it belongs to."""
     unfinished: dict[int, JournalEntry] = field(default_factory=dict)
     """Requests that an earlier server left in the journal, by number."""
-    recovered: dict[tuple[str, str], RecoveredRequest] = field(default_factory=dict)
-    """Requests taken over from an earlier server's journal, by owner and request id."""
+    recovered: dict[str, RecoveredRequest] = field(default_factory=dict)
+    """Requests taken over from an earlier server's journal, by the key that it gave them."""
     contexts: dict[tuple[str, str], PreparedContext] = field(default_factory=dict)
     """Prepared documents, by owner and id."""
     active: ActiveTasks = field(default_factory=ActiveTasks)
@@ -161,25 +169,38 @@ class ServerContext:
                 asked = replace(asked, prepared=self.find_context(owner, needed.name).record)
             return await self.bodies.parse(body, parse, asked)
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold an admission slot while a generation request is alive. Raises OverloadedError at the limits.
+    def check_room(self, owner: str | None) -> None:
+        """Raise OverloadedError where a new request is refused, UnavailableError while the journal cannot be written.
 
-        Raises UnavailableError while the journal cannot be written.
+        owner: the request's; None: is there room for any? Asked before a body is read, and again once it is there.
         """
         settings = self.settings
         if self.journal is not None:
             self.journal.check()
-        if self.in_flight >= settings.max_concurrent_requests:
+        most = settings.max_concurrent_requests
+        if self.in_flight >= most:
             raise OverloadedError(f"{self.in_flight} requests are in flight, which is the limit; try again")
+        mine = self.in_flight_of.get(owner or "", 0)
+        # One of several keys leaves half of the slots to the others.
+        if owner is not None and len(settings.api_keys) > 1 and mine >= max(1, most // 2):
+            raise OverloadedError(f"{mine} requests of this key are in flight, half of all that may be; try again")
         # The newest stats snapshot may lag: the engine enforces its own limit as well.
         if settings.max_queued_requests and self.engine.stats.waiting >= settings.max_queued_requests:
             raise OverloadedError(f"{self.engine.stats.waiting} requests wait (max_queued_requests); try again")
+
+    @contextmanager
+    def admitted(self, owner: str) -> Iterator[None]:
+        """Hold an admission slot while a generation request is alive. Raises what `check_room` raises."""
+        self.check_room(owner)
         self.in_flight += 1
+        self.in_flight_of[owner] += 1
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.in_flight_of[owner] -= 1
+            if not self.in_flight_of[owner]:
+                del self.in_flight_of[owner]
 
 
 def context(request: Request) -> ServerContext:

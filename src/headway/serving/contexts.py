@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -22,7 +22,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.core.errors import HeadwayError, RequestError
+from headway.core.errors import HeadwayError, OverloadedError, RequestError
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.core.sampling import SamplingParams
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
@@ -38,6 +38,8 @@ log = logging.getLogger("headway.server")
 router = APIRouter()
 
 _LONGEST_S = 30 * 86_400.0
+_MOST_PENDING = 256
+"""Most documents that are accepted and not yet computed."""
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -65,6 +67,16 @@ class PreparedContext:
     """Why it was let go before its time."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    async def _hold(self, deltas: AsyncGenerator[OutputDelta, None], turn: asyncio.Semaphore) -> None:
+        async with AsyncExitStack() as held, aclosing(deltas):
+            await held.enter_async_context(turn)
+            async for delta in deltas:
+                self.computed = max(self.computed, delta.prefilled_tokens)
+                self.status = "ready" if self.computed >= self.record.tokens else "pending"
+                self.error = delta.error
+                if self.status == "ready":
+                    await held.aclose()
+
     def shown(self) -> dict[str, Any]:
         """Return the object of the API."""
         record = self.record
@@ -74,14 +86,17 @@ class PreparedContext:
             "expires_at": int(record.created + record.ttl_s), "error": self.error,
         }  # fmt: skip
 
-    async def run(self, deltas: AsyncGenerator[OutputDelta, None]) -> None:
-        """Hold the engine's request, and with it the KV, until the deadline. Closing `deltas` lets go of it."""
+    async def run(self, begin: Callable[[], AsyncGenerator[OutputDelta, None]], turn: asyncio.Semaphore) -> None:
+        """Hold the engine's request, and with it the KV, until the deadline. begin: submits it; turn: held until it is
+        computed. A document that a full queue refuses waits on."""
         try:
-            async with asyncio.timeout(self.record.left_s), aclosing(deltas):
-                async for delta in deltas:
-                    self.computed = max(self.computed, delta.prefilled_tokens)
-                    self.status = "ready" if self.computed >= self.record.tokens else "pending"
-                    self.error = delta.error
+            async with asyncio.timeout(self.record.left_s):
+                while True:
+                    try:
+                        await self._hold(begin(), turn)
+                        return
+                    except OverloadedError as error:
+                        await asyncio.sleep(error.retry_after_s)
         except TimeoutError:
             self.error = "its ttl has passed"
         except HeadwayError as error:
@@ -132,9 +147,12 @@ def _hold(server: ServerContext, record: ContextRecord, prompt: TokenPrompt) -> 
         id=record.id, prompt_tokens=record.tokens, params=_PARAMS, received_s=time.monotonic(),
         priority=BACKGROUND_PRIORITY, cache_salt=salt_of(record.owner, record.cache_salt), pin=True,
     )  # fmt: skip
-    deltas = cast("AsyncGenerator[OutputDelta, None]", server.engine.generate(submit, prompt.data))
+
+    def begin() -> AsyncGenerator[OutputDelta, None]:
+        return cast("AsyncGenerator[OutputDelta, None]", server.engine.generate(submit, prompt.data))
+
     server.contexts[record.owner, record.id] = kept
-    kept.task = server.active.begin(kept.run(deltas))
+    kept.task = server.active.begin(kept.run(begin, server.preparing))
     return kept
 
 
@@ -145,7 +163,9 @@ async def create(request: Request) -> Response:
     """Computed after all other work, then kept until `ttl` seconds have passed, DELETE, or a request that needs its
     memory. Prompts that begin with it compute the rest only."""
     server = context(request)
+    _check_queue(server, request.scope["headway.owner"].id)
     record, prompt = await server.parse(request, _parse)
+    _check_queue(server, record.owner)
     _forget_old(server)
     return json_response(_hold(server, record, prompt).shown(), 201)
 
@@ -177,6 +197,15 @@ async def delete(request: Request) -> Response:
 
 def _find(request: Request) -> PreparedContext:
     return context(request).find_context(request.scope["headway.owner"], request.path_params["name"])
+
+
+def _check_queue(server: ServerContext, owner: str) -> None:
+    """Raise OverloadedError where too many documents are still to be computed."""
+    pending = [key for (key, _), kept in server.contexts.items() if kept.status == "pending"]
+    most = _MOST_PENDING // 2 if len(server.settings.api_keys) > 1 else _MOST_PENDING
+    # One of several keys leaves half of the queue to the others.
+    if len(pending) >= _MOST_PENDING or pending.count(owner) >= most:
+        raise OverloadedError(f"{len(pending)} documents are still to be prepared; try again", 10.0)
 
 
 def _forget_old(server: ServerContext) -> None:

@@ -1,4 +1,7 @@
-"""Request ids: the client's, sanitised, for answers and logs; a unique one for the engine."""
+"""Request ids: the client's, sanitised, is a label in answers and logs; the server's own is the key.
+
+A gateway may give several requests the same id, and a client that tries again its earlier one.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,11 @@ def request_id(given: str | None) -> str:
     """Return the client's X-Request-Id reduced to letters, digits and `._:-`, or a new random id."""
     cleaned = _UNSAFE.sub("", given)[:_LONGEST] if given else ""
     return cleaned or uuid.uuid4().hex
+
+
+def own_id() -> str:
+    """Return an id that no other request of any server has: its key in the journal."""
+    return f"hw-{uuid.uuid4().hex}"
 
 
 def engine_id(request: str) -> str:

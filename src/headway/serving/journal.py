@@ -51,7 +51,7 @@ class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
 
     number: int
     id: str
-    """Request id: the client's `X-Request-Id`, or one made by the server."""
+    """The client's `X-Request-Id`, or one made by the server: a label, which several requests may have."""
     owner: str
     """Who may read and delete it (`identity.owner`)."""
     at_s: float
@@ -60,6 +60,8 @@ class RequestAccepted(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """A `journaled_request._JournaledJob`, encoded."""
     prompts: tuple[bytes, ...]
     """Token ids, int32, little-endian."""
+    key: str = ""
+    """The server's own id (`identity.own_id`); empty in files of earlier versions."""
 
 
 class OutputRecorded(msgspec.Struct, frozen=True, array_like=True, tag="t"):
@@ -149,10 +151,12 @@ class RequestJournal:
             self._opened = JournalOpened(_SCHEMA, model)
             self._rewrite(self._live_frames())
 
-    def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview], owner: str = "") -> int:
+    def accept(
+        self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview], owner: str = "", key: str = ""
+    ) -> int:
         """Record an accepted request; return its number in this journal. Raises OSError."""
         number, self._next = self._next, self._next + 1
-        record = RequestAccepted(number, request_id, owner, time.time(), job, tuple(map(bytes, prompts)))
+        record = RequestAccepted(number, request_id, owner, time.time(), job, tuple(map(bytes, prompts)), key)
         begin = self._size
         size = self._append(record)
         self._places[number] = _JournalPosition(begin, size, [0] * len(prompts))

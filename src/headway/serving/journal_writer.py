@@ -62,11 +62,13 @@ class JournalWriter:
                 f"the journal's disk takes nothing more ({self._where}: {self.problem}); what was accepted goes on", 5.0
             )
 
-    async def accept(self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview], owner: str) -> int:
+    async def accept(
+        self, request_id: str, job: bytes, prompts: Sequence[bytes | memoryview], owner: str, key: str = ""
+    ) -> int:
         """Record an accepted request durably; return its number. Raises UnavailableError when that cannot be done."""
         self.check()
         done: Future[int] = Future()
-        self._put(lambda: self._accept(done, lambda: self._journal.accept(request_id, job, prompts, owner)))
+        self._put(lambda: self._accept(done, lambda: self._journal.accept(request_id, job, prompts, owner, key)))
         try:
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:

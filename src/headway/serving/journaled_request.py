@@ -49,7 +49,7 @@ class JournaledRequest:
 
     @classmethod
     async def of(
-        cls, journal: JournalWriter, request_id: str, owner: str, kind: Kind, job: GenerationJob
+        cls, journal: JournalWriter, request_id: str, key: str, owner: str, kind: Kind, job: GenerationJob
     ) -> JournaledRequest:
         """Record a request that was just accepted. Raises UnavailableError when the disk takes nothing more."""
         saved = _JournaledJob(
@@ -57,7 +57,7 @@ class JournaledRequest:
             job.request_class, job.continuous_usage, job.choices, job.cache_salt, job.cache_prompt,
         )  # fmt: skip
         prompts = [prompt.data for prompt in job.prompts]
-        return cls(journal, await journal.accept(request_id, msgspec.msgpack.encode(saved), prompts, owner))
+        return cls(journal, await journal.accept(request_id, msgspec.msgpack.encode(saved), prompts, owner, key))
 
     def emitted_before(self, index: int) -> Sequence[OutputDelta]:
         """Return the output of prompt `index` from before a restart."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.core.errors import UnavailableError
+from headway.core.errors import OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineInfo
 from headway.serving.context import context
 from headway.serving.errors import ApiError, as_api_error, error_response, json_response
@@ -63,16 +63,17 @@ async def health(request: Request) -> Response:
 @router.get("/ready", response_model=None, summary="Ready: 200 when new requests are taken, 503 otherwise")
 async def ready(request: Request) -> Response:
     """For a readiness probe or a load balancer. While workers or the engine start again it says so: requests that come
-    all the same wait until they have. While the journal's disk is full it names that: new requests get 503."""
+    all the same wait until they have. While a full disk or a full queue refuses new requests it says which."""
     try:
         server = context(request)
         server.info()
         if server.engine.state == "recovering":
             raise UnavailableError("workers are lost and start again; what was accepted goes on afterwards", 1.0)
-        if server.journal is not None:
-            server.journal.check()
-    except UnavailableError as error:
-        return error_response(as_api_error(error))
+        server.check_room(None)
+    except (OverloadedError, UnavailableError) as error:
+        # A probe needs to know that it is no time for requests, not why.
+        refusal = as_api_error(error)
+        return error_response(ApiError(503, str(error), headers=refusal.headers))
     return json_response({"status": "ready"})
 
 

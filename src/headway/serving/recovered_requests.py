@@ -38,6 +38,9 @@ _FORMATS: dict[Kind, MakeFormat] = {"completion": CompletionFormat, "chat": Chat
 class RecoveredRequest:
     """A request of an earlier server, and its answer."""
 
+    label: str
+    """Its client's id, which others may have too."""
+    owner: str
     form: AnswerFormat
     journaled: JournaledRequest
     records: Sequence[GenerationRecord]
@@ -114,13 +117,13 @@ def resume_all(server: ServerContext) -> None:
     """Resume the journal's unfinished requests. Called once, when the engine is ready."""
     assert server.journal is not None
     for number, entry in server.unfinished.items():
-        request_id = entry.accepted.id
+        accepted = entry.accepted
         kind, job = job_of(entry, time.monotonic(), time.time())
         journaled = JournaledRequest(server.journal, number, entry.outputs)
         records = [server.metrics.record(job, prompt.tokens) for prompt in job.prompts]
-        resumed = RecoveredRequest(_FORMATS[kind](job, server, request_id), journaled, records)
-        key = (entry.accepted.owner, request_id)
-        _drop(server, key)  # of two with the same id only the newer can be addressed
+        form = _FORMATS[kind](job, server, accepted.id)
+        key = accepted.key or f"{number}"
+        resumed = RecoveredRequest(accepted.id, accepted.owner, form, journaled, records)
         server.recovered[key] = resumed
         resumed.task = asyncio.create_task(_see_through(server, key, resumed))
     if server.recovered:
@@ -151,21 +154,26 @@ async def forget(request: Request) -> Response:
     return json_response({"object": "request", "status": "deleted"})
 
 
-def _find(request: Request) -> tuple[str, str]:
-    """Return the key of the request that is asked for. 404 too where it is another client's."""
+def _find(request: Request) -> str:
+    """Return the key of the request that is asked for, by its key or its client's id. 404 too where it is another's."""
     name = request.path_params["name"]
     owner: RequestOwner = request.scope["headway.owner"]
-    keys = [key for key in context(request).recovered if key[1] == name and owner.may_use(key[0])]
-    # The administration's own first, else the newest of any client.
-    found = (owner.id, name) if (owner.id, name) in keys else keys[-1] if keys else None
-    if found is None:
+    mine = {key: each for key, each in context(request).recovered.items() if owner.may_use(each.owner)}
+    found = [name] if name in mine else [key for key, each in mine.items() if each.label == name]
+    # The administration's own before those of all.
+    own = [key for key in found if mine[key].owner == owner.id]
+    found = own or found
+    if not found:
         raise ApiError(
             404, f"no request {name[:200]!r} is kept: only those that were unfinished when a server ended are"
         )
-    return found
+    if len(found) > 1:
+        one_of = ", ".join(found[:20])
+        raise ApiError(409, f"{len(found)} requests have the id {name[:200]!r}: name an X-Headway-Id, one of {one_of}")
+    return found[0]
 
 
-async def _see_through(server: ServerContext, key: tuple[str, str], resumed: RecoveredRequest) -> None:
+async def _see_through(server: ServerContext, key: str, resumed: RecoveredRequest) -> None:
     """Compute the answer, keep it for `journal_keep_s` seconds, then drop it.
 
     When the engine was lost for good, the request stays in the journal for the next server.
@@ -173,7 +181,7 @@ async def _see_through(server: ServerContext, key: tuple[str, str], resumed: Rec
     # Counted like any other request, so that a drain waits for it; admission limits do not apply.
     server.in_flight += 1
     try:
-        await resumed.run(run_job(server, resumed.form.job, key[1], resumed.records, resumed.journaled))
+        await resumed.run(run_job(server, resumed.form.job, resumed.label, resumed.records, resumed.journaled))
     finally:
         server.in_flight -= 1
     if is_unfinished(server, resumed.records):
@@ -182,7 +190,7 @@ async def _see_through(server: ServerContext, key: tuple[str, str], resumed: Rec
     _drop(server, key)
 
 
-def _drop(server: ServerContext, key: tuple[str, str]) -> None:
+def _drop(server: ServerContext, key: str) -> None:
     """Forget a recovered request: end it in the journal and stop computing it. Idempotent."""
     resumed = server.recovered.pop(key, None)
     if resumed is not None:
