@@ -21,13 +21,20 @@ from hypothesis import strategies as st
 from headway.core.errors import ConfigError
 from headway.core.sampling import TokenLogprobs
 from headway.runtime.engine.protocol import OutputDelta
-from headway.serving.journal import RequestJournal
+from headway.serving.journal import JournalCopy, RequestJournal
 
 PROMPTS = [b"\x01\x00\x00\x00\x02\x00\x00\x00", b"\x03\x00\x00\x00"]
 
 
 def delta(*tokens: int) -> OutputDelta:
     return OutputDelta(id="x", tokens=tokens, logprobs=(TokenLogprobs(-0.5, ((3, -0.5),)),))
+
+
+def compact(journal: RequestJournal) -> None:
+    """Write the file anew, in one step."""
+    copy = journal.copy_live()
+    copy.write()
+    journal.adopt(copy)
 
 
 def left(folder: Path) -> dict[str, list[list[int]]]:
@@ -84,7 +91,7 @@ def test_a_torn_end_costs_only_what_is_torn(steps: list[tuple[int, str]], torn: 
                 journal.end(numbers[who])
                 model.pop(f"r{who}", None)
             elif verb == "compact":
-                journal._compact()
+                compact(journal)
                 states.clear()
             states.append((os.path.getsize(folder / "requests.journal"), {k: list(v) for k, v in model.items()}))
         journal.close()
@@ -224,13 +231,13 @@ def test_a_file_that_cannot_be_rewritten_stays_unchanged(tmp_path: Path) -> None
         journal.write_output(one, 0, delta(token))
     size = (tmp_path / "requests.journal").stat().st_size
     with disk_of(size // 2), pytest.raises(OSError):
-        journal._rewrite(journal._live_frames())
+        compact(journal)
     assert sorted(os.listdir(tmp_path)) == ["lock", "requests.journal"]
     assert not [name for name in open_files() if "requests.new" in name]
     with disk_of(size + 3), pytest.raises(OSError):
         journal.write_output(one, 0, delta(99))
     journal.write_output(one, 0, delta(20))
-    journal._compact()
+    compact(journal)
     journal.write_output(one, 0, delta(21))
     journal.close()
     assert left(tmp_path) == {"one": [list(range(22))]}
@@ -252,6 +259,8 @@ def test_the_file_does_not_grow_with_what_has_ended(tmp_path: Path) -> None:
         number = journal.accept(f"r{i}", b"j" * 200, [bytes(400)])
         journal.write_output(number, 0, delta(2))
         journal.end(number)
+        if journal.compaction_due:
+            compact(journal)
         assert (tmp_path / "requests.journal").stat().st_size < 12_000
     journal.write_output(pinned, 0, delta(3))
     journal.close()
@@ -309,20 +318,25 @@ def test_an_end_is_recorded_without_space_to_compact(
 ) -> None:
     """Nobody is told of it but the log, and it is not tried again at every end."""
     journal = RequestJournal(tmp_path, slack_bytes=1000)
-    real, full, tries = RequestJournal._rewrite, True, 0
+    real, full, tries = JournalCopy.write, True, 0
 
-    def rewrite(self: RequestJournal, data: bytes | None = None) -> None:
+    def write(self: JournalCopy) -> None:
         nonlocal tries
         tries += 1
         if full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(self, data)
+        real(self)
 
-    monkeypatch.setattr(RequestJournal, "_rewrite", rewrite)
+    monkeypatch.setattr(JournalCopy, "write", write)
 
     def serve(requests: int) -> None:
         for i in range(requests):
             journal.end(journal.accept(str(i), b"", [b"\1" * 200]))
+            if journal.compaction_due:
+                try:
+                    compact(journal)
+                except OSError as error:
+                    journal.copy_failed(error)
 
     stays = journal.accept("stays", b"", [PROMPTS[0]])
     journal.write_output(stays, 0, delta(5))
@@ -377,3 +391,12 @@ def test_an_open_folder_is_closed_to_others_unless_it_holds_other_files(tmp_path
     with pytest.raises(ConfigError, match=r"holds 'photo.png' besides"):
         RequestJournal(tmp_path / "j")
     assert stat.S_IMODE((tmp_path / "j").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("name", ["requests.journal", "lock"])
+def test_a_pipe_in_place_of_a_file_is_one_sentence(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "j"
+    folder.mkdir(mode=0o700)
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match="--journal"):
+        RequestJournal(folder)

@@ -14,7 +14,9 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.polling import until
 
+from headway.serving import metrics
 from headway.serving.app import create_app
+from headway.serving.live import pages
 from headway.serving.run import DrainingServer
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
@@ -27,6 +29,13 @@ TEMPLATE = (
 CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, hello there", "[user] [assistant] [system]"] * 4
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture(autouse=True)
+def no_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make metrics and the live page's data for each request."""
+    monkeypatch.setattr(metrics, "RENDER_S", 0.0)
+    monkeypatch.setattr(pages, "PAGE_S", 0.0)
 
 
 @pytest.fixture(scope="session")

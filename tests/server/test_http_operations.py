@@ -171,3 +171,53 @@ async def test_the_openapi_description_has_the_limits_that_are_enforced(connect:
             answer = await client.post("/v1/completions", json={"model": "fake-model", "prompt": "hi", name: most + 1})
             assert answer.status_code == 400, name
             assert f"at most {most}" in answer.json()["error"]["message"]
+
+
+async def test_head_is_answered_where_probes_ask(connect: Any) -> None:
+    async with connect() as client:
+        for path in ("/", "/health", "/ready", "/version", "/metrics", "/v1/models"):
+            answer = await client.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+        assert (await client.head("/v1/completions")).status_code == 405
+
+
+async def test_a_target_may_name_the_host(application: Any) -> None:
+    async with application() as app:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        for host, status in ((b"localhost", 200), (b"evil.example", 403)):
+            target = b"http://" + host + b"/v1/models"
+            scope = {
+                "type": "http", "method": "GET", "path": target.decode(), "raw_path": target, "query_string": b"",
+                "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "http_version": "1.1",
+                "server": ("127.0.0.1", 80), "scheme": "http", "root_path": "",
+            }  # fmt: skip
+            sent.clear()
+            await app(scope, receive, send)
+            assert sent[0]["status"] == status
+
+
+async def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(connect: Any) -> None:
+    async with connect() as client:
+        both = {"content-length": "2", "transfer-encoding": "chunked"}
+        answer = await client.post("/v1/completions", content=b"{}", headers=both)
+    assert (answer.status_code, answer.headers["connection"]) == (400, "close")
+    assert "not both" in answer.json()["error"]["message"]
+
+
+async def test_metrics_are_made_at_most_twice_a_second(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.serving import metrics
+
+    monkeypatch.setattr(metrics, "RENDER_S", 60.0)
+    made: list[int] = []
+    real = metrics.generate_latest
+    monkeypatch.setattr(metrics, "generate_latest", lambda registry: made.append(1) or real(registry))
+    async with connect() as client:
+        answers = [(await client.get("/metrics")).text for _ in range(5)]
+    assert len(made) == len(set(answers)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -19,21 +20,85 @@ from headway.core.request import Request
 EventSink = Callable[[str, dict[str, object]], None]
 """Receives one event: its kind and its fields."""
 
+log = logging.getLogger("headway.engine")
+
+_BUFFER_BYTES = 1 << 20
+_MOST_KEPT = 8 << 20
+"""Bytes that wait for a disk that fails: some ten thousand iterations."""
 _FREQUENT = frozenset(("batch", "interrupt", "schedule", "scheduled"))
 
 
-def event_sink(path: str) -> EventSink:
-    """Open a JSON-lines log of a scheduler's input and decisions, for replay."""
-    file = open_event_log(path, buffering=1 << 20)
-    encoder = msgspec.json.Encoder()
+class LineWriter:
+    """Writer of a log's lines that outlives its disk: what reports goes on, whatever becomes of the report.
 
-    def write(kind: str, fields: dict[str, object]) -> None:
-        file.write(encoder.encode({"event": kind, **fields}) + b"\n")
-        # Batches are frequent: they stay in the 1 MiB buffer until a rarer event, or one that ends a request.
+    Lines wait in memory while the disk takes none. Those beyond `_MOST_KEPT` bytes are counted, and a line
+    `{"event": "missing", "lines": N}` stands in their place.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.problem: str | None = None
+        """Why nothing can be written at present; None: all is well."""
+        self._path = path
+        self._file = open_event_log(path)
+        self._pending = bytearray()
+        self._missing = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self.flush()
+            self._file.close()
+
+    def add(self, line: bytes) -> None:
+        """Take a line, without its end."""
+        if self.problem is not None and (self._missing or len(self._pending) > _MOST_KEPT):
+            self._missing += 1
+            return
+        self._pending += line + b"\n"
+        if len(self._pending) > _BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits. Where the disk fails, `problem` says so until it does not."""
+        try:
+            self._write()
+            if self._missing:
+                self._pending += b'{"event":"missing","lines":%d}\n' % self._missing
+                self._missing = 0
+                self._write()
+        except OSError as error:
+            if self.problem is None:
+                log.error("the log %s cannot be written: %s; what it would say is kept for a while", self._path, error)
+            self.problem = f"the log {self._path} cannot be written: {error.strerror}"
+            return
+        if self.problem is not None:
+            log.warning("the log %s can be written again", self._path)
+            self.problem = None
+
+    def _write(self) -> None:
+        while self._pending:
+            # A write may take less than it was given.
+            done = os.write(self._file.fileno(), self._pending)
+            del self._pending[:done]
+
+
+class LogSink:
+    """`EventSink` of a JSON-lines log of a scheduler's input and decisions, for replay."""
+
+    def __init__(self, path: str) -> None:
+        self.lines = LineWriter(path)
+        self._encoder = msgspec.json.Encoder()
+
+    def __call__(self, kind: str, fields: dict[str, object]) -> None:
+        """Write an event."""
+        self.lines.add(self._encoder.encode({"event": kind, **fields}))
+        # Batches are frequent: they wait until a rarer event, or one that ends a request.
         if kind not in _FREQUENT or fields.get("ended"):
-            file.flush()
+            self.lines.flush()
 
-    return write
+
+def event_sink(path: str) -> LogSink:
+    """Open an event log. Raises ConfigError as `open_event_log` does."""
+    return LogSink(path)
 
 
 def arrival_fields(request: Request, now: float) -> dict[str, object]:
@@ -84,7 +149,7 @@ def group_fields(batch: Batch) -> dict[str, object]:
     return {**({"joins": joins} if joins else {}), **({"assists": assists} if assists else {})}
 
 
-def open_event_log(path: str, buffering: int = 0, attempts: int = ATTEMPTS) -> IO[bytes]:
+def open_event_log(path: str, attempts: int = ATTEMPTS) -> IO[bytes]:
     """Open an empty event log for appending, locked while it is open.
 
     The log of an earlier run is renamed first: FILE becomes FILE.until-20260102T030405Z, the time of its last line. A
@@ -95,7 +160,7 @@ def open_event_log(path: str, buffering: int = 0, attempts: int = ATTEMPTS) -> I
     try:
         while True:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "ab", buffering=buffering)  # noqa: SIM115 - open for the process's life
+            file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the process's life
             try:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -49,9 +50,16 @@ class PrivateFolder:
             raise ConfigError(f"{flag} {path}: another server writes to it; give each its own folder") from None
 
     def open(self, name: str, flags: int) -> int:
-        """Open a file of the folder, for its owner only. Raises OSError for a link."""
-        file = os.open(name, flags | _FLAGS, 0o600, dir_fd=self._descriptor)
-        os.fchmod(file, 0o600)
+        """Open a file of the folder, for its owner only. Raises OSError for a link, a pipe or a device."""
+        # Without waiting for the other end of a pipe of that name.
+        file = os.open(name, flags | os.O_NONBLOCK | _FLAGS, 0o600, dir_fd=self._descriptor)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, f"{name} in it is not a regular file")
+            os.fchmod(file, 0o600)
+        except BaseException:
+            os.close(file)
+            raise
         return file
 
     def read(self, name: str) -> bytes:

@@ -20,6 +20,9 @@ from headway.serving.logging import log_request
 
 log = logging.getLogger("headway.server")
 
+_HEADS = ("/", "/health", "/ready", "/version", "/metrics", "/v1/models")
+"""Paths that probes ask for by HEAD."""
+
 
 class AuthMiddleware:
     """ASGI middleware. access: which requests pass."""
@@ -33,6 +36,9 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _origin_form(scope)
+        if scope["method"] == "HEAD" and scope["path"] in _HEADS:
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
         headers = dict(reversed(scope["headers"]))  # of repeated headers the first wins: dict() keeps the last
         ident = request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         # Filled by the endpoint (`records`, `client`), read below for the log line.
@@ -52,6 +58,7 @@ class AuthMiddleware:
 
         try:
             try:
+                _check_framing(headers)
                 scope["headway.owner"] = self._access.check(scope, headers)
             except ApiError as refusal:
                 notes["refused"] = str(refusal)
@@ -74,3 +81,29 @@ class AuthMiddleware:
                 ident, scope["method"], scope["path"], status, took, notes.get("records", ()), notes.get("client"),
                 notes.get("refused"),
             )  # fmt: skip
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """Return the scope of a request whose target names the host as well (RFC 9112 §3.2.2): that host is the one."""
+    if not scope["path"].lower().startswith(("http://", "https://")):
+        return scope
+    authority, _, path = scope["path"].partition("://")[2].partition("/")
+    raw = scope.get("raw_path", b"").partition(b"://")[2].partition(b"/")[2]
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    headers.append((b"host", authority.encode("latin-1", "replace")))
+    return {**scope, "path": f"/{path}", "raw_path": b"/" + raw, "headers": headers}
+
+
+def _check_framing(headers: dict[bytes, bytes]) -> None:
+    """Refuse a body of two lengths (RFC 9112 §6.1): a proxy in front may have read the other one. Raises ApiError."""
+    if b"content-length" in headers and b"transfer-encoding" in headers:
+        raise ApiError(
+            400, "send either Content-Length or Transfer-Encoding, not both", headers={"Connection": "close"}
+        )
+
+
+def _without_body(send: Send) -> Send:
+    async def head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return head

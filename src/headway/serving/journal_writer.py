@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from headway.core.errors import UnavailableError
 from headway.runtime.engine.protocol import OutputDelta
-from headway.serving.journal import RequestJournal
+from headway.serving.journal import JournalCopy, RequestJournal
 
 log = logging.getLogger("headway.server")
 
@@ -49,9 +50,13 @@ class JournalWriter:
         self._unended: set[int] = set()
         self._synced_s = time.monotonic()
         self._dirty = False
+        # After a failed fsync the system holds pages for clean that are not: only a new file is sure.
+        self._unsure = False
+        self._copying: Future[JournalCopy] | None = None
         self._unsynced: list[tuple[Future[int], int]] = []
         self._syncing: Future[None] | None = None
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="headway-journal-sync")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="headway-journal-copy")
         self._thread = threading.Thread(target=self._run, name="headway-journal", daemon=True)
         self._thread.start()
 
@@ -93,6 +98,9 @@ class JournalWriter:
             self._wake.notify()
         self._thread.join()
         self._disk.shutdown()
+        self._copier.shutdown()
+        if self._copying is not None and self._copying.exception() is None:
+            self._copying.result().close()
         self._journal.close()
 
     def _end_unwanted(self, done: Future[int]) -> None:
@@ -113,13 +121,14 @@ class JournalWriter:
         while True:
             with self._wake:
                 if not self._queue and not self._closed:
-                    self._wake.wait(_RETRY_S if self._kept or self.problem or self._dirty else None)
+                    self._wake.wait(_RETRY_S if self._kept or self.problem or self._dirty or self._copying else None)
                 batch, last = list(self._queue), self._closed
                 self._queue.clear()
             for work in batch:
                 work()
             if self.problem is not None:
                 self._try_again()
+            self._compact()
             self._sync(last)
             if last:
                 return
@@ -178,9 +187,40 @@ class JournalWriter:
             self.problem = os.strerror(error.errno) if error.errno else str(error)
             log.error("the journal cannot be written", extra={"fields": {"where": self._where, "why": self.problem}})
 
+    def _compact(self) -> None:
+        """Have the file written anew by another thread, where that is due, and take it once it is there."""
+        if self._copying is None:
+            if self._journal.compaction_due or self._unsure:
+                copy = self._journal.copy_live()
+                self._copying = self._copier.submit(self._copied, copy)
+            return
+        if not self._copying.done():
+            return
+        copying, self._copying = self._copying, None
+        try:
+            self._journal.adopt(copying.result())
+            self._unsure = False
+        except OSError as error:
+            self._journal.copy_failed(error)
+            if self._unsure:
+                self._fail(error)
+
+    def _copied(self, copy: JournalCopy) -> JournalCopy:
+        try:
+            copy.write()
+        finally:
+            with self._wake:
+                self._queue.append(lambda: None)
+                self._wake.notify()
+        return copy
+
     def _try_again(self) -> None:
         """Write what was refused; on success all is well again."""
+        if self._unsure:
+            return
         try:
+            # A journal that filled its own disk.
+            self._journal.shrink()
             while self._kept:
                 self._journal.write_output(*self._kept[0])
                 self._kept.popleft()
@@ -195,6 +235,11 @@ class JournalWriter:
 
     def _sync(self, last: bool) -> None:
         """Start an fsync where one is due and none is running; `last`: finish all of them."""
+        if self._unsure:
+            waiting, self._unsynced = self._unsynced, []
+            self._refuse(waiting)
+            if not last:
+                return
         if self._syncing is not None and last:
             with suppress(OSError):
                 self._syncing.result()
@@ -211,17 +256,24 @@ class JournalWriter:
 
     def _fsync(self, waiting: Sequence[tuple[Future[int], int]]) -> None:
         """Bring what was written to the disk, for the requests that wait for it."""
-        problem: UnavailableError | None = None
         try:
             self._journal.sync()
         except OSError as error:
-            problem = UnavailableError(f"the journal cannot be written ({self._where}: {error.strerror})", 5.0)
+            if not self._put(partial(self._not_synced, error, waiting)):
+                self._not_synced(error, waiting)
+            return
         for done, number in waiting:
-            if problem is None:
-                done.set_result(number)
-            else:
-                self.end(number)
-                done.set_exception(problem)
+            done.set_result(number)
         # The next group may be waiting.
         with self._wake:
             self._wake.notify()
+
+    def _not_synced(self, error: OSError, waiting: Sequence[tuple[Future[int], int]]) -> None:
+        self._unsure = True
+        self._fail(error)
+        self._refuse(waiting)
+
+    def _refuse(self, waiting: Sequence[tuple[Future[int], int]]) -> None:
+        for done, number in waiting:
+            self._end(number)
+            done.set_exception(UnavailableError(f"the journal cannot be written ({self._where}: {self.problem})", 5.0))

@@ -6,6 +6,7 @@ global state: each server has its own registry.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,6 +22,8 @@ from headway.serving.slo_metrics import ClassMetrics
 from headway.serving.utilisation_metrics import UtilisationCollector
 
 PREFIX = "headway_"
+RENDER_S = 0.5
+"""Shortest time between two times that the metrics are made: scrapers, however many, share what is made."""
 ALIAS_PREFIX = "vllm:"
 ALIASES = {
     name: name
@@ -91,6 +94,7 @@ class ServerMetrics:
     def __init__(self, engine: EngineClient, served_as: str | None) -> None:
         """served_as: the label `model_name`; None: the engine's own name, once it is known."""
         self._registry = CollectorRegistry()
+        self._rendered, self._rendered_s = b"", float("-inf")
         inner = CollectorRegistry()
         self._histograms = {
             name: Histogram(PREFIX + name, text, buckets=buckets, registry=inner)
@@ -148,8 +152,11 @@ class ServerMetrics:
         self._rejected.labels(str(status)).inc()
 
     def render(self) -> bytes:
-        """Return all metrics in the text exposition format, version 0.0.4."""
-        return generate_latest(self._registry)
+        """Return all metrics in the text exposition format, version 0.0.4, made at most twice a second."""
+        now = time.monotonic()
+        if now - self._rendered_s >= RENDER_S:
+            self._rendered, self._rendered_s = generate_latest(self._registry), now
+        return self._rendered
 
     def _finish(self, record: GenerationRecord) -> None:
         self._finished.labels(record.reason).inc()

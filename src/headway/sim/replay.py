@@ -81,6 +81,8 @@ def replay(events: Events, detail: bool = False) -> ReplayedRun:
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the log's start event cannot be read: {error}") from error
     for event in stream:
+        if event.get("event") == "missing":
+            raise ConfigError(f"{event.get('lines')} lines are missing from the log: its disk took none for a while")
         try:
             getattr(state, f"on_{event['event']}")(event)
         except (KeyError, AttributeError) as error:

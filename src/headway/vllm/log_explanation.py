@@ -28,7 +28,7 @@ class LogExplainer:
         async with self._turn:
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headway.cli.main", *words, stdout=pipe, stderr=pipe
+                sys.executable, "-P", "-m", "headway.cli.main", *words, stdout=pipe, stderr=pipe
             )
             try:
                 out, err = await asyncio.wait_for(process.communicate(), _PATIENCE_S)

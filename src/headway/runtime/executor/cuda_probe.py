@@ -29,7 +29,9 @@ def look() -> CudaReport:
 def look_apart() -> CudaReport:
     """Return the CUDA devices as found by another process, which has ended when this returns. Raises ConfigError."""
     done = subprocess.run(
-        [sys.executable, "-m", "headway.runtime.executor.cuda_probe"], capture_output=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "headway.runtime.executor.cuda_probe"],
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
     )
     try:
         return msgspec.json.decode(done.stdout, type=CudaReport)

@@ -62,6 +62,7 @@ class ServerCommand:
         with self._log.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 "headway.runtime.http_cluster.end_with_parent",
                 str(os.getpid()),

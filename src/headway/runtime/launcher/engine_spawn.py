@@ -20,7 +20,7 @@ def spawn(endpoint: str, config: msgspec.Struct, module: str = ENGINE, *more: st
     config: its settings, as its `module` reads them; more: arguments that follow. Raises OSError.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, endpoint, str(os.getpid()), *more],
+        [sys.executable, "-P", "-m", module, endpoint, str(os.getpid()), *more],
         stdin=subprocess.PIPE,
         env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,

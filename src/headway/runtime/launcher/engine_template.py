@@ -157,7 +157,7 @@ class _TemplateProcess:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,

@@ -7,6 +7,8 @@ data and are open; the data is under `/v1`, which the API key guards.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Protocol
@@ -29,6 +31,8 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+PAGE_S = 0.5
+"""Shortest time between two times that the page's data is made."""
 _LARGEST = 1 << 53
 """Numbers that a page may send: those that JavaScript can count."""
 
@@ -45,15 +49,23 @@ class LivePage(Protocol):
 
 def add_routes(app: FastAPI, live: LivePage) -> None:
     """Add the page and its data to an application."""
+    turn = asyncio.Lock()
+    newest: tuple[tuple[int, int, float | None], bytes | memoryview, float] | None = None
 
     async def data(request: Request) -> Response:
         """Samples of iterations after number `after`, the last minutes' latencies from bucket `bucket` on, and the
         requests that wait, run or have ended lately. For `/ui`; its form may change."""
         query = request.query_params
         at_s = float(_number(query.get("at"), "at")) if "at" in query else None
-        return json_response(
-            live.page(int(_number(query.get("after"), "after")), int(_number(query.get("bucket"), "bucket")), at_s)
-        )
+        asked = (int(_number(query.get("after"), "after")), int(_number(query.get("bucket"), "bucket")), at_s)
+        # Made at most twice a second, whatever asks: others wait, and what asks for the same shares it.
+        async with turn:
+            nonlocal newest
+            if newest is None or newest[0] != asked or time.monotonic() - newest[2] >= PAGE_S:
+                if newest is not None:
+                    await asyncio.sleep(max(0.0, newest[2] + PAGE_S - time.monotonic()))
+                newest = (asked, json_response(live.page(*asked)).body, time.monotonic())
+            return Response(newest[1], media_type="application/json")
 
     async def why(request: Request) -> Response:
         """The JSON of `headway why`: intervals and causes of its time to first token and of its worst gap. With

@@ -18,7 +18,7 @@ from typing import Self
 from headway.core.errors import HeadwayError
 from headway.core.ports import free_port
 
-SERVE: tuple[str, ...] = (sys.executable, "-m", "headway.cli.main", "serve")
+SERVE: tuple[str, ...] = (sys.executable, "-P", "-m", "headway.cli.main", "serve")
 KEPT_STDERR_CHARS = 4000
 """Bytes of the server's output that an error quotes."""
 

@@ -1,0 +1,233 @@
+"""Writers over a simulated disk whose calls fail: nothing accepted is lost silently, service goes on, and it heals.
+
+HEADWAY_DISK_HISTORIES sets how many seeded histories are played (default: 50 of each writer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.helpers.polling import eventually
+from tests.helpers.simulated_disk import SimulatedDisk
+
+from headway.core import event_log, output_file
+from headway.core.errors import ConfigError, UnavailableError
+from headway.core.output_file import write_output
+from headway.runtime.engine.protocol import OutputDelta
+from headway.serving import journal as journal_module
+from headway.serving import journal_writer
+from headway.serving.journal import RequestJournal
+from headway.serving.journal_writer import JournalWriter
+
+HISTORIES = int(os.environ.get("HEADWAY_DISK_HISTORIES", "50"))
+
+
+def delta(token: int) -> OutputDelta:
+    return OutputDelta(id="x", tokens=(token,))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_writer, "_RETRY_S", 0.002)
+    monkeypatch.setattr(journal_writer, "_SYNC_S", 0.0)
+    monkeypatch.setattr(journal_writer, "_ROOM_BYTES", 64)
+
+
+async def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """One history of a journal: requests come, have output and end while calls fail; then a crash, or an end."""
+    dice = random.Random(seed)
+    disk = SimulatedDisk(seed, short=0.2)
+    patch.setattr(journal_module, "os", disk)
+    writer = JournalWriter(RequestJournal(folder, slack_bytes=dice.choice([300, 1 << 20])), "here")
+    disk.fail = dice.choice([0.0, 0.05, 0.3])
+    # Accepted requests that have not ended, with the output that was sent.
+    alive: dict[int, list[int]] = {}
+    for step in range(dice.randrange(4, 25)):
+        verb = dice.choice(["accept", "accept", "write", "write", "write", "end", "full", "free"])
+        if verb in ("full", "free"):
+            disk.full = verb == "full"
+        elif verb == "accept":
+            try:
+                number = await writer.accept(f"r{step % 3}", b"job", [b"\0\0\0\0"], "", f"hw-{step}")
+            except UnavailableError as error:
+                assert "here" in str(error)  # noqa: PT017 - what refuses says where
+                continue
+            alive[number] = []
+        elif alive:
+            number = dice.choice(list(alive))
+            if verb == "write":
+                # Returns whatever the disk does: the answer goes on.
+                await writer.write_output(number, 0, delta(step))
+                alive[number].append(step)
+            else:
+                writer.end(number)
+                del alive[number]
+    crashed = dice.random() < 0.5 and not disk.full
+    disk.full = False
+    disk.fail = 0.0
+    if not crashed:
+        # The disk is well again: so is the journal, and takes what comes.
+        await eventually(lambda: writer.problem is None)
+        number = await writer.accept("last", b"job", [b""], "", "hw-last")
+        alive[number] = []
+    else:
+        # What waits for a sync is over: then the machine stops.
+        await eventually(lambda: not writer._queue)
+    writer.close()
+    if crashed:
+        disk.crash(str(folder / "requests.journal"))
+    again = RequestJournal(folder)
+    again.close()
+    # Accepted means on the disk: a crash takes at most output, from a request's end backwards, and ends.
+    assert alive.keys() <= again.unfinished.keys(), f"seed {seed}: {alive.keys() - again.unfinished.keys()} are lost"
+    for number, tokens in alive.items():
+        found = [token for each in again.unfinished[number].outputs for one in each for token in one.tokens]
+        assert found == (tokens[: len(found)] if crashed else tokens), f"seed {seed}"
+    assert crashed or alive.keys() == again.unfinished.keys(), f"seed {seed}: ended requests came back"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_no_history_of_a_journal_loses_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    for seed in range(HISTORIES):
+        with tempfile.TemporaryDirectory(dir=shared) as name, monkeypatch.context() as patch:
+            asyncio.run(play(seed, Path(name), patch))
+
+
+def test_no_history_of_an_event_log_ends_what_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "_MOST_KEPT", 400)
+    monkeypatch.setattr(event_log, "_BUFFER_BYTES", 200)
+    for seed in range(HISTORIES):
+        dice, disk = random.Random(seed), SimulatedDisk(seed, fail=0.1, short=0.3)
+        with tempfile.TemporaryDirectory() as name, monkeypatch.context() as patch:
+            sink = event_log.event_sink(f"{name}/log")
+            patch.setattr(event_log, "os", disk)
+            count = dice.randrange(5, 80)
+            for number in range(count):
+                disk.full = dice.random() < (0.9 if disk.full else 0.05)
+                sink(dice.choice(["batch", "add"]), {"number": number})
+                assert not disk.full or sink.lines.problem is None or "cannot be written" in sink.lines.problem
+            disk.full, disk.fail = False, 0.0
+            sink.lines.flush()
+            assert sink.lines.problem is None
+            del sink
+            events = [msgspec.json.decode(line) for line in Path(name, "log").read_bytes().splitlines()]
+        seen = 0
+        for event in events:
+            # Each line is there, or counted in its place.
+            if event["event"] == "missing":
+                seen += event["lines"]
+            else:
+                assert event["number"] == seen
+                seen += 1
+        assert seen == count
+
+
+def test_a_report_that_cannot_be_written_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "report.json"
+    write_output(file, b"earlier")
+
+    def full(self: Path, data: Any) -> int:
+        with open(self, "wb") as half:
+            half.write(data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output_file.Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"report.json: No space left on device"):
+        write_output(file, b"a new one")
+    assert file.read_bytes() == b"earlier"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.anyio
+async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 3000
+    real = journal_module._write
+
+    def write(file: int, data: bytes, at: int) -> None:
+        if at + len(data) > room:
+            raise OSError(28, "No space left on device")
+        real(file, data, at)
+
+    monkeypatch.setattr(journal_module, "_write", write)
+    monkeypatch.setattr(journal_writer, "_ROOM_BYTES", 2500)
+    writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
+    accepted = [await writer.accept("r", bytes(100), [bytes(100)], "") for _ in range(8)]
+    with pytest.raises(UnavailableError, match="No space left"):
+        await writer.accept("r", bytes(1000), [bytes(2000)], "")
+    assert writer.problem is not None
+    for number in accepted:
+        writer.end(number)
+    await eventually(lambda: writer.problem is None)
+    assert await writer.accept("r", bytes(100), [bytes(100)], "")
+    writer.close()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.anyio
+async def test_a_failed_fsync_is_no_success_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimulatedDisk(1)
+    monkeypatch.setattr(journal_module, "os", disk)
+    writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
+    first = await writer.accept("first", b"", [b""], "")
+    disk.fail = 1.0
+    with pytest.raises(UnavailableError, match="here"):
+        await writer.accept("second", b"", [b""], "")
+    assert writer.problem is not None
+    disk.fail = 0.0
+    await eventually(lambda: writer.problem is None)
+    await writer.accept("third", b"", [b""], "")
+    writer.close()
+    disk.crash(str(tmp_path / "j" / "requests.journal"))
+    again = RequestJournal(tmp_path / "j")
+    again.close()
+    assert [each.accepted.id for each in again.unfinished.values()] == ["first", "third"]
+    assert first in again.unfinished
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.anyio
+async def test_no_token_waits_for_the_journal_to_be_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, over = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    real = journal_module.JournalCopy.write
+
+    def slow(self: Any) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert over.wait(20)
+        real(self)
+
+    monkeypatch.setattr(journal_module.JournalCopy, "write", slow)
+    writer = JournalWriter(RequestJournal(tmp_path / "j", slack_bytes=500), "here")
+    number = await writer.accept("kept", b"", [b""], "")
+    for _ in range(10):
+        writer.end(await writer.accept("r", bytes(100), [b""], ""))
+    await began.wait()
+    for token in range(5):
+        await writer.write_output(number, 0, delta(token))
+    ended = await writer.accept("ended", b"", [b""], "")
+    writer.end(ended)
+    over.set()
+    before = os.path.getsize(tmp_path / "j" / "requests.journal")
+    await eventually(lambda: os.path.getsize(tmp_path / "j" / "requests.journal") < before)
+    await writer.write_output(number, 0, delta(5))
+    writer.close()
+    again = RequestJournal(tmp_path / "j")
+    again.close()
+    ((_, entry),) = again.unfinished.items()
+    assert [token for one in entry.outputs[0] for token in one.tokens] == list(range(6))
