@@ -57,7 +57,7 @@ SEEDS = (0,)
 # classes of setting `tetris` by prompt tokens: up to SHORT, and from LONG on
 SHORT, LONG = 16_384, 65_536
 SYSTEMS = ("FIFO", "JSQ-Medha", "PecSched", "Tetris", "Weave")
-PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Weave": "weave"}
+PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Weave": "weave", "Ladder": "ladder"}
 
 
 class CombinedPoint(NamedTuple):
@@ -129,7 +129,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
 def _options(system: str, tetris: dict[str, Any], long_sp: int) -> dict[str, Any]:
     if system in ("Tetris", "Weave"):
         return tetris
-    if system == "JSQ-Medha":
+    if system in ("JSQ-Medha", "Ladder"):
         return {}
     return {"long_sp": long_sp, **({"long_replicas": "fixed"} if system == "PecSched" else {})}
 

@@ -79,6 +79,7 @@ SYSTEMS: dict[str, TetrisSystem] = {
     "LoongServe disaggregated": TetrisSystem("loongserve", (("prefill", "greedy"),)),
     "LoongServe, rounds": TetrisSystem("loongserve", (("prefill", "single"),)),
     "LoongServe, batches": TetrisSystem("loongserve"),
+    "Ladder": TetrisSystem("ladder"),
     "Tetris": TetrisSystem("tetris", (), True),
     "Tetris, single chunk": TetrisSystem("tetris", (("single_chunk", True),), True),
     "Tetris, open loop": TetrisSystem("tetris", (("anchored", False),), True),

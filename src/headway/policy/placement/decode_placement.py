@@ -6,7 +6,8 @@ free slots over running requests; slots of requests whose KV is still on its way
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from headway.core.request import Request
 from headway.policy.placement.base import (
@@ -45,17 +46,31 @@ class DecodePlacement:
         """Return free slots, less virtual usage, per running request."""
         return self.room(view, instance) / max(1, view.instances[instance].running)
 
+    def virtual_usage(self, instance: int) -> int:
+        """Return the tokens of requests that will decode on an instance, and whose KV is not there yet."""
+        return self._virtual_usage.get(instance, 0)
+
+    def reserved(self, requests: Iterable[str]) -> Counter[int]:
+        """Return how many of these tokens are of the named requests, by instance."""
+        found = Counter[int]()
+        for request in requests:
+            target, tokens = self._reserved.get(request, (-1, 0))
+            found[target] += tokens
+        return found
+
     def room(self, view: ClusterSnapshot, instance: int) -> int:
         """Return free slots, less virtual usage."""
         known = view.instances[instance]
         return known.capacity - known.used - self._virtual_usage.get(instance, 0)
 
-    def place(self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot) -> list[Action]:
-        """Choose the decode instance of a request whose prefill is to be committed on `groups`, one a span; return the
-        transfers of its spans."""
+    def place(
+        self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot, target: int | None = None
+    ) -> list[Action]:
+        """Choose the decode instance of a request whose prefill is to be committed on `groups`, one a span, unless
+        `target` is that; return the transfers of its spans."""
         if request.max_output_tokens <= 1:
             return []
-        target = self.choose(view)
+        target = self.choose(view) if target is None else target
         if target is None:
             self._groups[request.id] = groups[-1]
             return []

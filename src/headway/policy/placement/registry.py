@@ -24,6 +24,10 @@ from headway.policy.placement.base import PlacementPolicy
 
 POLICIES: dict[str, tuple[str, str]] = {
     # name: ("module:policy:options", what it does)
+    "ladder": (
+        "ladder:LadderPlacement:LadderOptions",
+        "one queue, fewest late, shortest first; instances and groups take from it as they run out of work",
+    ),
     "fifo": (
         "fifo:FifoPlacement:FifoOptions",
         "order of arrival: short requests to the instance that is free first, long ones to a group",
