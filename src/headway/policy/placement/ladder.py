@@ -222,18 +222,25 @@ class LadderPlacement(PlacementPolicy):
         for running in self._running.values():
             running.end_s = max(view.instances[i].free_at_s for i in running.group)
         moment = self._moment(instances, view)
-        actions, without = list[Action](), 0
+        actions, paused, without, ahead_s = list[Action](), list[Action](), 0, 0.0
+        # when the first group that may be paused ends by itself
+        freed_s = min((each.end_s for each in self._running.values()), default=math.inf)
+        available = max(1, len(instances) - sum(len(each.group) for each in self._running.values()))
         if moment.open or any(self._may_pause(each, now) for each in self._running.values()):
             for name, prompt in list(self._order(now, len(instances))):
                 if name in self._paused:
                     actions += self._resume(name, moment)
-                elif without < _LOOK and name in self._waiting:
-                    placed = self._place(prompt, moment, view)
+                elif name in self._waiting:
+                    placed = self._place(prompt, moment, view) if without < _LOOK else []
                     actions += placed
-                    without += not placed
+                    if not placed:
+                        without += 1
+                        ahead_s += prompt.work_s
+                        if now + ahead_s / available > prompt.due_s < freed_s and not paused:
+                            paused = self._pause_for(prompt, moment)
         if self._waiting or self._paused:
             self._wake_s = moment.next_s
-        return actions
+        return [*actions, *paused]
 
     def _moment(self, instances: Sequence[int], view: ClusterSnapshot) -> _Moment:
         in_groups = {i: each for each in self._running.values() for i in each.group}
@@ -271,7 +278,7 @@ class LadderPlacement(PlacementPolicy):
         if not best.scheduled and best.start_s <= moment.now:
             return self._commit(prompt, best, decode, moment, view)
         moment.keep(best.group, best.start_s, best.end_s)
-        return self._pause_for(prompt, best, moment) if best.end_s > prompt.due_s else []
+        return []
 
     def _decode_for(self, prompt: Prompt, moment: _Moment) -> int | None:
         """Return the instance with room for a request's KV that is to decode it: of these the one with the most room for
@@ -380,7 +387,7 @@ class LadderPlacement(PlacementPolicy):
     def _may_pause(self, running: RunningGroup, now: float) -> bool:
         return running.pausable and not running.pausing and running.end_s - now > _LEAST_LEFT_S
 
-    def _pause_for(self, prompt: Prompt, best: Choice, moment: _Moment) -> list[Action]:
+    def _pause_for(self, prompt: Prompt, moment: _Moment) -> list[Action]:
         """Pause the group with the most slack for a prompt that would be late, and is in time then, as that group is."""
         now, due_s, tokens = moment.now, prompt.due_s, prompt.request.prompt_tokens
         found: tuple[float, str] | None = None
