@@ -2,7 +2,8 @@
 
 Prompts wait in one queue, in the order of the ladder (`policy.ladder`): fewest late; who is late gets twice the time,
 again and again; shortest first as long as it makes no other late. Work counts in instance-seconds, and the cluster does
-as many a second as it has instances. Whenever an instance runs out of work, the first in order that can use it takes it:
+as many a second as it has instances. Running groups are in that order too, since they can be paused. Whenever an
+instance runs out of work, the first in order that can use it takes it:
 
 - A prompt that one instance computes in a few iterations goes to the scheduler of one with at most `_AHEAD_S` of work
   before it, so that short ones are batched there.
@@ -11,8 +12,12 @@ as many a second as it has instances. Whenever an instance runs out of work, the
 - A prompt that would be late pauses a running group at a layer's edge, if that one stays in time. A paused group is in
   the queue with the work that is left, and goes on when its turn comes.
 
-A prompt begins only if there is KV room for it, where it is computed and where it will decode; the first that finds none
-has a claim on the instance with the most, so that later ones cannot keep it out for ever.
+Instances that decode as well compute each prompt in their schedulers, which keep the same order: there a short prompt
+does not count longer ones as work before it. Only a prompt that none of them can hold, or that finds several empty
+ones, gets a group.
+
+A prompt begins only if there is KV room for it, where it is computed and where it will decode. One that is late already
+and finds none has a claim on the instance with the most, so that later ones cannot keep it out for ever.
 """
 
 from __future__ import annotations
@@ -67,6 +72,8 @@ _LOOK = 16
 """Prompts without a place after which the rest of the queue is not looked at: far more than may overtake."""
 _LEAST_LEFT_S = 0.2
 """A running group with less to do is not paused."""
+_LEAST_WAKE_S = 0.005
+"""Least seconds until the queue is looked at again by itself."""
 _ORDER_S = 0.05
 """Seconds for which an order holds while the queue does not change."""
 
@@ -268,11 +275,12 @@ class LadderPlacement(PlacementPolicy):
                 if prompt.steps:
                     moment.claim(prompt, moment.decodes)
                 return []
-        choices = [*self._scheduled(prompt, moment, view), *self._groups(prompt, moment, view)]
+        least = moment.least_size(request.prompt_tokens)
+        choices = [*self._scheduled(prompt, moment, view, least), *self._groups(prompt, moment, view, least)]
         if not choices:
-            moment.claim(prompt, moment.ahead_s)
+            moment.make_room(prompt, least)
             return []
-        best = min(choices)
+        best = min(choices, key=lambda choice: choice[:4])
         if best.scheduled and best.start_s <= moment.now + _AHEAD_S:
             return self._enqueue(prompt, best, decode, moment, view)
         if not best.scheduled and best.start_s <= moment.now:
@@ -281,7 +289,7 @@ class LadderPlacement(PlacementPolicy):
         return []
 
     def _decode_for(self, prompt: Prompt, moment: _Moment) -> int | None:
-        """Return the instance with room for a request's KV that is to decode it: of these the one with the most room for
+        """Return the instance that is to decode a request: of those with room for its KV the one with the most room for
         each of its requests. None: none has room."""
         tokens, found = prompt.request.prompt_tokens, list[tuple[float, int]]()
         if prompt.fastest_s > _DECODE_AHEAD_S:
@@ -295,19 +303,18 @@ class LadderPlacement(PlacementPolicy):
                 found.append((-room / (1 + moment.running(i)), i))
         return min(found)[1] if found else None
 
-    def _scheduled(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot) -> Iterator[Choice]:
-        """Yield the cost of each instance whose scheduler may compute a prompt."""
+    def _scheduled(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot, least: int) -> Iterator[Choice]:
+        """Yield the cost of each instance whose scheduler may compute a prompt. least: instances that its KV needs."""
         now, price = moment.now, self._price(moment)
-        if moment.decodes and not self._batched(prompt):
+        if least > 1 or (moment.decodes and not self._batched(prompt)):
             return
         tokens = prompt.request.prompt_tokens
         candidates = [*moment.ahead_s, *(moment.decodes if prompt.request.max_output_tokens > 1 else ())]
         for i in candidates:
             if not moment.has_room(i, tokens):
                 continue
-            ahead_s = moment.ahead(i)
             start = self._start(prompt, i, view)
-            start_s = now + ahead_s
+            start_s = now + self._ahead_s(i, start.seconds, moment)
             end_s = start_s + start.seconds
             if end_s > moment.kept_s.get(i, math.inf):
                 # kept for one before it
@@ -317,6 +324,22 @@ class LadderPlacement(PlacementPolicy):
             late_s = max(0.0, end_s - prompt.due_s)
             cost = end_s - now + (price + decoding) * start.seconds + LATE_WEIGHT * late_s
             yield Choice(cost, start_s, end_s, (i,), start.prefix, True)
+
+    def _ahead_s(self, instance: int, seconds: float, moment: _Moment) -> float:
+        """Return the work in an instance's scheduler that goes before a prompt of so many seconds: not the longer ones,
+        unless the instance only prefills and has none."""
+        ahead_s, there = moment.ahead(instance), self._on.get(instance)
+        if moment.decodes or not there or ahead_s <= _AHEAD_S:
+            return ahead_s
+        # shortest first: what is left is of the longest
+        left_s, longer_s = ahead_s, 0.0
+        for name, alone_s in sorted(there.items(), key=lambda each: -each[1]):
+            mine_s = min(alone_s, left_s)
+            left_s -= mine_s
+            longer_s += mine_s if mine_s > seconds else 0.0
+            if mine_s <= 0.0:
+                del there[name]
+        return ahead_s - longer_s
 
     def _batched(self, prompt: Prompt) -> bool:
         """Return whether a prompt is worth an iteration with others rather than a group."""
@@ -328,19 +351,19 @@ class LadderPlacement(PlacementPolicy):
             return PrefixStart(None, self._sizing.seconds(prompt, prompt.request.cached_tokens, 1, 1))
         return cheapest_start(prompt.request, prompt.cached, instance, view, self._context)
 
-    def _groups(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot) -> Iterator[Choice]:
+    def _groups(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot, least: int) -> Iterator[Choice]:
         """Yield the costs of groups: on what is free and not kept, and before the time until which it is kept."""
-        if self._context.whole_prompts or self._batched(prompt):
+        if self._context.whole_prompts or (self._batched(prompt) and least == 1):
             return
-        least, tokens = 1, prompt.request.prompt_tokens
         if not moment.decodes:
-            least = 2
-        price = self._price(moment)
-        yield from self._sizing.choices(prompt, FreeInstances(view, moment.free_s(tokens)), view, price, least)
-        kept = moment.free_s(tokens, kept=True)
-        if kept:
-            for choice in self._sizing.choices(prompt, FreeInstances(view, kept), view, price, least):
-                if choice.start_s <= moment.now and choice.end_s <= min(moment.kept_s[i] for i in choice.group):
+            least = max(2, least)
+        price, tokens = self._price(moment), prompt.request.prompt_tokens
+        for kept in (False, True):
+            free = FreeInstances(view, moment.kept_free_s() if kept else moment.free_s())
+            for choice in self._sizing.choices(prompt, free, view, price, least):
+                if not all(moment.has_room(i, tokens // len(choice.group)) for i in choice.group):
+                    continue
+                if not kept or choice.end_s <= min(moment.kept_s[i] for i in choice.group):
                     yield choice
 
     def _price(self, moment: _Moment) -> float:
@@ -388,19 +411,19 @@ class LadderPlacement(PlacementPolicy):
         return running.pausable and not running.pausing and running.end_s - now > _LEAST_LEFT_S
 
     def _pause_for(self, prompt: Prompt, moment: _Moment) -> list[Action]:
-        """Pause the group with the most slack for a prompt that would be late, and is in time then, as that group is."""
+        """Pause the group with the most slack for a prompt that would be late, if both are in time then."""
         now, due_s, tokens = moment.now, prompt.due_s, prompt.request.prompt_tokens
         found: tuple[float, str] | None = None
         for name, running in self._running.items():
             if not self._may_pause(running, now):
                 continue
-            sizes = [size for size in self._sizing.sizes(len(running.group))]
-            takes_s = min(self._sizing.seconds(prompt, prompt.request.cached_tokens, size, 1) for size in sizes)
+            sizes, cached = self._sizing.sizes(len(running.group)), prompt.request.cached_tokens
+            takes_s = min(self._sizing.seconds(prompt, cached, size, 1) for size in sizes)
             slack_s = running.prompt.due_s - running.end_s - takes_s
             fits = all(moment.has_room(i, tokens // len(running.group)) for i in running.group)
-            if slack_s > 0 and now + takes_s <= due_s and takes_s < running.end_s - now and fits:
-                if found is None or slack_s > found[0]:
-                    found = slack_s, name
+            helps = now + takes_s <= due_s and takes_s < running.end_s - now
+            if fits and helps and slack_s > 0 and (found is None or slack_s > found[0]):
+                found = slack_s, name
         if found is None:
             return []
         self._running[found[1]].pausing = True
@@ -421,15 +444,15 @@ class _Moment:
     @property
     def open(self) -> bool:
         """Whether an instance can take a prompt now."""
+        if not self.decodes:
+            return len(self._in_groups) < len(self.ahead_s)
         return any(ahead_s <= _AHEAD_S for ahead_s in self.ahead_s.values())
 
     @property
-    def next_s(self) -> float | None:
-        """When the next scheduler has little work ahead: the ends of groups come as events."""
-        return min(
-            (self.now + max(ahead_s - _AHEAD_S, 0.01) for i, ahead_s in self.ahead_s.items() if i not in self._in_groups),
-            default=None,
-        )
+    def next_s(self) -> float:
+        """When the next scheduler has little work left: the ends of groups come as events."""
+        waits = [ahead_s - _AHEAD_S for i, ahead_s in self.ahead_s.items() if i not in self._in_groups]
+        return self.now + min([max(wait_s, _LEAST_WAKE_S) for wait_s in waits if wait_s > 0.0], default=1.0)
 
     def ahead(self, instance: int) -> float:
         if instance in self.ahead_s:
@@ -437,18 +460,33 @@ class _Moment:
         return max(0.0, self._view.instances[instance].free_at_s - self.now)
 
     def free_for(self, group: Sequence[int]) -> float:
-        return max(max(self.now + self.ahead_s[i], self.kept_until_s.get(i, 0.0)) for i in group)
+        """Return when all of a group have nothing to do before it."""
+        return max(max(self.now + self.ahead_s.get(i, 0.0), self.kept_until_s.get(i, 0.0)) for i in group)
 
-    def free_s(self, tokens: int, kept: bool = False) -> dict[int, float]:
-        """Return when each instance may join a group; kept: those that are free until another group begins."""
-        if kept:
-            return {i: self.now for i in self.kept_s if self.ahead_s[i] <= 0}
-        # a group begins when the schedulers of its instances are empty
+    def free_s(self) -> dict[int, float]:
+        """Return when each instance may join a group, whose work begins once its schedulers are empty."""
         return {
             i: max(self.now + ahead_s, self.kept_until_s.get(i, 0.0))
             for i, ahead_s in self.ahead_s.items()
             if self.decodes or not self._view.instances[i].running
         }
+
+    def kept_free_s(self) -> dict[int, float]:
+        """Return the instances that are free until another group begins."""
+        return {i: self.now for i in self.kept_s if self.ahead_s[i] <= 0.0}
+
+    def least_size(self, tokens: int) -> int:
+        """Return how many instances the KV of a prompt needs at least."""
+        capacity = min(self._view.instances[i].capacity for i in self.ahead_s)
+        return min(len(self.ahead_s), -(-tokens // capacity)) if capacity else 1
+
+    def make_room(self, prompt: Prompt, size: int) -> None:
+        """Keep later prompts from the instances that a prompt without room needs: those with the most."""
+        if size == 1:
+            self.claim(prompt, self.ahead_s)
+            return
+        group = sorted(self.ahead_s, key=lambda i: (self.running(i), -self.room(i), i))[:size]
+        self.keep(group, self.now, math.inf)
 
     def running(self, instance: int) -> int:
         """Return the requests in the scheduler of an instance."""
@@ -468,8 +506,7 @@ class _Moment:
 
     def claim(self, prompt: Prompt, among: Iterable[int]) -> None:
         """Keep later prompts from the room of the instance that has the most."""
-        room = {i: self._view.instances[i].capacity - self._view.instances[i].used - self._taken.get(i, 0) for i in among}
-        most = max(sorted(room), key=room.__getitem__)
+        most = max(sorted(among), key=self.room)
         self._taken[most] = self._taken.get(most, 0) + prompt.request.prompt_tokens
 
     def keep(self, group: Sequence[int], start_s: float, end_s: float) -> None:
@@ -489,5 +526,3 @@ class _Moment:
         for i in group:
             self.ahead_s[i] = end_s - self.now
             self._taken[i] = self._taken.get(i, 0) + tokens // len(group)
-
-

@@ -143,7 +143,7 @@ class GroupSizing:
     def sizes(self, instances: int) -> tuple[int, ...]:
         """Return the sizes of groups among so many instances: powers of two, and all of them."""
         most = min(instances, self._largest)
-        return tuple(1 << k for k in range(8) if 1 << k < most) + (most,)
+        return (*(1 << k for k in range(8) if 1 << k < most), most)
 
     def seconds(self, prompt: Prompt, past: int, size: int, nodes: int) -> float:
         """Return the predicted prefill of a prompt behind `past` cached tokens."""
