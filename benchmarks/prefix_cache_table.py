@@ -29,7 +29,7 @@ SESSIONS, TURNS, SESSIONS_A_SECOND, LONGEST = 12, 10, 0.05, 400_000
 must hold it."""
 BLOCK = 64
 SIZES: tuple[str | int, ...] = (0, "4 GiB", "16 GiB", "pool", "infinite")
-PLACEMENTS = ("jsq", "pecsched", "weave", "tetris")
+PLACEMENTS = ("jsq", "pecsched", "ladder", "tetris")
 
 
 class Run(NamedTuple):

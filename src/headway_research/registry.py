@@ -107,7 +107,7 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     ),
     "combined.tetris": ExperimentEntry(
         "combined.comparison:tetris",
-        "Weave (Tetris outside, Medha inside) and its peers on Tetris's workloads",
+        "The ladder and the placements of papers on Tetris's workloads",
         "minutes",
     ),
     "combined.azure": ExperimentEntry(

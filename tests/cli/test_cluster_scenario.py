@@ -151,7 +151,7 @@ def test_prefix_caches_are_simulated_as_served(tmp_path: Path, loads: list[Any])
     [
         ({"pools": [{"backend": "vllm"}]}, "c.yaml: pools of backend vllm have their own engines"),
         ({"pools": [{}], "workload": {"presett": "x"}}, "c.yaml: workload: presett is not a field"),
-        ({"pools": [{}], "placement": "weave"}, "c.yaml: weave decodes elsewhere than it prefills"),
+        ({"pools": [{}], "placement": "pecsched"}, "c.yaml: pecsched decodes elsewhere than it prefills"),
         ({"pools": [{}], "run": {"seed": 1}}, "c.yaml: run.seed is not a field"),
     ],
 )

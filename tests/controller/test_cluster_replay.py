@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "reservation": {"long_tokens": 8000, "long_sp": 1, "reserved": 1},
     "tetris": {},
     "fixed-sp": {},
-    "weave": {},
+    "ladder": {},
     "loongserve": {},
     "pecsched": {"long_tokens": 8000, "long_sp": 2},
 }

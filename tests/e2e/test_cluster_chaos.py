@@ -27,7 +27,7 @@ TWO = {"tensor_parallel_size": 2}
 CLUSTERS: dict[str, tuple[str, object, object]] = {
     "pecsched": ("pecsched", RINGS, APART),
     "tetris": ("tetris", {}, APART),
-    "weave": ("weave", {}, APART),
+    "ladder": ("ladder", {}, APART),
     "fixed-sp": ("fixed-sp", {"sp": 2}, APART),
     "loongserve": ("loongserve", {}, APART),
     "pecsched-mixed": ("pecsched", {**RINGS, "disaggregate": False}, MIXED),

@@ -62,7 +62,7 @@ MIXED = [{"count": 2, "serve": TWO}]
     [
         ("tetris", {"sizes": [1, 2]}, apart(2, tensor_parallel_size=4)),
         ("pecsched", GROUPS, apart()),
-        ("weave", {"sizes": [1, 2]}, apart(4)),
+        ("ladder", {}, apart(4)),
         ("tetris", {"sizes": [1, 2]}, MIXED),
         ("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED),
         ("loongserve in-place", {}, MIXED),

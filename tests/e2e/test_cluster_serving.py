@@ -49,7 +49,7 @@ AFFINITY = (FOLLOWS, ONE_POOL)
         pytest.param("tetris", FOLLOWS, APART, marks=LONG),
         pytest.param("tetris", FOLLOWS, MIXED, marks=LONG),
         pytest.param("fifo in-place", SHORT, MIXED, marks=LONG),
-        pytest.param("weave", FOLLOWS, APART, marks=LONG),
+        pytest.param("ladder", {}, APART, marks=LONG),
         pytest.param("fixed-sp", {"sp": 2}, APART, marks=LONG),
         pytest.param("context-parallel", {}, APART, marks=LONG),
         pytest.param("loongserve", {}, APART, marks=LONG),
@@ -125,9 +125,8 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         ("pools: [{count: 0}]", r"pools\[0\].count must be at least 1, not 0"),
         ("pools: [{per_node: 2}]", r"pools\[0\]: per_node must be between 1 and its count"),
         ("pools: [{}]\nbackends: 0", "backends must be at least 1"),
-        ("pools: [{role: prefill}]", "jsq gives whole requests to instances of role mixed"),
+        ("pools: [{role: prefill}]\nplacement: jsq", "jsq gives whole requests to instances of role mixed"),
         ("pools: [{role: decode}]\nplacement: tetris", "one has to prefill"),
-        ("pools: [{}]\nplacement: weave", "weave decodes elsewhere than it prefills: give a pool the role decode"),
         ("pools: [{}]\nplacement: pecsched", "or say `disaggregate: false`"),
         ("pools: [{serve: {kv_parallel_size: 2}}]\nplacement: fifo", "with `long_sp: 1`"),
         (
@@ -148,7 +147,7 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
         ("pools: [{count: 2}]\nplacement: fifo\noptions: {long_sp: 0}", "long_sp must be at least 1"),
         ("pools: [{count: 2}, {role: decode}]\nplacement: tetris\noptions: {sizes: [4]}", "sizes names none up to 2"),
         (
-            "pools: [{}, {role: decode}]\nplacement: weave\noptions: {sizes: [2, 4]}",
+            "pools: [{}, {role: decode}]\nplacement: tetris\noptions: {sizes: [2, 4]}",
             "sizes names none up to 1, .* 1 can",
         ),
         ("pools: [{}]\npools: [{count: 2}]", "'pools' stands there twice"),

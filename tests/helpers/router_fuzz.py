@@ -26,7 +26,7 @@ POLICIES: list[tuple[str, dict[str, object]]] = [
     ("fixed-sp", {"sp": 2}),
     ("context-parallel", {}),
     ("tetris", {"sizes": [1, 2]}),
-    ("weave", {"sizes": [1, 2]}),
+    ("ladder", {}),
     ("loongserve", {}),
     ("loongserve", {"decode_batch": 1}),
     ("pecsched", {**RINGS}),
@@ -67,7 +67,7 @@ class Fuzz:
         self.placement, self.options = POLICIES[seed % len(POLICIES)]
         # Prompts begin alike, and instances cache them.
         self.shares = random.Random(f"shares {seed}").random() < 0.5
-        if self.shares and self.placement in ("jsq", "tetris", "weave", "pecsched"):
+        if self.shares and self.placement in ("jsq", "tetris", "pecsched"):
             self.options = {**self.options, "affinity": True}
         self.roles = self._roles()
         self.in_place, self.full = chance.random() < 0.5, chance.random() < 0.5
@@ -93,7 +93,7 @@ class Fuzz:
     def _roles(self) -> tuple[Role, ...]:
         if self.placement == "jsq":
             return ("mixed",) * 3
-        apart = self.placement == "weave" or (self.placement == "pecsched" and "disaggregate" not in self.options)
+        apart = self.placement == "pecsched" and "disaggregate" not in self.options
         return self.chance.choice(_SPLIT if apart else _ANY)
 
     def _apart(self, one: FakeProcess, other: FakeProcess) -> bool:

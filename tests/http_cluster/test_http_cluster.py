@@ -63,7 +63,7 @@ def test_an_answer_goes_on_elsewhere_when_its_stream_breaks_off() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "options"),
-    [("jsq", {}), ("fifo", {"long_sp": 1}), ("weave", {"sizes": [1]}), ("weave", {"sizes": [1], "batch_s": 0.0})],
+    [("jsq", {}), ("fifo", {"long_sp": 1}), ("ladder", {})],
 )
 def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
     placement: str, options: dict[str, Any]
@@ -288,8 +288,8 @@ def test_a_cluster_without_any_server_says_where_it_looked(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])
 def test_random_faults_change_no_answer(seed: int) -> None:
-    """Kills, hangs, refusals and cut streams at random, with clients that leave at random; half under weave."""
-    placement, options = ("weave", {"sizes": [1], "batch_s": 0.0}) if seed % 2 else ("jsq", {})
+    """Kills, hangs, refusals and cut streams at random, with clients that leave at random; half under the ladder."""
+    placement, options = ("ladder", {}) if seed % 2 else ("jsq", {})
 
     async def work() -> None:
         chance = random.Random(seed)
@@ -382,18 +382,3 @@ def test_texts_are_assumed_to_be_cached_until_a_cache_is_full_of_later_ones() ->
     assert whole == sorted(whole)
     known.clear()
     assert not known.match(texts[-1])
-
-
-def test_weave_lets_the_instances_own_iterations_yield_by_priorities() -> None:
-    async def work() -> None:
-        server = TokenServer(prefill_s=0.002)
-        async with cluster_of([server], "weave", {"sizes": [1], "batch_s": 0.0}) as cluster:
-            await chat_beside_document(cluster, server)
-            assert [(held.body.get("priority"), held.ended) for held in server.seen] == [
-                (1, "finished"),
-                (None, "finished"),
-            ]
-            # Each ended for the policy too: the next long prompt has no group before it.
-            assert await ask(cluster, "next", DOCUMENT, 3) == greedy(DOCUMENT, 3)
-
-    run(work)

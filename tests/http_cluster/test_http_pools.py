@@ -52,7 +52,6 @@ ALONE = {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False}
         ({"pools": [{"backend": "vllm", "role": "prefill"}]}, "one has to decode"),
         ({"pools": [{"backend": "vllm"}, {}]}, "all have to be of one backend"),
         ({"pools": [{"backend": "vllm"}], "placement": "tetris"}, "tetris cannot work"),
-        ({"pools": [{"backend": "vllm"}], "placement": "weave"}, r"weave needs the options `sizes: \[1\]`"),
         ({"pools": [{"backend": "vllm"}], "placement": "fifo"}, "fifo needs the options `long_sp: 1`"),
         ({"pools": [{"backend": "vllm"}], "placement": "pecsched"}, "`disaggregate: false`"),
     ],
@@ -63,7 +62,7 @@ def test_what_servers_behind_http_cannot_do_is_one_sentence(data: dict[str, Any]
 
 
 def test_policies_of_whole_requests_are_accepted() -> None:
-    for name, options in (("jsq", {}), ("fifo", {"long_sp": 1}), ("pecsched", ALONE), ("weave", {"sizes": [1]})):
+    for name, options in (("jsq", {}), ("fifo", {"long_sp": 1}), ("pecsched", ALONE), ("ladder", {})):
         pools = [{"backend": "vllm", "urls": [URL]}]
         assert cluster_file({"pools": pools, "placement": name, "options": options}, "c").behind_http
 

@@ -95,7 +95,7 @@ def test_the_faster_of_copy_and_recomputation_is_chosen() -> None:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tetris", "weave"])
+@pytest.mark.parametrize("name", ["tetris"])
 def test_plans_begin_behind_a_prefix_that_is_copied_in_time(name: str) -> None:
     action = decided(name, 100_000, (0, 0, 0, 0, 64_000))
     assert isinstance(action, CommitSpans)
@@ -109,15 +109,6 @@ def test_plans_begin_behind_a_prefix_that_is_copied_in_time(name: str) -> None:
     unseen = decided(name, 100_000, (0, 0, 0, 0, 64_000), affinity=False)
     assert isinstance(unseen, CommitSpans)
     assert (unseen.spans[0].start, unseen.prefix) == (0, None)
-
-
-def test_weave_gives_a_prompt_with_a_short_rest_to_a_scheduler() -> None:
-    assert isinstance(decided("weave", 60_000, ()), CommitSpans)
-    action = decided("weave", 60_000, (0, 0, 59_968, 0, 0))
-    assert isinstance(action, EnqueueRequest)
-    assert action.prefix is not None
-    assert (action.prefix.instance, action.prefix.tokens) == (2, 59_968)
-    assert (action.prefix.copy_s > 0) == (action.group != (2,))
 
 
 def test_pecsched_counts_uncached_tokens() -> None:
@@ -159,11 +150,10 @@ def decided_live(
     return action
 
 
-@pytest.mark.parametrize("name", ["tetris", "weave"])
+@pytest.mark.parametrize("name", ["tetris"])
 def test_live_plans_begin_where_the_prefix_is(name: str) -> None:
     # What is left takes less than the others are busy: the instance that has the prefix computes it alone.
-    options = {"batch_s": 0.0} if name == "weave" else {}
-    alone = decided_live(name, 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0), **options)
+    alone = decided_live(name, 100_000, (0, 0, 99_000, 0, 99_968), (5.0, 5.0, 0.0, 5.0))
     assert isinstance(alone, CommitSpans)
     assert [(span.start, span.end, span.group) for span in alone.spans] == [(99_000, 100_000, (2,))]
     assert alone.prefix == CachedPrefix(2, 99_000)
@@ -184,28 +174,6 @@ def test_live_plans_begin_where_the_prefix_is(name: str) -> None:
     assert (decode.spans[0].start, decode.prefix) == (0, None)
 
 
-def test_live_weave_lets_a_prompt_in_before_groups_only_where_its_prefix_is() -> None:
-    def placed(cached: tuple[int, ...]) -> Action:
-        policy, view = make_placement("weave", LIVE, {"affinity": True}), ClusterSnapshot(state_of(), 0.0)
-        long = Request(id="long", arrival_s=0.0, prompt_tokens=400_000, max_output_tokens=5)
-        (commit,) = policy.on_event(RequestArrived(long), view)
-        assert isinstance(commit, CommitSpans)
-        assert commit.spans[-1].group == (0, 1, 2, 3)
-        state = state_of()
-        for i in range(4):
-            state.put(msgspec.structs.replace(state.instances[i], free_at_s=60.0, running=0))
-        action, *_ = policy.on_event(RequestArrived(asked(60_000), cached), ClusterSnapshot(state, 0.0))
-        check_capable(action, NATIVE_CAPABILITIES, None)  # type: ignore[arg-type]
-        return action
-
-    hit = placed((0, 0, 0, 59_968, 0))
-    assert isinstance(hit, EnqueueRequest)
-    assert (hit.group, hit.prefix) == ((3,), CachedPrefix(3, 59_968))
-    miss = placed(())
-    assert isinstance(miss, EnqueueRequest)
-    assert (miss.group, miss.prefix) == ((0,), None)
-
-
 def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> None:
     # A long request's own replicas, by its uncached tokens.
     (first, *_) = [decided_live("pecsched", 300_000, (0,) * 5).spans[0].group]  # type: ignore[union-attr]
@@ -221,7 +189,7 @@ def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> 
 
 
 def test_literal_modes_and_instances_without_copies_stay_as_they_are() -> None:
-    for name in ("jsq", "tetris", "weave", "pecsched"):
+    for name in ("jsq", "tetris", "pecsched"):
         with pytest.raises(ConfigError, match="`affinity` is in no paper"):
             check_options(name, {"affinity": True, "mode": "paper"})
     remote = EnqueueRequest("r0", (0,), prefix=CachedPrefix(4, 640, 0.1))
@@ -258,10 +226,11 @@ def run(placement: str, prompt: int, links: float = 1.0, **options: Any) -> tupl
     return result.sim, lines, (scenario, spec)
 
 
-@pytest.mark.parametrize("placement", ["jsq", "tetris", "weave", "pecsched"])
+@pytest.mark.parametrize("placement", ["jsq", "tetris", "ladder", "pecsched"])
 @pytest.mark.parametrize("prompt", [4096, 65_536])
 def test_hits_shorten_prefills_wherever_they_are(placement: str, prompt: int) -> None:
-    sim, lines, (scenario, spec) = run(placement, prompt, affinity=True)
+    options = {} if placement == "ladder" else {"affinity": True}
+    sim, lines, (scenario, spec) = run(placement, prompt, **options)
     block = spec.engine([spec.instances[0]]).block_tokens
     whole = (prompt - 1) // block * block
     assert [record.cached_tokens for record in sim.records] == [0] + [whole] * 9 + [prompt // 2]
@@ -274,7 +243,7 @@ def test_hits_shorten_prefills_wherever_they_are(placement: str, prompt: int) ->
     assert replay(lines, lambda about: placement_of(scenario, spec))[1] is None
 
 
-@pytest.mark.parametrize("placement", ["tetris", "weave"])
+@pytest.mark.parametrize("placement", ["tetris"])
 def test_the_simulator_charges_copies_and_what_is_not_worth_one_is_computed(placement: str) -> None:
     sim, lines, _ = run(placement, 65_536, 4.0, affinity=True)
     commits: dict[str, float] = {}

@@ -18,7 +18,7 @@ from headway.sim.metrics.record import SloTargets
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 
-HEEDED = {"weave", "pecsched", "priority"}
+HEEDED = {"ladder", "pecsched", "priority"}
 
 
 DENSE = [
@@ -58,7 +58,7 @@ def test_placements_that_keep_to_the_order_of_arrival_ignore_targets_and_the_oth
 
 @pytest.mark.parametrize("name", sorted(HEEDED))
 def test_a_tight_target_changes_what_is_decided_where_prompts_queue(name: str) -> None:
-    """The long ones': weave weighs what one prompt gains against what others lose, and all tight is as none."""
+    """The long ones'."""
     assert decided(name, 0.05, DENSE, ["long"])[0] != decided(name, None, DENSE)[0]
 
 

@@ -72,7 +72,7 @@ def sweep(field: str) -> dict[str, Any]:
         at = {"cluster.placement": placement, field: load}
         return {"at": at, "feasible": True, "mean": {"classes": [block]}, "ci95": None}
 
-    return {"points": [point(load, name) for load in (1.0, 2.0, 4.0) for name in ("tetris", "weave")]}
+    return {"points": [point(load, name) for load in (1.0, 2.0, 4.0) for name in ("tetris", "ladder")]}
 
 
 def test_knees_are_marked_in_sweeps_of_the_load_only() -> None:
@@ -93,7 +93,7 @@ def test_policies_are_compared_by_first_token_and_by_the_last() -> None:
         )  # fmt: skip
 
     one = [record(0, "chat", 0.1, 2.0), record(1, "chat", 0.3, None), record(2, "document", 9.0, 11.0)]
-    figure = compare_figure({"weave": one, "tetris": one[:1]}, "chat")
+    figure = compare_figure({"ladder": one, "tetris": one[:1]}, "chat")
     first, whole = figure.axes
     drawn = [[float(x) for x in line.get_xdata()] for line in (*first.lines, *whole.lines)]
     assert drawn == [pytest.approx([0.1, 0.3]), pytest.approx([0.1]), [2.0], [2.0]]

@@ -75,7 +75,7 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlapped: bool) -> None:
-    """Under PecSched and Weave too, whose papers send it layer by layer (docs/concepts/placement.md says so)."""
+    """Under PecSched too, whose paper sends it layer by layer (docs/concepts/placement.md says so)."""
     attempt = _attempt()
     fleet, moves = _moves(attempt)
     moves.reserve(attempt, 1)

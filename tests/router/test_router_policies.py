@@ -31,7 +31,8 @@ WAYS: list[tuple[str, tuple[Role, ...], dict[str, object]]] = [
     ("context-parallel", APART, {}),
     ("tetris", MIXED, {"sizes": [1, 2]}),
     ("tetris", APART, {"sizes": [1, 2]}),
-    ("weave", APART, {"sizes": [1, 2], "batch_s": 0.002}),
+    ("ladder", APART, {}),
+    ("ladder", MIXED, {}),
     ("loongserve", MIXED, {}),
     ("loongserve", APART, {}),
     ("pecsched", APART, {"long_tokens": 100}),
@@ -48,12 +49,12 @@ def test_improvement_rates_are_replaced_in_a_running_cluster() -> None:
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.002, token_s=0.0005, send_s=0.0005)
-        async with running(fake, APART, "weave", {"sizes": [1, 2]}) as client:
+        async with running(fake, APART, "tetris", {"sizes": [1, 2]}) as client:
             client.replace_rates(table)
             ids = prompt(1, 60)
             assert await asyncio.wait_for(ask(client, "a", ids, 3), 20) == answer(ids, 3)
         async with running(fake, MIXED, "jsq") as client:
-            with pytest.raises(RequestError, match="jsq has no improvement rates: tetris and weave have"):
+            with pytest.raises(RequestError, match="jsq has no improvement rates: tetris has"):
                 client.replace_rates(table)
 
     virtual_time.run(run())

@@ -49,8 +49,8 @@ def test_spans_and_transfers_are_those_of_the_run(name: str, tmp_path: Path) -> 
 def test_equation_1_is_fitted_to_what_the_groups_of_a_cluster_took(tmp_path: Path) -> None:
     """`PerToken` takes a millisecond a token, divided by the group; spans that were paused are left out."""
     log, fit, lines = tmp_path / "log", tmp_path / "fit.json", list[bytes]()
-    traffic = [TraceRequest(0.7 * i, 900 + 1300 * (i % 7) if i % 2 else 200, 4) for i in range(60)]
-    simulate_cluster(cluster(4, 2), made("weave"), traffic, RunSpec(), record=lines.append)
+    traffic = [TraceRequest(0.5 * i, 900 + 2000 * (i % 7) if i % 2 else 200, 4) for i in range(60)]
+    simulate_cluster(cluster(4, 2), made("ladder"), traffic, RunSpec(), record=lines.append)
     log.write_bytes(b"".join(lines))
     run = read_cluster(log)
     samples = prefill_samples(run)

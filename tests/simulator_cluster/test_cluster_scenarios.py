@@ -38,10 +38,10 @@ def scenario(placement: str = "tetris", **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"placement": "tetra"}, "cluster: unknown placement 'tetra'; known are fifo"),
+        ({"placement": "tetra"}, "cluster: unknown placement 'tetra'; known are ladder"),
         ({"options": {"speed": 1}}, "options of tetris: speed is not a field; allowed here: mode, affinity, sizes"),
         ({"pools": []}, "cluster: a `placement` needs `pools`"),
-        ({"placement": None}, "`pools` and `options` need a `placement`"),
+        ({"placement": None, "pools": [], "options": {"rate": 0.5}}, "`options` need a `placement`"),
         ({"pools": [{"role": "prefil", "count": 1}]}, r"cluster.pools\[0\].role must be 'prefill', 'decode' or"),
         (
             {"pools": [{"count": 1, "size": 3}]},
@@ -82,8 +82,7 @@ def test_transfers_wait_for_kv_room_unless_the_scenario_says_otherwise() -> None
     ("placement", "options", "apart"),
     [
         ("tetris", {}, True),
-        ("weave", {"beside_decodes": 0.0}, True),
-        ("weave", {}, False),  # some short prompts prefill where they decode
+        ("ladder", {}, True),
         ("fixed-sp", {}, True),
         ("context-parallel", {}, True),
         ("fifo", {}, False),  # shorts run wholly on instances

@@ -39,7 +39,8 @@ from headway.sim.workload import TraceRequest
 POOL = 4000
 POLICIES: list[tuple[str, dict[str, Any], int, int]] = [
     ("tetris", {}, 4, 2),
-    ("weave", {}, 4, 2),
+    ("ladder", {}, 4, 2),
+    ("ladder", {}, 4, 0),
     ("fixed-sp", {"sp": 2}, 4, 2),
     ("fifo", {"long_tokens": 500, "long_sp": 2}, 4, 0),
     ("pecsched", {"long_tokens": 500, "long_sp": 2, "long_replicas": "fixed"}, 4, 2),

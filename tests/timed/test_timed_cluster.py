@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fifo": {"long_sp": 2},
     "pecsched": {"long_sp": 3, "long_replicas": "fixed"},
     "tetris": {},
-    "weave": {},
+    "ladder": {},
 }
 
 
@@ -97,9 +97,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         ("fifo", 1, 0),
         pytest.param("tetris", None, 0, marks=pytest.mark.long),
         pytest.param("pecsched", None, 0, marks=pytest.mark.long),
-        pytest.param("weave", None, 2000, marks=pytest.mark.long),
+        pytest.param("ladder", None, 2000, marks=pytest.mark.long),
         pytest.param("pecsched", 2, 2000, marks=pytest.mark.long),
-        pytest.param("weave", 0, 0, marks=pytest.mark.long),
+        pytest.param("ladder", 0, 0, marks=pytest.mark.long),
     ],
 )
 def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(

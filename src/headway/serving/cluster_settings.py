@@ -45,7 +45,7 @@ def instance_configs(
         raise ConfigError(
             f"{where}: tensor-parallel-size is {one} in pools[{first}] and {other} in pools[{second}]: instances that "
             "compute a prompt together must be of the same. Others go under jsq, under fifo, priority or reservation "
-            "with `long_sp: 1`, under fixed-sp with `sp: 1`, and under tetris or weave with `sizes: [1]`"
+            "with `long_sp: 1`, under fixed-sp with `sp: 1`, and under tetris with `sizes: [1]`"
         )
     return configs
 

@@ -73,7 +73,7 @@ async def leave(request: Request) -> Response:
 
 @router.put("/v1/cluster/rates", response_model=None, summary="Tetris's improvement rates, from now on")
 async def replace_rates(request: Request) -> Response:
-    """The file that `headway profile rates` writes; used from the next decision on, under tetris and weave."""
+    """The file that `headway profile rates` writes; used from the next decision on, under tetris."""
     server = context(request)
     engine: Any = server.engine
     if not isinstance(engine, ImprovementRateAdmin):

@@ -15,6 +15,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, Seeds, validated
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
+from headway.policy.placement.registry import DEFAULT, check_options
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
 from headway.sim.workload.section import WorkloadSection
@@ -75,7 +76,8 @@ class SpansSection(FileSection):
 class ClusterSection(FileSection):
     placement: str | None = Field(
         default=None,
-        description="a cluster policy (headway.policy.placement.registry); null: one queue before `replicas`",
+        description="a cluster policy (headway.policy.placement.registry); null: `ladder`, or without `pools` one queue "
+        "before `replicas`",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of that policy")
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
@@ -105,16 +107,21 @@ class ClusterSection(FileSection):
         default=1, description="instances behind one queue; arrivals join the one with fewest requests"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_placement(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("pools") and data.get("placement") is None:
+            return {**data, "placement": DEFAULT}
+        return data
+
     @model_validator(mode="after")
     def _pools_with_placement(self) -> ClusterSection:
         if self.placement is None:
-            if self.pools or self.options:
-                raise ValueError("`pools` and `options` need a `placement`")
+            if self.options:
+                raise ValueError("`options` need a `placement`, and that needs `pools` of instances")
             return self
         if not self.pools:
             raise ValueError("a `placement` needs `pools` of instances")
-        from headway.policy.placement.registry import check_options
-
         try:
             check_options(self.placement, self.options)
         except ConfigError as error:

@@ -1,1 +1,1 @@
-"""Weave, which joins Tetris between instances with Medha inside them, against its parts and its peers."""
+"""The ladder, the default placement, against those of papers."""

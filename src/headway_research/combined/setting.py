@@ -1,15 +1,15 @@
-"""Settings in which Weave (Tetris between instances, Medha inside them) is compared with its parts and peers. Nothing
+"""Settings in which the default placement, the ladder, is compared with those of papers. Nothing
 is tuned per row, and no paper has these figures: claims are ours, rules were written before the runs.
 
 tetris  Tetris's three workloads on its 16 A100s (Llama-3 8B), prefill only (`tetris.setting`). Chunks on groups, and
         iterations inside instances, both take what Eq. (1), fitted to the paper's Table 1, says. 1,500 requests a run,
         the first tenth left out; two loads a workload, one easy and one at Fixed-SP8's knee or above.
 azure   PecSched's rewriting of Azure's conversations (`pecsched.setting`): Yi 34B on 32 A100s, tp 4; seven instances
-        prefill and one decodes for Tetris, PecSched and Weave, eight do both for FIFO and JSQ. Times as there. Outputs
+        prefill and one decodes for Tetris, PecSched and Ladder, eight do both for FIFO and JSQ. Times as there. Outputs
         are Azure's. Requests of the first four fifths of the window count; one without a first token when it ends
         counts with what it has waited.
 
-Tetris and Weave have the same improvement rates; Weave and JSQ the same schedulers (LARS, adaptive chunks), of which
+Ladder and JSQ have the same schedulers (LARS, adaptive chunks), of which
 those that never decode aim at 0.25 s an iteration and those that do at 0.05 s. A first token is in time
 within max(1 s, 5·w) of arrival, w the prompt's fastest prefill on any group of the cluster.
 """
@@ -45,7 +45,7 @@ Setting = Literal["tetris", "azure"]
 # requests a second by workload: an easy load, and one at Fixed-SP8's knee or above
 LOADS: Mapping[str, tuple[float, float]] = {"short": (2.0, 5.5), "medium": (1.5, 3.5), "long": (0.75, 2.0)}
 REGIMES: tuple[pecsched_setting.Regime, ...] = ("unsaturated", "busy")
-# (requests a second, improvement rate), shared by Tetris and Weave
+# (requests a second, improvement rate) of Tetris
 RATES = ((0.5, 0.1), (1.5, 0.2), (2.5, 0.4), (3.5, 0.6))
 AZURE_RATE = 0.5
 MODEL = "Yi 34B"
@@ -56,8 +56,8 @@ REQUESTS, WINDOW_S = 1500, 600.0
 SEEDS = (0,)
 # classes of setting `tetris` by prompt tokens: up to SHORT, and from LONG on
 SHORT, LONG = 16_384, 65_536
-SYSTEMS = ("FIFO", "JSQ-Medha", "PecSched", "Tetris", "Weave")
-PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Weave": "weave", "Ladder": "ladder"}
+SYSTEMS = ("FIFO", "JSQ-Medha", "PecSched", "Tetris", "Ladder")
+PLACEMENTS = {"FIFO": "fifo", "JSQ-Medha": "jsq", "PecSched": "pecsched", "Tetris": "tetris", "Ladder": "ladder"}
 
 
 class CombinedPoint(NamedTuple):
@@ -86,6 +86,10 @@ class CombinedResult(NamedTuple):
     long_in_time: float
     pauses: int
     """Preemptions of long prefills."""
+    mean: float
+    """Mean TTFT of all requests."""
+    p99: float
+    """P99 of all requests' TTFT."""
 
 
 def run_point(point: CombinedPoint) -> CombinedResult:
@@ -127,7 +131,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
 
 
 def _options(system: str, tetris: dict[str, Any], long_sp: int) -> dict[str, Any]:
-    if system in ("Tetris", "Weave"):
+    if system == "Tetris":
         return tetris
     if system in ("JSQ-Medha", "Ladder"):
         return {}
@@ -154,7 +158,7 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
         "max_num_seqs": 512,
     }
     cluster = {**data["cluster"], "placement": PLACEMENTS[system], "options": options}
-    # Tetris and Weave take the KV that memory leaves on the decode instance, not PecSched's fixed size
+    # Tetris and Ladder take the KV that memory leaves on the decode instance, not PecSched's fixed size
     if system != "JSQ-Medha":
         prefill, decode = cluster["pools"]
         cluster["pools"] = [prefill, {k: v for k, v in decode.items() if k != "kv_tokens"}]
@@ -219,6 +223,8 @@ def _measured(
         in_time(shorts),
         in_time(longs),
         result.paused,
+        fmean(map(wait_s, records)),
+        cut(records, 99),
     )
 
 

@@ -35,10 +35,7 @@ def missing_for(placement: str, options: Mapping[str, Any], has: frozenset[Capab
             wanted.append(f"`long_replicas: fixed`, {_ONE_INSTANCE}")
         if "kv_transfer" not in has and options.get("disaggregate", True):
             wanted.append("`disaggregate: false`")
-    elif placement == "weave" and "spans" not in has:
-        if list(options.get("sizes", ())) != [1]:
-            wanted.append("`sizes: [1]`")
-    elif placement in ("weave", "tetris", "loongserve", "fixed-sp", "context-parallel") and not (
+    elif placement in ("tetris", "loongserve", "fixed-sp", "context-parallel") and not (
         has >= NATIVE_CAPABILITIES
     ):
         return "cannot work: it spreads prompts over instances and moves KV between them"

@@ -74,6 +74,8 @@ _LEAST_LEFT_S = 0.2
 """A running group with less to do is not paused."""
 _LEAST_WAKE_S = 0.005
 """Least seconds until the queue is looked at again by itself."""
+_PAUSE_TIMES = 4.0
+"""A pause saves at least so many times the prompt's own time: it idles the rest of the group."""
 _ORDER_S = 0.05
 """Seconds for which an order holds while the queue does not change."""
 
@@ -232,7 +234,7 @@ class LadderPlacement(PlacementPolicy):
         actions, paused, without, ahead_s = list[Action](), list[Action](), 0, 0.0
         # when the first group that may be paused ends by itself
         freed_s = min((each.end_s for each in self._running.values()), default=math.inf)
-        available = max(1, len(instances) - sum(len(each.group) for each in self._running.values()))
+        available = len(instances) - sum(len(each.group) for each in self._running.values())
         if moment.open or any(self._may_pause(each, now) for each in self._running.values()):
             for name, prompt in list(self._order(now, len(instances))):
                 if name in self._paused:
@@ -243,15 +245,20 @@ class LadderPlacement(PlacementPolicy):
                     if not placed:
                         without += 1
                         ahead_s += prompt.work_s
-                        if now + ahead_s / available > prompt.due_s < freed_s and not paused:
-                            paused = self._pause_for(prompt, moment)
+                        end_s = now + ahead_s / available if available else math.inf
+                        if not paused and prompt.due_s < min(end_s, freed_s):
+                            paused = self._pause_for(prompt, moment, freed_s - now)
         if self._waiting or self._paused:
             self._wake_s = moment.next_s
         return [*actions, *paused]
 
     def _moment(self, instances: Sequence[int], view: ClusterSnapshot) -> _Moment:
         in_groups = {i: each for each in self._running.values() for i in each.group}
-        ahead_s = {i: max(0.0, view.instances[i].free_at_s - view.now_s) for i in instances}
+        apart, ahead_s = bool(view.with_role("decode")), dict[int, float]()
+        for i in instances:
+            # what takes longer than predicted has not ended either
+            under_way = i in in_groups or (apart and view.instances[i].running > 0)
+            ahead_s[i] = max(_LEAST_WAKE_S if under_way else 0.0, view.instances[i].free_at_s - view.now_s)
         return _Moment(view, ahead_s, in_groups)
 
     def _resume(self, name: str, moment: _Moment) -> list[Action]:
@@ -259,7 +266,7 @@ class LadderPlacement(PlacementPolicy):
         paused = self._paused[name]
         start_s = moment.free_for(paused.group)
         moment.keep(paused.group, start_s, start_s + paused.left_s)
-        if start_s > moment.now + _AHEAD_S:
+        if start_s > moment.now:
             return []
         self._running[name] = self._paused.pop(name)
         paused.end_s = start_s + paused.left_s
@@ -410,7 +417,7 @@ class LadderPlacement(PlacementPolicy):
     def _may_pause(self, running: RunningGroup, now: float) -> bool:
         return running.pausable and not running.pausing and running.end_s - now > _LEAST_LEFT_S
 
-    def _pause_for(self, prompt: Prompt, moment: _Moment) -> list[Action]:
+    def _pause_for(self, prompt: Prompt, moment: _Moment, wait_s: float) -> list[Action]:
         """Pause the group with the most slack for a prompt that would be late, if both are in time then."""
         now, due_s, tokens = moment.now, prompt.due_s, prompt.request.prompt_tokens
         found: tuple[float, str] | None = None
@@ -421,7 +428,7 @@ class LadderPlacement(PlacementPolicy):
             takes_s = min(self._sizing.seconds(prompt, cached, size, 1) for size in sizes)
             slack_s = running.prompt.due_s - running.end_s - takes_s
             fits = all(moment.has_room(i, tokens // len(running.group)) for i in running.group)
-            helps = now + takes_s <= due_s and takes_s < running.end_s - now
+            helps = now + takes_s <= due_s and _PAUSE_TIMES * takes_s < wait_s
             if fits and helps and slack_s > 0 and (found is None or slack_s > found[0]):
                 found = slack_s, name
         if found is None:

@@ -32,8 +32,8 @@ LATE_WEIGHT = 3.0
 """A second after the due time counts so many seconds of waiting."""
 _RATE_WINDOW_S = 120.0
 """Time constant of the mean arriving work."""
-_LEAST_SPAN_S = 10.0
-"""Seconds over which the first arrivals are spread at least."""
+_LEAST_SHARE = 0.2
+"""Least weight of the time that has been seen: at the start a few arrivals are no rate."""
 _MOST_BUSY = 0.95
 """Largest share of the instances that arriving work is taken to need: beyond it the queue itself tells."""
 
@@ -79,21 +79,20 @@ class ArrivingWork:
     """Instance-seconds that arrive a second, over the last minutes."""
 
     def __init__(self) -> None:
-        self._work_s, self._span_s, self._last_s = 0.0, 0.0, math.inf
+        self._rate = self._share = 0.0  # weighted by age, and the weight of the time that has been seen
+        self._last_s = 0.0
 
     def add(self, work_s: float, now: float) -> None:
         """Count the work of a request that arrives."""
-        since_s = max(0.0, now - self._last_s)
-        kept = math.exp(-since_s / _RATE_WINDOW_S)
-        self._work_s = self._work_s * kept + work_s
-        self._span_s = self._span_s * kept + _RATE_WINDOW_S * (1.0 - kept)
+        kept = math.exp((self._last_s - now) / _RATE_WINDOW_S)
+        self._rate = self._rate * kept + work_s / _RATE_WINDOW_S
+        self._share = self._share * kept + 1.0 - kept
         self._last_s = now
 
     def waiting_share(self, instances: int) -> float:
         """Return rho / (1 - rho), rho the share of the instances that arriving work needs: of a queue with one server,
         the mean number of requests in it."""
-        rate = self._work_s / max(_LEAST_SPAN_S, self._span_s)
-        busy = min(_MOST_BUSY, rate / instances)
+        busy = min(_MOST_BUSY, self._rate / max(_LEAST_SHARE, self._share) / instances)
         return busy / (1.0 - busy)
 
 

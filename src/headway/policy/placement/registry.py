@@ -22,6 +22,8 @@ from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.perf.latency.pause_points import pause_points_of
 from headway.policy.placement.base import PlacementPolicy
 
+DEFAULT = "ladder"
+"""The placement of clusters that name none."""
 POLICIES: dict[str, tuple[str, str]] = {
     # name: ("module:policy:options", what it does)
     "ladder": (
@@ -47,10 +49,6 @@ POLICIES: dict[str, tuple[str, str]] = {
     "tetris": (
         "tetris:TetrisPlacement:TetrisOptions",
         "chunks on growing groups that fill the gaps between queues (CDSP)",
-    ),
-    "weave": (
-        "weave:WeavePlacement:WeaveOptions",
-        "Tetris's groups for long prompts, which yield to short ones in the instances' own iterations",
     ),
     "reservation": (
         "reservation:ReservationPlacement:ReservationOptions",
@@ -86,7 +84,8 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     copies_prefixes: bool = True
     """Whether cached KV can be copied from one instance to another. Live instances use their own only."""
     whole_prompts: bool = False
-    """Whether each prompt is computed and decoded in the scheduler of one instance: servers behind HTTP."""
+    """Whether each prompt is computed and decoded in the scheduler of one instance: servers behind HTTP, and live
+    instances of role mixed."""
 
     def exchanges_heads(self, tp: int, members: int) -> bool:
         """Return whether instances of `tp` ranks, `members` of them in a node, can compute Ulysses attention."""

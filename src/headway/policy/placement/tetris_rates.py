@@ -52,7 +52,7 @@ def load_rates(path: Path) -> RateTable:
 
 @runtime_checkable
 class LoadAwareRates(Protocol):
-    """A policy that works with improvement rates by load: `tetris` and `weave`."""
+    """A policy that works with improvement rates by load: `tetris`."""
 
     def replace_rates(self, table: RateTable) -> None:
         """Use another table from the next decision on (Tetris §6)."""

@@ -14,7 +14,7 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.event_log import open_event_log
-from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools, moves_kv
+from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools, moves_kv, whole_prompts
 
 if TYPE_CHECKING:
     from headway.perf.hardware.shapes import ModelShape
@@ -157,7 +157,10 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
     elif file.placement == "pecsched":
         rates = measured_rates(table, shape, between.inside, between.across, tp)
         spans = FastSpLatency(spans, shape, rates, tp)
-    return PolicyContext(latency=spans, shape=shape, rows=file.span_rows, pads_heads=False, copies_prefixes=False)
+    whole = file.placement == "ladder" and whole_prompts(file)
+    return PolicyContext(
+        latency=spans, shape=shape, rows=file.span_rows, pads_heads=False, copies_prefixes=False, whole_prompts=whole
+    )
 
 
 def shape_of(model: str) -> ModelShape:

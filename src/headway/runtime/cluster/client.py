@@ -279,7 +279,7 @@ class ClusterClient:
         if self._live is None:
             raise RequestError("the cluster is starting", "points")
         if not self._live.policies.has_rates:
-            raise RequestError(f"{self._placement} has no improvement rates: tetris and weave have", "points")
+            raise RequestError(f"{self._placement} has no improvement rates: tetris has", "points")
         self._live.machine.woken(self._clock(), RatesReplaced(table))
 
     def leave(self, number: int) -> InstanceReport:

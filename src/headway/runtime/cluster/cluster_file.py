@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
 from headway.policy.placement.capabilities import HTTP_CAPABILITIES, missing_for
-from headway.policy.placement.registry import check_options
+from headway.policy.placement.registry import DEFAULT, check_options
 from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
 from headway.sim.scenario import RunSection, SloSection
@@ -23,7 +23,6 @@ SPAN_ROWS = 512
 LARGEST_POOL = 1024
 _WHOLE = ("jsq", "fifo", "priority", "reservation")
 """Policies that give every request whole to one instance, where `long_sp` is 1."""
-_DECODES_APART = ("weave",)
 _DECODES_WITHIN = ("fifo", "priority", "reservation")
 _SIZES = ("sp", "long_sp", "reserved")
 """Options that are numbers of instances that prefill."""
@@ -115,7 +114,7 @@ class ClusterFile(FileSection):
     model: str | None = Field(
         default=None, description="folder of the checkpoint, relative to the file; null: the embedded model"
     )
-    placement: str = Field(default="jsq", description="the placement policy")
+    placement: str = Field(default=DEFAULT, description="the placement policy")
     options: dict[str, Any] = Field(default_factory=dict, description="options of that policy")
     serve: dict[str, Any] = Field(
         default_factory=dict, description="settings of `headway serve`, for all instances and for the endpoint"
@@ -221,9 +220,11 @@ def _check_placement(file: ClusterFile, where: str) -> None:
         raise ConfigError(
             f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
         )
-    if "decode" not in roles and ((name in _DECODES_APART and not file.behind_http) or _disaggregates(file)):
-        hint = ", or say `disaggregate: false`" if name == "pecsched" else ""
-        raise ConfigError(f"{where}: {name} decodes elsewhere than it prefills: give a pool the role decode{hint}")
+    if "decode" not in roles and _disaggregates(file):
+        raise ConfigError(
+            f"{where}: pecsched decodes elsewhere than it prefills: give a pool the role decode, or say "
+            "`disaggregate: false`"
+        )
 
 
 def _check_group_times(file: ClusterFile, where: str) -> None:
@@ -265,7 +266,14 @@ def moves_kv(file: ClusterFile) -> bool:
     pipeline stages and KV groups."""
     if file.placement == "jsq":
         return False
+    if file.placement == "ladder":
+        return not whole_prompts(file)
     return file.placement not in _WHOLE or file.options.get("long_sp") != 1
+
+
+def whole_prompts(file: ClusterFile) -> bool:
+    """Whether `ladder` gives each prompt whole to one instance: where none has another role than mixed."""
+    return file.behind_http or all(pool.role == "mixed" for pool in file.pools)
 
 
 def check_hosts(file: ClusterFile, where: str, nnodes: int) -> None:
@@ -281,7 +289,7 @@ def computes_alone(file: ClusterFile) -> bool:
     """Whether each prompt is computed by one instance alone, though its KV may go on to another: they may then be of
     different tensor-parallel sizes."""
     options = file.options
-    if file.placement in ("tetris", "weave"):
+    if file.placement == "tetris":
         return list(options.get("sizes", ())) == [1]
     if file.placement == "fixed-sp":
         return options.get("sp") == 1
