@@ -1,4 +1,4 @@
-"""Chats behind long documents, live: how long each kind waits for its first token under FIFO, PecSched, and Weave.
+"""Chats behind long documents, live: how long each kind waits for its first token under FIFO, PecSched, and the ladder.
 
     python -m benchmarks.cluster_convoy --timed [--policies pecsched] [--json out.json]
 
@@ -36,7 +36,7 @@ LARS = {"policy": "lars", "chunking": "adaptive", "t_target_s": 0.25}
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fifo": ({"long_sp": 4}, FCFS),
     "pecsched": ({"long_sp": 4, "long_replicas": "fixed"}, FCFS),
-    "weave": ({"rate": 0.3}, LARS),
+    "ladder": ({}, LARS),
 }
 POINTS = (50, 90, 99)
 Waits = dict[str, list[float]]

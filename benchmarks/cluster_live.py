@@ -1,6 +1,6 @@
 """A real convoy: chats behind long documents on 2 prefill instances and 1 decode instance of this machine.
 
-    python -m benchmarks.cluster_live [--policies fifo pecsched weave] [--plot out] [--json out.json]
+    python -m benchmarks.cluster_live [--policies fifo pecsched ladder] [--plot out] [--json out.json]
     python -m benchmarks.cluster_live --trace azure.csv --slice 600s:700s --rate 2 --long-tokens 4000
 
 Engine processes of one thread each, behind the router of `headway cluster` in this process; the same requests under
@@ -10,7 +10,7 @@ keeps beside its KV is the smaller a share the more layers there are.
 
 `fifo` (first come, first served: a document takes both prefill instances, everything decodes where it was prefilled,
 so that the decode instance has nothing to do); `fifo-mixed`: the same over three instances that do both, a document
-on all; `pecsched`; `weave` (Tetris between the instances, LARS inside them). A picture of each: instance x time.
+on all; `pecsched`; `ladder` (one queue before the instances, LARS inside them). A picture of each: instance x time.
 
 Times are of requests as the router's callers see them. The gap from first to second token has the hand-over of KV in
 it, TBT is of the tokens behind the second. Where cores are fewer than instances (said in the first line), those that
@@ -66,9 +66,9 @@ POLICIES: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]], dict[str, A
     "fifo": ("fifo", {"long_sp": 2}, APART, FCFS),
     "fifo-mixed": ("fifo", {"long_sp": 3}, MIXED, FCFS),
     "pecsched": ("pecsched", {"long_sp": 2, "long_replicas": "fixed"}, APART, FCFS),
-    "weave": ("weave", {}, APART, LARS),
+    "ladder": ("ladder", {}, APART, LARS),
 }
-DEFAULT = ("fifo", "pecsched", "weave")
+DEFAULT = ("fifo", "pecsched", "ladder")
 SHAPE = ("--hidden", "128", "--layers", "24", "--heads", "4", "--kv-heads", "2", "--mlp", "384", "--dtype", "float32")
 
 

@@ -234,7 +234,7 @@ def damaged_journal() -> str:
 
 
 CLUSTER = """\
-placement: weave
+placement: ladder
 pools:
   - {count: 1, role: prefill}
   - {count: 1, role: decode}

@@ -55,7 +55,7 @@ def scenario_of(run: Run) -> Scenario:
         {
             "cluster": {
                 "accelerator": "a100-80gb", "placement": run.placement,
-                "options": {"affinity": True} if run.affinity else {},
+                "options": {"affinity": True} if run.affinity and run.placement != "ladder" else {},
                 "pools": [{"count": 8}] if run.placement == "jsq" else split,
             },
             "model": "llama-3-8b",
@@ -80,7 +80,10 @@ def rows_of(trace: str, window_s: float) -> list[Run]:
     plain = [Run(trace, "jsq", size, "lru", False, window_s) for size in SIZES]
     near = [Run(trace, "jsq", size, name, True, window_s) for size in SIZES[1:-1] for name in ("lru", "cost")]
     others = [
-        Run(trace, name, "pool", "lru", affinity, window_s) for name in PLACEMENTS[1:] for affinity in (False, True)
+        Run(trace, name, "pool", "lru", affinity, window_s)
+        for name in PLACEMENTS[1:]
+        for affinity in (False, True)
+        if affinity or name != "ladder"
     ]
     return [*plain, *near, Run(trace, "jsq", SIZES[-1], "lru", True, window_s), *others]
 

@@ -5,7 +5,7 @@
     python -m benchmarks.vllm_cluster --model out/reference-fp32 --vllm-python .venv-vllm/bin/python
 
 Runs are SCHEDULING/PLACEMENT: `stock` or `headway:AIM_MS` inside the servers, and `round-robin`, `jsq`, `pecsched` or
-`weave` in front of them. The same requests under each; all answers have to be those of one server asked one request at
+`ladder` in front of them. The same requests under each; all answers have to be those of one server asked one request at
 a time.
 Where other programs run on the cores, only ratios within one run of this command mean something.
 """
@@ -41,7 +41,7 @@ PLACEMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "round-robin": (ROUND_ROBIN, {}),
     "jsq": ("jsq", {}),
     "pecsched": ("pecsched", {"long_replicas": "fixed", "long_sp": 1, "disaggregate": False, "long_tokens": 2000}),
-    "weave": ("weave", {"sizes": [1]}),
+    "ladder": ("ladder", {}),
 }
 
 

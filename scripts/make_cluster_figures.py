@@ -1,6 +1,6 @@
 """Draw the clusters of docs/papers and docs/concepts from examples/: `python scripts/make_cluster_figures.py`. Minutes.
 
-cluster-tetris.png and cluster-weave.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
+cluster-tetris.png and cluster-ladder.png: instances over time; cluster-cdf.png: TTFT and JCT of three placements on the
 same requests; cluster-capacity.png: TTFT over the load, with knees where a monotone fit supports them.
 """
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
 LOADS = "workload.qps=1,2,3,4,5,6"
 SEEDS = [0, 1, 2]
-PLACEMENTS = ("weave", "tetris", "fixed-sp")
+PLACEMENTS = ("ladder", "tetris", "fixed-sp")
 
 
 def example(name: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def placed(data: dict[str, Any], placement: str) -> dict[str, Any]:
 def main() -> int:
     FIGURES.mkdir(parents=True, exist_ok=True)
     gantt("cluster-tetris", "cluster-tetris.png", 16.0)
-    gantt("cluster-combined", "cluster-weave.png", 24.0)
+    gantt("cluster-combined", "cluster-ladder.png", 24.0)
     data = example("cluster-combined")
     runs = {name: run_cluster(parse_scenario(placed(data, name)), 0).sim.records for name in PLACEMENTS}
     style.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")

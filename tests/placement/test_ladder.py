@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -172,9 +173,7 @@ def test_a_prompt_that_would_be_late_pauses_a_group_that_stays_in_time_which_goe
 
 
 @pytest.mark.parametrize(("tokens", "ttft_s"), [(400, 10.5), (30_000, None)])
-def test_a_group_is_not_paused_for_one_that_is_in_time_anyway_or_longer(
-    tokens: int, ttft_s: float | None
-) -> None:
+def test_a_group_is_not_paused_for_one_that_is_in_time_anyway_or_longer(tokens: int, ttft_s: float | None) -> None:
     policy, state = made(), state_of()
     policy.on_event(asked("long", 40_000), ClusterSnapshot(state, 0.0))
     busy(state, 10.0, 0, 1, 2, 3)
@@ -270,7 +269,7 @@ def run(spec: ClusterSpec, requests: Sequence[TraceRequest], run_spec: RunSpec |
         assert engine.replica.block_manager.used_tokens == 0
     policy = simulation.controller.policy
     assert isinstance(policy, LadderPlacement)
-    assert not (policy._waiting or policy._running or policy._paused or policy._placed)
+    assert [*policy._waiting, *policy._running, *policy._paused, *policy._placed] == []
     return simulation.result().sim
 
 
@@ -299,8 +298,8 @@ def test_requests_that_leave_and_instances_that_are_lost_take_nothing_with_them(
             controller.lost(lost[-1], now)
         return settle(now)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "settle", hurt)
+    with pytest.MonkeyPatch.context() as hooked:
+        hooked.setattr(controller, "settle", hurt)
         simulation.run_events()
     assert not controller.requests
     assert_nothing_left(controller)
@@ -309,7 +308,7 @@ def test_requests_that_leave_and_instances_that_are_lost_take_nothing_with_them(
 def assert_nothing_left(controller: ClusterController) -> None:
     policy = controller.policy
     assert isinstance(policy, LadderPlacement)
-    assert not (policy._waiting or policy._running or policy._paused or policy._placed)
+    assert [*policy._waiting, *policy._running, *policy._paused, *policy._placed] == []
     assert all(policy._decodes.virtual_usage(i) == 0 for i in range(len(controller.cluster.instances)))
 
 
@@ -347,10 +346,8 @@ def test_a_thousand_waiting_prompts_are_decided_about_in_few_looks() -> None:
         busy(state, 50.0, 0, 1, 2, 3)
         for i in range(waiting):
             policy.on_event(asked(f"r{i}", 3000 + i, ttft_s=1e5), ClusterSnapshot(state, 0.0))
-        placed = list[str]()
-        place = policy._place
-        policy._place = lambda prompt, *rest: placed.append(prompt.request.id) or place(prompt, *rest)  # type: ignore[assignment, func-returns-value]
         busy(state, 0.0, 2)
-        policy.on_event(asked("last", 90_000, 1.0), ClusterSnapshot(state, 1.0))
-        looks.append(len(placed))
+        with patch.object(policy, "_place", wraps=policy._place) as place:
+            policy.on_event(asked("last", 90_000, 1.0), ClusterSnapshot(state, 1.0))
+        looks.append(place.call_count)
     assert looks[1] <= looks[0] <= 20

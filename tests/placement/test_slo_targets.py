@@ -67,4 +67,4 @@ def test_an_instance_s_scheduler_gets_the_targets_in_every_phase(phase: Phase) -
     slo = Slo(ttft_s=0.5, tbt_s=0.05)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=8, slo=slo)
     waiting = SimRequest(request, TraceRequest(0.0, 100, 8))
-    assert waiting.track_for(phase, 0).request.slo == slo
+    assert waiting.track_for(phase).request.slo == slo

@@ -12,7 +12,6 @@ from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually
 
-from headway.control.controlled_request import ControlledRequest
 from headway.control.transfer_queue import KvSlice
 from headway.core.span import Strategy
 from headway.runtime.engine.instance_protocol import (
@@ -22,7 +21,7 @@ from headway.runtime.engine.instance_protocol import (
     SendKv,
     SpanTask,
 )
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 
 def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:
@@ -256,13 +255,3 @@ def test_answers_are_unchanged_when_groups_grow_during_decode() -> None:
             assert any(message.home is not None for message in fake.said(ComputeSpan))
 
     virtual_time.run(run())
-
-
-def test_a_prompt_that_yields_has_a_lower_priority_in_its_scheduler() -> None:
-    world = DecodeWorld(500)
-    world.attempt.asked.told.clear()
-    world.attempt.controlled = ControlledRequest(world.attempt.request)
-    world.attempt.controlled.yields = True
-    world.stays.enter(world.attempt, (0,), "prefill")
-    ((_, submit),) = world.fleet.take(SubmitRequest)
-    assert submit.priority == world.attempt.request.priority + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.control.queue_entries import SchedulerEntry, SpanEntry
-from headway.core.request import BACKGROUND_PRIORITY, Request
+from headway.core.request import Request
 from headway.core.span import Phase
 from headway.policy.placement.base import CachedPrefix
 
@@ -14,7 +14,7 @@ class ControlledRequest:
     """A request from arrival to end."""
 
     __slots__ = ("backend_state", "ended", "entries", "group", "kv_at", "output_tokens", "phase", "prefix", "rejected",
-                 "request", "resident", "scheduler_entry", "transfer_targets", "yields")  # fmt: skip
+                 "request", "resident", "scheduler_entry", "transfer_targets")  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -27,15 +27,9 @@ class ControlledRequest:
         self.transfer_targets: dict[int, int] = {}  # target instance of spans that have not begun, by index
         self.kv_at: set[int] = set()  # instances to which all announced KV has been sent
         self.prefix: CachedPrefix | None = None  # cached KV that its last action copies to its group
-        self.yields = False  # in the scheduler where it is resident or waits to be (`EnqueueRequest.yields`)
         self.ended = False
         self.rejected = False  # the policy, or a scheduler, refused it: set when it ends
         self.backend_state: Any = None  # the backend's own state of it
-
-    @property
-    def priority(self) -> int:
-        """Its priority in schedulers: the larger, the later."""
-        return min(BACKGROUND_PRIORITY, self.request.priority + self.yields)
 
     def places(self) -> set[int]:
         """Return the instances that the request depends on: where its KV is or will be. Slices under way come on top

@@ -33,7 +33,7 @@ class SchedulerResidency:
             raise ActionImpossible(f"{action.request} waits for its turn already")
         # from another scheduler it takes its KV along
         self.leave(controlled, "moved")
-        controlled.prefix, controlled.yields, request = action.prefix, action.yields, controlled.request
+        controlled.prefix, request = action.prefix, controlled.request
         if action.prefix is not None:
             request = msgspec.structs.replace(request, cached_tokens=action.prefix.tokens)
         if not action.concurrent and any(state.queues.blocked(i, action.request) for i in group):

@@ -76,8 +76,8 @@ class SpansSection(FileSection):
 class ClusterSection(FileSection):
     placement: str | None = Field(
         default=None,
-        description="a cluster policy (headway.policy.placement.registry); null: `ladder`, or without `pools` one queue "
-        "before `replicas`",
+        description="a cluster policy (headway.policy.placement.registry); null: `ladder`, or without "
+        "`pools` one queue before `replicas`",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of that policy")
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")

@@ -227,8 +227,6 @@ class EnqueueRequest(msgspec.Struct, frozen=True):
     """Run together with the spans on these instances, instead of behind them."""
     prefix: CachedPrefix | None = None
     """Cached KV that another instance sends to this one's prefix cache; the request waits for it there."""
-    yields: bool = False
-    """Let the scheduler there take it after requests of its own priority that do not yield: a priority lower by one."""
 
 
 class PreemptRequest(msgspec.Struct, frozen=True):

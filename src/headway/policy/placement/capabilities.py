@@ -35,8 +35,6 @@ def missing_for(placement: str, options: Mapping[str, Any], has: frozenset[Capab
             wanted.append(f"`long_replicas: fixed`, {_ONE_INSTANCE}")
         if "kv_transfer" not in has and options.get("disaggregate", True):
             wanted.append("`disaggregate: false`")
-    elif placement in ("tetris", "loongserve", "fixed-sp", "context-parallel") and not (
-        has >= NATIVE_CAPABILITIES
-    ):
+    elif placement in ("tetris", "loongserve", "fixed-sp", "context-parallel") and not (has >= NATIVE_CAPABILITIES):
         return "cannot work: it spreads prompts over instances and moves KV between them"
     return "needs the options " + ", ".join(wanted) if wanted else None

@@ -78,7 +78,7 @@ class LiveResidency:
             timeout_s=None,
             output=tuple(attempt.asked.told),
             phase=phase,
-            priority=attempt.controlled.priority,
+            priority=attempt.request.priority,
         )
         self._fleet[number].submit(submit, attempt.asked.prompt)
         self._fleet.kv.grown = True

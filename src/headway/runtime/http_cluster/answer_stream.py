@@ -58,7 +58,7 @@ async def read_answer(
     `receive` included."""
     headers = request_headers(request.submit, request.life.attempts, api_key)
     try:
-        arguments = (request.submit, request.prompt, target.model.id, continuation, request.priority)
+        arguments = (request.submit, request.prompt, target.model.id, continuation, request.submit.priority)
         if memoryview(request.prompt).nbytes > _LARGE_PROMPT:
             body = await asyncio.to_thread(completion_body, *arguments)
         else:

@@ -75,11 +75,6 @@ class HttpRequest:
         return f"{self.submit.id}#{self._attempt}"
 
     @property
-    def priority(self) -> int:
-        """Its priority on the instance where the policy has put it."""
-        return self.submit.priority if self.controlled is None else self.controlled.priority
-
-    @property
     def attempt_tokens(self) -> int:
         """Output tokens since the attempt began."""
         return len(self.life.output) - self._before

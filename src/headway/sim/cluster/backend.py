@@ -185,7 +185,7 @@ class SimulatedBackend(InstanceBackend):
         # those of engines that are fused with this one's
         for sharing in {each.index: each for i in group for each in self._on[i]}.values():
             self._end_repeats(sharing, now)
-        track = request.track_for(phase, controlled.priority)
+        track = request.track_for(phase)
         engine.add(track, now, self.prefix_copies.begin(engine, controlled.prefix, request.source, now))
         if self.kv is not None:
             # what a transfer has brought is leased by the scheduler from now on

@@ -41,15 +41,13 @@ class SimRequest:
         """Tokens that have KV once the prompt is computed: all but the newest."""
         return self.request.prompt_tokens + max(0, len(self.times) - 1)
 
-    def track_for(self, phase: Phase, priority: int) -> DecodeTrack:
+    def track_for(self, phase: Phase) -> DecodeTrack:
         """Return a new track with the request as a scheduler sees it in a phase.
 
         Where it only decodes, all KV but that of the last token is cached: its first iteration is a chunk of one token,
         a decode step in all but name.
         """
         request, left = self.request, self.missing_tokens
-        if priority != request.priority:
-            request = msgspec.structs.replace(request, priority=priority)
         # a prefill-only request ends with its first token; the decode instance serves the rest
         if phase == "prefill":
             request, left = msgspec.structs.replace(request, max_output_tokens=1), 1
