@@ -249,7 +249,7 @@ def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch
 
 
 def test_wrong_settings_are_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigError, match="t_target: no such setting"):
+    with pytest.raises(ConfigError, match="t_target is not a field"):
         make(settings={"t_target": 5})
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import FileSection
+from headway.core.file_sections import FileSection, validated
 from headway.policy.iteration.config import SchedulerConfig
 
 TRUST_PROFILE = 2.0
@@ -84,13 +84,4 @@ def read_settings(additional_config: object) -> VllmSettings:
     given: Any = additional_config.get("headway", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise ConfigError(f'additional_config["headway"] must be an object, not {given!r}')
-    try:
-        return VllmSettings.model_validate(dict(given))
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_plain(e)}" for e in error.errors())
-        known = ", ".join(VllmSettings.model_fields)
-        raise ConfigError(f'additional_config["headway"]: {faults} (settings: {known})') from None
-
-
-def _plain(error: Any) -> str:
-    return "no such setting" if error["type"] == "extra_forbidden" else f"{error['msg']}, not {error['input']!r}"
+    return validated(VllmSettings, dict(given), 'additional_config["headway"]')
