@@ -66,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None, words: str) -> None:
     """Run one experiment, print or write what comes out. words: beside its progress."""
-    from headway.sim.report.progress import BatchProgress
+    from headway.sim.report.progress import StepBar
     from headway.sim.report.tables import show
     from headway_research.registry import EXPERIMENTS, experiment
     from headway_research.table import report_table
 
-    with BatchProgress(words) as progress:
-        report = experiment(name)(_options(arguments, progress.update))
+    with StepBar(words) as progress:
+        report = experiment(name)(_options(arguments, progress))
     data = report.to_json(name)
     if json_file is not None and str(json_file) == "-":
         sys.stdout.buffer.write(_bytes(data))

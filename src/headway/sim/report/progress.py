@@ -47,13 +47,13 @@ class StepBar:
         self._bar.update(self._task, completed=done, total=total)
 
 
-class LoadProgress:
-    """Progress of a load run (answered, open, failed) on stderr if that is a terminal. A context manager."""
+class _CountBar:
+    """A bar of what has ended, on stderr if that is a terminal. A context manager."""
 
-    def __init__(self, total: int) -> None:
-        self._open = self._failed = 0
-        self._bar = terminal_bar("{task.description}")
-        self._task = self._bar.add_task(self._words(), total=total)
+    def __init__(self, text: str, total: int | None, words: str = "") -> None:
+        """text: the column before the bar. total: None: known only at the end."""
+        self._bar = terminal_bar(text)
+        self._task = self._bar.add_task(words, total=total)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -61,6 +61,14 @@ class LoadProgress:
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
+
+
+class LoadProgress(_CountBar):
+    """Progress of a load run: answered, open, failed."""
+
+    def __init__(self, total: int) -> None:
+        self._open = self._failed = 0
+        super().__init__("{task.description}", total, self._words())
 
     def _words(self) -> str:
         failed = f", [red]{self._failed} failed[/red]" if self._failed else ""
@@ -78,40 +86,12 @@ class LoadProgress:
         self._bar.update(self._task, advance=1, description=self._words())
 
 
-class BatchProgress:
-    """Simulations done of a batch, one batch after another, on stderr if that is a terminal. A context manager."""
-
-    def __init__(self, words: str) -> None:
-        """words: what it is for."""
-        self._bar = terminal_bar("{task.description}")
-        self._task = self._bar.add_task(words, total=None)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def update(self, done: int, total: int) -> None:
-        """Show how far the batch in progress is."""
-        self._bar.update(self._task, completed=done, total=total)
-
-
-class RunProgress:
-    """Number of simulations done, on stderr if that is a terminal. A context manager."""
+class RunProgress(_CountBar):
+    """Number of simulations done."""
 
     def __init__(self, total: int | None) -> None:
         """total: None: how many there will be is known only at the end."""
-        self._bar = terminal_bar("simulating {task.description}")
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+        super().__init__("simulating {task.description}", total)
 
     def done(self, name: str = "") -> None:
         """Count a simulation that has ended. name: what it simulated."""
