@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SCHEMA = "headway.reproduce/1"
 Mode = Literal["paper", "default"]
 MODES: tuple[Mode, Mode] = ("paper", "default")
-UNDECIDED = "undecided: "
-LEAST_LONGS = 30
-"""Long requests that a regime's figure has to rest on: their times spread about as widely as their mean, so that a mean
-of 30 is within a third of the true one, nine times of ten, and a mean of three within its double or half."""
+Kind = Literal["exact", "two-sided", "one-sided", "trend"]
+"""What a rule asks: an equal number, a band around a number, a bound, or an order without a size."""
+KINDS: tuple[Kind, ...] = ("two-sided", "one-sided", "trend", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,11 @@ class ClaimRow:
 
     claim: str
     paper: Any
-    """The paper's value, as it states it."""
+    """The paper's value, as it states it; None: a check of our own, which no paper claims."""
     paper_mode: Any
     """The value in paper mode; None where the mode does not apply."""
     default_mode: Any
+    kind: Kind
     verdict: str
     """One of `verdicts`."""
     why: str
@@ -53,6 +53,7 @@ class ClaimRow:
             "claim": self.claim,
             "paper": plain(self.paper),
             "ours": {"paper_mode": plain(self.paper_mode), "default_mode": plain(self.default_mode)},
+            "kind": self.kind,
             "verdict": self.verdict,
             "why": self.why,
         }
@@ -85,25 +86,12 @@ class ExperimentReport:
             "schema": SCHEMA,
             "id": name,
             "source": plain(self.source),
-            "rows": [undecided(row, self.source).to_json() for row in self.rows],
+            "rows": [row.to_json() for row in self.rows],
             "panels": [
                 {"title": p.title, "x": p.x, "y": p.y, "lines": {k: plain(list(v)) for k, v in p.lines.items()}}
                 for p in self.panels
             ],
         }
-
-
-def undecided(row: ClaimRow, source: Mapping[str, Any]) -> ClaimRow:
-    """Return a row of a regime whose runs had too few long requests without a verdict; other rows as they are.
-
-    `why` keeps what its rule gave. source: of the report, with `long_requests` by regime, model and seed."""
-    regimes: Mapping[str, Mapping[str, Sequence[int]]] = source.get("long_requests", {})
-    regime = row.claim.partition(": ")[0]
-    counts = [sum(by_seed) for by_seed in regimes.get(regime, {}).values()]
-    if not counts or min(counts) >= LEAST_LONGS:
-        return row
-    verdict = f"{UNDECIDED}{' to '.join(map(str, sorted({min(counts), max(counts)})))} long requests"
-    return replace(row, verdict=verdict, why=f"by so few: {row.verdict}. {row.why}")
 
 
 def plain(value: Any) -> Any:

@@ -1,12 +1,15 @@
 """What the last full run of each experiment gave, and why the rows that failed did: `recorded.json`, `causes.yaml`.
 
-`scripts/record_reproductions.py` writes the first from the JSON of `headway reproduce`; the second is written by hand.
-The list of `headway reproduce` and docs/reference/not-reproduced.md come from both.
+`scripts/record_reproductions.py` writes the first; the second is written by hand. The list and the pages of `headway
+reproduce` and docs/reference/not-reproduced.md come from both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,80 +19,75 @@ import msgspec
 
 from headway.core.errors import ConfigError
 from headway.core.strict_yaml import read_yaml
-from headway_research.base import MODES, UNDECIDED, Mode
-from headway_research.verdicts import MISSED, ONE_MODE
+from headway_research.base import KINDS, MODES
+from headway_research.verdicts import HELD, MISSED
 
 RECORDED = Path(__file__).with_name("recorded.json")
 CAUSES = Path(__file__).with_name("causes.yaml")
 FIRST_SEED = "first seed only"
 """What the note of a row says that rests on one seed in an experiment of several."""
+NO_PAPER = "no paper has it"
+"""What a row may say in place of a paper's value: it is counted apart, as rows are that say None."""
 
 Cause = Literal["ours", "paper", "setting", "unknown"]
 CAUSES_IN_WORDS: dict[Cause, str] = {
     "ours": "a model, an approximation or a ruling of ours",
-    "paper": "the paper contradicts itself, or its number is one of an implementation that it compares with",
-    "setting": "the paper does not say what the number depends on",
+    "paper": "the paper contradicts itself: a row of arithmetic proves it",
+    "setting": "the paper does not say what the number depends on: a row shows the range that it spans",
     "unknown": "not found yet",
 }
 
 
-@dataclass(frozen=True)
-class FailingRow:
-    """A claim that was not reproduced."""
+class RecordedRow(msgspec.Struct, frozen=True, array_like=True):
+    """One row of an experiment's last full run. Values are texts."""
 
     claim: str
-    paper: str
-    """The paper's value."""
-    found: str
-    """What was found, and what was expected."""
-    one_seed: bool
-    """Whether it rests on simulations with a single seed, whose spread is not known."""
-    longs: str = ""
-    """How many long requests its runs had, "2 to 14", where a figure is a mean over them."""
+    paper: str | None
+    """The paper's value; None: a row of no paper."""
+    kind: str
+    """A `base.Kind`."""
+    verdict: str
+    paper_mode: str | None
+    default_mode: str | None
+    one_seed: bool = False
+    """It rests on simulations with a single seed, whose spread is not known."""
+
+    @property
+    def state(self) -> Literal["holds", "fails", "one mode"]:
+        if self.verdict in HELD:
+            return "holds"
+        return "fails" if self.verdict.startswith(MISSED) else "one mode"
+
+    @property
+    def found(self) -> str:
+        """What was found, in a few words: of both modes where they differ."""
+        shown = [text for text in (self.paper_mode, self.default_mode) if text is not None]
+        return shown[0] if len(set(shown)) == 1 else " / ".join(shown) or "nothing"
 
 
-@dataclass(frozen=True)
-class OneModeRow:
-    """A claim that one of the two modes meets: neither held nor failed."""
-
-    claim: str
-    paper: str
-    """The paper's value."""
-    mode: Mode
-    """The mode that meets it."""
-    paper_mode: str
-    default_mode: str
-
-
-@dataclass(frozen=True)
-class UndecidedRow:
-    """A claim whose runs had too few long requests for a verdict."""
-
-    claim: str
-    longs: str
-    """How many, "2 to 4 long requests"."""
-
-
-@dataclass(frozen=True)
-class RecordedRun:
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One experiment's last full run."""
 
     seeds: tuple[int, ...]
     """Empty where nothing is drawn."""
-    rows: int
-    failing: tuple[FailingRow, ...]
-    one_mode: tuple[OneModeRow, ...]
-    undecided: tuple[UndecidedRow, ...] = ()
+    cpu_s: float
+    """Seconds of one core that the run took, without what it shared with earlier ones."""
+    quick: str
+    """Digest of the quick run's rows (`digest`), of the code that the full run was of."""
+    rows: tuple[RecordedRow, ...]
 
     def verdict(self) -> str:
         """Return how many rows hold, in a few words."""
-        held = self.rows - len(self.failing) - len(self.one_mode) - len(self.undecided)
-        words = f"all {held} hold" if held == self.rows else f"{held} of {self.rows} hold"
-        if self.one_mode:
-            words += f", {len(self.one_mode)} in one mode only"
-        if self.undecided:
-            words += f", {len(self.undecided)} undecided"
-        return f"{words}, one seed" if len(self.seeds) == 1 else words
+        own = [row for row in self.rows if row.paper is None]
+        states = Counter(row.state for row in self.rows if row.paper is not None)
+        count = len(self.rows) - len(own)
+        words = f"{states['holds']} of {count}" if count else ""
+        if states["one mode"]:
+            words += f", {states['one mode']} in one mode"
+        if own:
+            held = sum(row.state == "holds" for row in own)
+            words += f"{', ' if words else ''}own {held} of {len(own)}"
+        return words
 
 
 @dataclass(frozen=True)
@@ -100,22 +98,14 @@ class RecordedCause:
     reason: str
     ids: tuple[str, ...]
     claims: tuple[str, ...]
+    shown: tuple[str, str] | None
+    """(id, claim) of the row that proves it (cause `paper`) or spans the range (cause `setting`)."""
 
 
 @cache
 def recorded() -> dict[str, RecordedRun]:
     """Return the recorded runs by experiment; an experiment that was not run in full is absent."""
-    data = msgspec.json.decode(RECORDED.read_bytes())
-    return {
-        name: RecordedRun(
-            tuple(run["seeds"]),
-            run["rows"],
-            tuple(FailingRow(**row) for row in run["failing"]),
-            tuple(OneModeRow(**row) for row in run["one_mode"]),
-            tuple(UndecidedRow(**row) for row in run.get("undecided", ())),
-        )
-        for name, run in data.items()
-    }
+    return msgspec.json.decode(RECORDED.read_bytes(), type=dict[str, RecordedRun])
 
 
 @cache
@@ -125,44 +115,82 @@ def causes() -> tuple[RecordedCause, ...]:
     for entry in read_yaml(str(CAUSES))["causes"]:
         if entry["cause"] not in get_args(Cause):
             raise ConfigError(f"{CAUSES.name}: no cause {entry['cause']!r}: choose of {', '.join(get_args(Cause))}")
-        found.append(RecordedCause(entry["cause"], entry["reason"], tuple(entry["ids"]), tuple(entry["claims"])))
+        name, colon, claim = entry.get("shown", "").partition(": ")
+        found.append(
+            RecordedCause(
+                entry["cause"],
+                entry["reason"],
+                tuple(entry["ids"]),
+                tuple(entry["claims"]),
+                (name, claim) if colon else None,
+            )
+        )
     return tuple(found)
 
 
 def cause_of(name: str, claim: str) -> RecordedCause | None:
-    """Return why a row of an experiment failed, where that is written down."""
-    return next((each for each in causes() if name in each.ids and claim in each.claims), None)
+    """Return why a row of an experiment failed, where that is written down. A claim that ends in … is a beginning."""
+    return next((each for each in causes() if name in each.ids and any(names(c, claim) for c in each.claims)), None)
 
 
-def to_record(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of an experiment's JSON."""
-    seeds, failing, one_mode, undecided = list(data["source"]["seeds"]), [], [], []
-    modes = {verdict: mode for mode, verdict in ONE_MODE.items()}
-    for row in data["rows"]:
-        if row["verdict"] in modes:
-            ours = {f"{mode}_mode": _text(row["ours"][f"{mode}_mode"]) for mode in MODES}
-            one_mode.append({"claim": row["claim"], "paper": _text(row["paper"]), "mode": modes[row["verdict"]]} | ours)
-        if row["verdict"].startswith(UNDECIDED):
-            undecided.append({"claim": row["claim"], "longs": row["verdict"].removeprefix(UNDECIDED)})
-        if row["verdict"].startswith(MISSED):
-            one_seed = len(seeds) == 1 or FIRST_SEED in row["why"].lower()
-            found = row["verdict"].removeprefix(MISSED)
-            kept = {"claim": row["claim"], "paper": _text(row["paper"]), "found": found, "one_seed": one_seed}
-            failing.append(kept | _long_requests(data["source"], row["claim"]))
-    kept_run = {"seeds": seeds, "rows": len(data["rows"]), "failing": failing, "one_mode": one_mode}
-    return kept_run | ({"undecided": undecided} if undecided else {})
+def names(written: str, claim: str) -> bool:
+    """Return whether a text of the causes names a claim: the claim itself, or its beginning, its end, or its middle.
+
+    `…` stands for what is left out."""
+    start, _, end = written.partition("…")
+    return claim == written if "…" not in written else claim.startswith(start) and claim.endswith(end)
 
 
-def _long_requests(source: Mapping[str, Any], claim: str) -> dict[str, str]:
-    """Return how many long requests the runs behind a row had, where its regime, or its model, has that counted."""
-    regimes: Mapping[str, Mapping[str, Sequence[int]]] = source.get("long_requests", {})
-    of_claim = [counts for regime, counts in regimes.items() if claim.startswith(f"{regime}: ")] or list(
-        regimes.values()
+def totals(ids: Iterable[str]) -> Counter[tuple[str, str]]:
+    """Return the rows of experiments by (state, kind); (`own`, state) counts those of no paper.
+
+    A claim that several figures repeat counts once."""
+    rows = {(row.claim, row.paper): row for name in ids if name in recorded() for row in recorded()[name].rows}
+    return Counter((row.state, row.kind) if row.paper is not None else ("own", row.state) for row in rows.values())
+
+
+def in_words(counts: Counter[tuple[str, str]]) -> str:
+    """Return totals as two lines."""
+    by_state = {state: sum(counts[state, kind] for kind in KINDS) for state in ("holds", "fails", "one mode")}
+    kinds = ", ".join(f"{counts['holds', kind]} {kind}" for kind in KINDS)
+    own = sum(count for (state, _), count in counts.items() if state == "own")
+    return (
+        f"{sum(by_state.values())} claims, each once: {by_state['holds']} hold ({kinds}), {by_state['one mode']} in one"
+        f" mode only, {by_state['fails']} fail.\nRows of no paper: {counts['own', 'holds']} of {own} hold."
     )
-    counts = [count for models in of_claim for found in models.values() for count in found]
-    if not counts:
-        return {}
-    return {"longs": f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])}
+
+
+def to_record(data: Mapping[str, Any], quick: Mapping[str, Any], cpu_s: float) -> RecordedRun:
+    """Return what is kept of an experiment's JSON, and of its quick run's."""
+    seeds = tuple(data["source"]["seeds"])
+    rows = tuple(
+        RecordedRow(
+            row["claim"],
+            None if row["paper"] in (None, NO_PAPER) else _text(row["paper"]),
+            row["kind"],
+            row["verdict"],
+            *(None if (value := row["ours"][f"{mode}_mode"]) is None else _text(value) for mode in MODES),
+            len(seeds) == 1 or FIRST_SEED in row["why"].lower(),
+        )
+        for row in data["rows"]
+    )
+    return RecordedRun(seeds=seeds, cpu_s=cpu_s, quick=digest(quick), rows=rows)
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """Return a short digest of a report's claims and values."""
+    kept = [[row["claim"], row["ours"], row["verdict"]] for row in data["rows"]]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def write(runs: Mapping[str, RecordedRun], file: Path = RECORDED) -> None:
+    """Write the record, one row a line."""
+    parts = []
+    for name, run in runs.items():
+        lines = ",\n  ".join(msgspec.json.encode(row).decode() for row in run.rows)
+        head = f'"seeds": {list(run.seeds)}, "cpu_s": {run.cpu_s:g}, "quick": "{run.quick}"'
+        parts.append(f' "{name}": {{{head}, "rows": [\n  {lines}]}}')
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _text(value: Any) -> str:

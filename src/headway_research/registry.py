@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from headway.core.errors import ConfigError
 from headway_research.base import ExperimentReport, RunOptions
-from headway_research.recorded import recorded
+from headway_research.recorded import RecordedRun, in_words, recorded, totals
 
 
 class ExperimentEntry(NamedTuple):
@@ -60,6 +60,9 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     "medha.fig18": ExperimentEntry("medha.spp_scaling:decode", "decode latency as stages are added"),
     "medha.fig19": ExperimentEntry("medha.kvp_decode:fig19", "KV parallelism in decode-only batches"),
     "medha.fig20": ExperimentEntry("medha.kvp_tradeoff:trade", "TTFT against TBT by chunk and KV groups"),
+    "medha.deadlines": ExperimentEntry(
+        "medha.deadlines:run", "what hangs on the deadline that the paper leaves open", "minutes"
+    ),
     "medha.headlines": ExperimentEntry(
         "medha.headlines:run", "5.7× throughput, 5× capacity, 250 ms at chunks of 512", "minutes"
     ),
@@ -161,8 +164,8 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     "pecsched.table6": ExperimentEntry(
         "pecsched.overall:table6", "suspensions of long requests, part by part", "minutes"
     ),
-    "pecsched.ageing": ExperimentEntry(
-        "pecsched.ageing:run", "long requests as short ones grow more, with ageing and without", "minutes"
+    "pecsched.headlines": ExperimentEntry(
+        "pecsched.overall:headlines", "P99 queueing −92%, throughput +595%, long JCT", "minutes"
     ),
     "pecsched.table7": ExperimentEntry("pecsched.overhead:table7", "scheduling time over JCT", "minutes"),
     "pecsched.fig15": ExperimentEntry("pecsched.overhead:fig15", "scheduling time to 8,192 GPUs", "minutes"),
@@ -175,13 +178,33 @@ def names() -> list[str]:
 
 
 def listing() -> str:
-    """Return one line an experiment: id, cost, how many rows held in the last full run, and title, in columns."""
+    """Return one line an experiment, at most 100 columns: id, CPU time of the last full run, how many claims hold, how
+    many hold in one mode only, rows of no paper, and title; then the totals of each paper and of all."""
     runs = recorded()
-    verdicts = {name: runs[name].verdict() if name in runs else "not run in full" for name in EXPERIMENTS}
-    wide, wider = max(map(len, EXPERIMENTS)), max(map(len, verdicts.values()))
-    return "\n".join(
-        f"{name:{wide}}  {entry.cost}  {verdicts[name]:{wider}}  {entry.title}" for name, entry in EXPERIMENTS.items()
+    lines = [f"{'id':28}{'cost':>7}  {'hold':>5}{'1 mode':>8}{'own':>7}  what"]
+    for name, entry in EXPERIMENTS.items():
+        cells = _cells(runs[name]) if name in runs else ("not run", "", "", "")
+        lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}{cells[2]:>8}{cells[3]:>7}  {_cut(entry.title, 43)}")
+    for paper in (*dict.fromkeys(name.partition(".")[0] for name in EXPERIMENTS), ""):
+        ids = [name for name in EXPERIMENTS if name.startswith(paper)]
+        lines += ["", f"{paper or 'all papers'}:", *in_words(totals(ids)).split("\n")]
+    return "\n".join(lines)
+
+
+def _cells(run: RecordedRun) -> tuple[str, str, str, str]:
+    """Return (cost, claims that hold, in one mode, rows of no paper) as short texts."""
+    claims, own = ([row.state for row in run.rows if (row.paper is None) == of_none] for of_none in (False, True))
+    cost = f"{run.cpu_s:.0f} s" if run.cpu_s < 100 else f"{run.cpu_s / 60:.0f} min"
+    return (
+        cost,
+        f"{claims.count('holds')}/{len(claims)}" if claims else "",
+        str(claims.count("one mode") or ""),
+        f"{own.count('holds')}/{len(own)}" if own else "",
     )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def experiment(name: str) -> Callable[[RunOptions], ExperimentReport]:

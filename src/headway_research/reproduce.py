@@ -14,9 +14,16 @@ from headway.core.output_file import check_outputs, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("id", nargs="?", help="an experiment, such as medha.fig13 (see --list), or all")
     parser.add_argument(
-        "--list", action="store_true", help="print id, cost, the last full run's verdict and title of each, and end"
+        "id",
+        nargs="?",
+        help="an experiment, such as medha.fig13 (see --list); a paper (medha, mnemosyne, tetris, pecsched, "
+        "packing-prefetch) for its headline claims beside the last full run's; or all",
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print id, cost, verdicts of the last full run and title of each, and totals, and end",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write claims and curves as JSON ('-': stdout; with all: a directory)"
@@ -44,6 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.id is None:
         raise ConfigError("name an experiment (`headway reproduce --list` shows them), or all")
+    from headway_research.papers import PAPERS, page
+
+    if arguments.id in PAPERS:
+        from headway.sim.report.console import show
+
+        show(page(PAPERS[arguments.id]))
+        return 0
     if arguments.id != "all":
         # Raises ConfigError for an unknown id before anything runs.
         experiment(arguments.id)

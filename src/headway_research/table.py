@@ -9,10 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from headway_research.base import UNDECIDED
-from headway_research.verdicts import ONE_MODE
-
-_COLOURS = {"exact": "green", "within band": "green", "ordering holds": "green", "illustrative": "yellow"}
+from headway_research.verdicts import HOLDS, MISSED, allowed
 
 
 def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
@@ -24,12 +21,11 @@ def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
     table.add_column("default mode", ratio=3)
     table.add_column("verdict", ratio=3)
     for row in data["rows"]:
-        verdict = row["verdict"]
-        open_ = verdict in ONE_MODE.values() or verdict.startswith(UNDECIDED)
-        colour = "yellow" if open_ else _COLOURS.get(verdict, "red")
+        verdict, kind = row["verdict"], row["kind"] if row["paper"] is not None else f"{row['kind']}, our own"
+        colour = "green" if verdict == HOLDS else "yellow" if allowed(verdict) and MISSED not in verdict else "red"
         ours = row["ours"]
         cells = [_cell(row["claim"]), _cell(row["paper"]), _cell(ours["paper_mode"]), _cell(ours["default_mode"])]
-        table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}]")
+        table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}] ({kind})")
     return Group(table, escape(_source(data["source"])))
 
 

@@ -1,32 +1,32 @@
 """Verdicts on claims, by rules that are fixed before the numbers are known.
 
-Verdicts: `exact`, `within band`, `ordering holds`, `illustrative` (the rule holds, but on a labelled approximation) and
-`not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it none of
-these is granted: the verdict is `in paper mode only` or `in default mode only`, which counts neither as held nor as
-failed. A figure that no machine reaches fails in either. Rows of regimes with fewer than 30 long requests come out of a
-report as `undecided: …` (`base.undecided`).
+A rule has one of four kinds: `exact` (an equal number), `two-sided` (a band around the paper's number), `one-sided` (a
+bound) and `trend` (an order, no size). Verdicts: `holds`, `illustrative` (holds, but on a labelled approximation) and
+`not reproduced: …`. A rule is applied to what paper mode and default mode give. Where only one of them meets it the
+verdict is `in paper mode only` or `in default mode only`, which counts neither as held nor as failed. A figure that no
+machine reaches fails in either. A rule that no value could miss is an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
-from headway_research.base import MODES, UNDECIDED, ClaimRow, Mode, plain
+from headway.core.errors import InvariantError
+from headway_research.base import MODES, ClaimRow, Kind, Mode, plain
 
-Kind = Literal["exact", "within band", "ordering holds"]
-HELD = ("exact", "within band", "ordering holds", "illustrative")
+HOLDS, ILLUSTRATIVE = "holds", "illustrative"
+HELD = (HOLDS, ILLUSTRATIVE)
 ONE_MODE: dict[Mode, str] = {mode: f"in {mode} mode only" for mode in MODES}
 MISSED = "not reproduced: "
 
 
 def allowed(verdict: str) -> bool:
     """Return whether a text is one of the verdicts."""
-    with_reason = any(verdict.startswith(start) and verdict != start for start in (MISSED, UNDECIDED))
-    return with_reason or verdict in (*HELD, *ONE_MODE.values())
+    return (verdict.startswith(MISSED) and verdict != MISSED) or verdict in (*HELD, *ONE_MODE.values())
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class VerdictRule:
     """A rule for one claim. Missing values (None) never meet it."""
 
     kind: Kind
-    """The verdict when the rule holds."""
     words: str
     """The rule in words, for the row's `why`."""
     test: Callable[[Any], bool]
@@ -44,6 +43,10 @@ class VerdictRule:
 
     def __call__(self, value: Any) -> bool:
         return value is not None and bool(self.test(value))
+
+    def can_miss(self, value: Any) -> bool:
+        """Return whether a value of this form can miss the rule: one of another size, or in another order."""
+        return any(not self(other) for other in _others(value))
 
 
 def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
@@ -61,11 +64,12 @@ def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
 
 
 def band(low: float, high: float) -> VerdictRule:
-    """Return a rule for values from low to high, both included."""
+    """Return a rule for values from low to high, both included. An infinite end makes it one-sided."""
     words = f"{low:g} to {high:g}" if math.isfinite(high) else f"at least {low:g}"
     if low == -math.inf:
         words = f"at most {high:g}"
-    return VerdictRule("within band", words, lambda value: low <= float(value) <= high)
+    kind: Kind = "two-sided" if math.isfinite(low) and math.isfinite(high) else "one-sided"
+    return VerdictRule(kind, words, lambda value: low <= float(value) <= high)
 
 
 def share_of_peak(low: float, high: float = 1.0) -> VerdictRule:
@@ -83,9 +87,18 @@ def at_most(high: float) -> VerdictRule:
     return band(-math.inf, high)
 
 
+def every(check: VerdictRule, of: str = "model") -> VerdictRule:
+    """Return a rule for a mapping: it has values, and each meets `check`. of: what its keys name."""
+    return replace(
+        check,
+        words=f"{check.words} for every {of}",
+        test=lambda found: bool(found) and all(check(value) for value in found.values()),
+    )
+
+
 def order(words: str, test: Callable[[Any], bool]) -> VerdictRule:
     """Return a rule for an ordering or a trend, given in words and as a test."""
-    return VerdictRule("ordering holds", words, test)
+    return VerdictRule("trend", words, test)
 
 
 def ascending(words: str) -> VerdictRule:
@@ -109,16 +122,19 @@ def judge(
 ) -> ClaimRow:
     """Return the row of a claim. The verdict and `why` say which modes the rule holds in.
 
-    ours: the value in each mode. approximate: the value rests on an approximation, so the verdict is at most
-    `illustrative`.
+    paper: None for a check of our own. ours: the value in each mode. approximate: the value rests on an approximation,
+    so the verdict is at most `illustrative`. Raises InvariantError for a rule that these values cannot miss.
     """
+    for value in ours.values():
+        if value and not check.can_miss(value):
+            raise InvariantError(f"no value can miss the rule of {claim!r}: {check.words}")
     held = [mode for mode in MODES if check(ours[mode])]
     impossible = [mode for mode in MODES if check.limit < math.inf and (ours[mode] or 0.0) > check.limit]
     if impossible:
         found = f"{_found({mode: ours[mode] for mode in impossible})}, more than the possible {check.limit:g}"
         verdict, why = f"{MISSED}{found}", f"expected {check.words}"
     elif held:
-        verdict = "illustrative" if approximate else check.kind
+        verdict = ILLUSTRATIVE if approximate else HOLDS
         # a mode without a value does not count as one where the rule fails
         if None in ours.values():
             where = "in the only mode that applies"
@@ -134,6 +150,7 @@ def judge(
         paper=paper,
         paper_mode=ours["paper"],
         default_mode=ours["default"],
+        kind=check.kind,
         verdict=verdict,
         why=f"{why}. {note}" if note else why,
     )
@@ -149,6 +166,32 @@ def judge_same(
 def both(value: Callable[[Mode], Any]) -> dict[Mode, Any]:
     """Return the value of a function in each mode."""
     return {mode: value(mode) for mode in MODES}
+
+
+def only(mode: Mode, value: Any) -> dict[Mode, Any]:
+    """Return a value that belongs to one mode alone."""
+    return {each: value if each == mode else None for each in MODES}
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Yield values of the same form: of other sizes, and mappings also in reverse and with one value changed."""
+    if isinstance(value, str):
+        yield "no such answer"
+    elif isinstance(value, Mapping):
+        keys, values = list(value), list(value.values())
+        yield dict(zip(keys, reversed(values), strict=True))
+        changed = [list(_others(each)) for each in values]
+        for number in range(max(map(len, changed), default=0)):
+            yield {k: other[min(number, len(other) - 1)] for k, other in zip(keys, changed, strict=True)}
+            for at, key in enumerate(keys):
+                yield {**value, key: changed[at][min(number, len(changed[at]) - 1)]}
+    elif isinstance(value, list | tuple):
+        for number in range(3):
+            yield [list(_others(each))[number] for each in value]
+    elif value is not None:
+        size = float(value)
+        # a size that is never negative is not tried below zero: no rule may rest on that
+        yield from (0.0, size / 1000, size * 1000 + 1000, *((1000.0,) if size < 0 else ()))
 
 
 def _sorted(values: list[float]) -> bool:

@@ -7,11 +7,10 @@ two rates: one below and one above what the machine carries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
-from headway_research.medha.setting import LONG_SHARE, MedhaStudy, scenario
+from headway_research.medha.setting import LONG_SHARE, SEEDS, MedhaStudy, scenario
 from headway_research.verdicts import at_least, band, order
 
 SYSTEMS = ("LoongServe", "LoongServe+Reserv", "Medha")
@@ -20,8 +19,7 @@ RATES = (0.75, 1.75)
 
 def run(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 14."""
-    seeds = MedhaStudy(options).seeds[:1]
-    runs = MedhaStudy(replace(options, seeds=seeds))
+    runs = MedhaStudy(options, seeds=SEEDS[:1])
     runs.ensure([(system, mode) for system in SYSTEMS for mode in MODES], RATES, [LONG_SHARE])
 
     rows = [row for qps in RATES for row in _rows(runs, qps)]

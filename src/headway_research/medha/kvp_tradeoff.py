@@ -78,7 +78,7 @@ def _trade_rows(million: int) -> list[ClaimRow]:
         judge("1M, chunk 32: TTFT with 4 KV groups over 1", ">= 1: lower degrees are better here",
               order("at least 1", lambda value: value >= 1.0), both(small)),
         judge("4M, chunk 256: TTFT with 4 KV groups over 1", "< 1", at_most(1.0), both(large)),
-        judge("As served over the arithmetic of the curves, TTFT and P95 TBT of the points above, the furthest", "-",
+        judge("As served over the arithmetic of the curves, TTFT and P95 TBT of the points above, the furthest", None,
               band(0.9, 1.1), both(off), EQUATION),
     ]  # fmt: skip
 

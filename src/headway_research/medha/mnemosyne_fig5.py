@@ -14,7 +14,7 @@ from typing import Any
 from headway.perf.hardware.accelerators import accelerator
 from headway.perf.hardware.models import model
 from headway_research.base import ExperimentReport, Mode, PlotPanel, RunOptions
-from headway_research.verdicts import band, both, judge, order
+from headway_research.verdicts import at_most, band, both, judge, judge_same, order
 
 DEVICE, SHAPE = accelerator("h100"), model("llama-3-8b")
 TTFT_S, TBT_S = 30.0, 0.020
@@ -56,6 +56,13 @@ def run(options: RunOptions) -> ExperimentReport:
             band(0.95 * 768 * 1024, 1.05 * 768 * 1024),
             both(lambda mode: most_tokens(8, mode)["compute"]),
             "8 of the 20 GPUs that the figure itself needs for 1M leave 650K by its own square law.",
+        ),
+        judge_same(
+            "Tokens that 8 of the figure's own 20 GPUs prefill in the same time, by the square law, in Ki",
+            None,
+            at_most(0.9 * 768),
+            1024 * math.sqrt(8 / 20),
+            "Attention grows with the square of the tokens: 768K and 20 GPUs cannot both hold.",
         ),
         judge(
             "Compute is the first bottleneck on 8 H100s, capacity the last: longest context by resource",

@@ -3,21 +3,28 @@ per figure.
 
 Times of iterations: operator fits of the A100 (`perf.latency.fitted`); of long prefills: fast SP's corrected formulas
 at the roofline's shares of peak. 4, 4, 1 and 1 replicas decode short requests under PecSched; its peers use them as any
-other. Not stated in the paper, and chosen here: the replicas of a long request, 22, 24, 7 and 7 (implied by the
-throughput that Reservation leaves to short requests; memory alone needs 2, 3, 1 and 2), and the load of the cluster.
+other. 5% of the requests are long, as §6.2 says ("above the 95th percentile").
 
-Regimes, since no single load gives all of the paper's figures (docs/papers/pecsched.md). Loads are shares of what the
-replicas that prefill under PecSched can compute:
+Two things the paper leaves open or states twice, so that every claim is judged under each:
 
-unsaturated  short requests 0.5, long ones 0.3
-busy         short requests 0.9, long ones 0.1
-short 0.6    to `short 1.0`: so much by short requests, long ones 0.3 (`pecsched.ageing`)
-trace        the Azure 2023 trace's 8.05 requests a second, 5% of them long, as the paper says: long requests
-             alone are then more than the cluster can do
+The load. §6.2 takes the arrival times of "the Azure trace". Its references [21] and [22] are the trace of 2024, 72.8
+requests a second; its statistics ("80% below 2K", outputs "under 800") are those of the trace of 2023, 8.05 a second,
+and its longest input (9K) is of neither. With 5% long requests both ask for more than 32 GPUs compute.
 
-Requests are drawn (Azure's lengths up to P95; 100K to 500K uniform; Poisson). Queueing delay counts to the end of the
-window for requests that have not begun; JCT likewise, over long requests of the window's first half; of these those
-that have not ended are unfinished. Starved: never begun, of those that came in the first two thirds.
+The replicas of a long request. "GPU resources capable of handling requests of 500K tokens" are 2, 3, 1 and 1 replicas
+by memory. "Fewer GPUs are reserved for short requests than for long ones" (§6.3) and the throughput that Reservation
+leaves to short requests imply 22, 24, 7 and 7: a fit to Fig. 3, and named so.
+
+Regimes:
+
+0.8          5% long, so many requests that all ask 0.8 of what the replicas compute; 22, 24, 7, 7 replicas
+0.8, memory  the same load; as many replicas as memory needs
+2023         8.05 requests a second, lengths of 2023; 22, 24, 7, 7 replicas
+2024         72.8 requests a second, lengths of 2024; 22, 24, 7, 7 replicas
+
+Requests are drawn (Azure's lengths up to P95; 100K to 500K uniform; Poisson), three seeds. Queueing delay counts to the
+end of the window for requests that have not begun; JCT likewise, over long requests of the window's first half.
+Starved: never begun, of those that came in the first two thirds.
 """
 
 from __future__ import annotations
@@ -41,19 +48,20 @@ from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 from headway_research.base import MODES, Mode, RunOptions
 
-Regime = Literal["unsaturated", "busy", "trace", "short 0.6", "short 0.7", "short 0.8", "short 0.9", "short 1.0"]
-SWEEP: dict[float, Regime] = {
-    0.5: "unsaturated", 0.6: "short 0.6", 0.7: "short 0.7", 0.8: "short 0.8", 0.9: "short 0.9", 1.0: "short 1.0"
-}  # fmt: skip
-LOADS: dict[Regime, tuple[float, float]] = {
-    **{regime: (load, 0.3) for load, regime in SWEEP.items()},
-    "busy": (0.9, 0.1),
-}
-# Azure 2023: requests a second, and the share that the paper makes long
-TRACE_RPS, TRACE_LONG = 8.05, 0.05
+Regime = Literal["0.8", "0.8, memory", "2023", "2024"]
+REGIMES: tuple[Regime, ...] = ("0.8", "0.8, memory", "2023", "2024")
+SERVED: tuple[Regime, ...] = REGIMES[:3]
+"""Regimes for figures of long requests: under the load of 2024 none ends."""
+LONG_SHARE = 0.05
+LOAD = 0.8
+TRACES: dict[Regime, tuple[float, str]] = {"2023": (8.05, "pecsched-short"), "2024": (72.8, "pecsched-short-2024")}
+"""Requests a second of a trace, and the preset of its short requests."""
+WINDOWS_S: dict[Regime, float] = {"2023": 150.0, "2024": 30.0}
+LONGS = 40
+"""Expected long requests of a run at `LOAD`: its window is as long as they take to come."""
 # percentiles of the queueing delay that are kept
 CUTS = (1, 25, 50, 75, 99)
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
 QUICK_S = 20.0
 
 
@@ -67,16 +75,16 @@ class PecSchedCluster(NamedTuple):
     decode: int
     """Replicas that decode under PecSched."""
     long_sp: int
-    """Replicas of a long request."""
-    window_s: float
-    """Observed seconds of a run; fewer where requests are many."""
+    """Replicas of a long request, implied by the throughput that Reservation leaves to short ones."""
+    memory_sp: int
+    """Replicas that hold the KV of 500K tokens."""
 
 
 MODELS: dict[str, PecSchedCluster] = {
-    "Mistral-v0.3 7B": PecSchedCluster("mistral-7b", 1, 28, 4, 22, 240.0),
-    "Phi-3 14B": PecSchedCluster("phi-3-14b", 1, 28, 4, 24, 400.0),
-    "Yi 34B": PecSchedCluster("yi-34b", 4, 7, 1, 7, 1200.0),
-    "Llama-3.1 70B": PecSchedCluster("llama-3-70b", 4, 7, 1, 7, 1500.0),
+    "Mistral-v0.3 7B": PecSchedCluster("mistral-7b", 1, 28, 4, 22, 2),
+    "Phi-3 14B": PecSchedCluster("phi-3-14b", 1, 28, 4, 24, 3),
+    "Yi 34B": PecSchedCluster("yi-34b", 4, 7, 1, 7, 1),
+    "Llama-3.1 70B": PecSchedCluster("llama-3-70b", 4, 7, 1, 7, 1),
 }
 
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,7 +141,7 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
     """Return a point as a scenario's data, as `headway simulate` takes it."""
     at = MODELS[name]
     placement, changed = SYSTEMS[system]
-    options: dict[str, Any] = {"long_sp": at.long_sp, **changed}
+    options: dict[str, Any] = {"long_sp": replicas(name, regime), **changed}
     # separate decode replicas exist only where PecSched disaggregates; its peers use all replicas for both
     apart = placement == "pecsched" and options.get("disaggregate", True)
     if placement == "pecsched":
@@ -172,7 +180,7 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
             "newcomer_wait_s": 0.0,
         },
         "workload": {
-            "preset": "pecsched-short",
+            "preset": TRACES.get(regime, (0.0, "pecsched-short"))[1],
             "long_share": long_rps / (short_rps + long_rps),
             "long_preset": "pecsched-long",
             "qps": short_rps + long_rps,
@@ -181,15 +189,28 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
     }
 
 
-@cache
+def replicas(name: str, regime: Regime) -> int:
+    """Return the replicas of a long request."""
+    return MODELS[name].memory_sp if regime == "0.8, memory" else MODELS[name].long_sp
+
+
 def _rates(name: str, regime: Regime) -> tuple[float, float]:
     """Return (short, long) requests a second of a regime."""
-    if regime == "trace":
-        return TRACE_RPS * (1 - TRACE_LONG), TRACE_RPS * TRACE_LONG
-    # load = rate · replica-seconds of a request / replicas that prefill, solved for the rate
-    short_s, long_s = work_s(name)
-    shorts, longs = LOADS[regime]
-    return shorts * MODELS[name].prefill / short_s, longs * MODELS[name].prefill / long_s
+    if regime in TRACES:
+        rps = TRACES[regime][0]
+    else:
+        # load = rate · replica-seconds of a mean request / replicas that prefill, solved for the rate
+        short_s, long_s = work_s(name, replicas(name, regime))
+        rps = LOAD * MODELS[name].prefill / ((1 - LONG_SHARE) * short_s + LONG_SHARE * long_s)
+    return rps * (1 - LONG_SHARE), rps * LONG_SHARE
+
+
+def asked(name: str, regime: Regime) -> tuple[float, float]:
+    """Return what (short, long) requests ask for, over what the replicas that prefill compute."""
+    at = MODELS[name]
+    work = work_s(name, replicas(name, regime), TRACES.get(regime, (0.0, "pecsched-short"))[1])
+    short, long = (rate * seconds / at.prefill for rate, seconds in zip(_rates(name, regime), work, strict=True))
+    return short, long
 
 
 @cache
@@ -206,8 +227,8 @@ def replica_kv_tokens(name: str) -> int:
 
 
 @cache
-def work_s(name: str) -> tuple[float, float]:
-    """Return the replica-seconds of a mean short prefill, and of a mean long one as a plain ring."""
+def work_s(name: str, long_sp: int, shorts_of: str = "pecsched-short") -> tuple[float, float]:
+    """Return the replica-seconds of a mean short prefill, and of a mean long one as a plain ring of `long_sp`."""
     at = MODELS[name]
     data = {
         "model": at.model,
@@ -221,14 +242,14 @@ def work_s(name: str) -> tuple[float, float]:
     }
     spans = cluster_of(parse_scenario(data), [TraceRequest(0.0, 1, 1)]).spans
     rng = np.random.default_rng(0)
-    shorts = preset("pecsched-short").draw(rng, ConstantArrivals(1.0), 2000)
+    shorts = preset(shorts_of).draw(rng, ConstantArrivals(1.0), 2000)
     # an even grid instead of draws: the mean over 100K to 500K uniform
     lengths = np.linspace(100_000, 500_000, 33).astype(int).tolist()
-    ring = GroupShape(at.long_sp, -(-at.long_sp * at.tp // 8))
+    ring = GroupShape(long_sp, -(-long_sp * at.tp // 8))
     return (
         fmean(spans.prefill_s(0, request.prompt_tokens, GroupShape(1)) for request in shorts),
         # a long prefill occupies all replicas of its ring
-        at.long_sp * fmean(spans.prefill_s(0, tokens, ring) for tokens in lengths),
+        long_sp * fmean(spans.prefill_s(0, tokens, ring) for tokens in lengths),
     )
 
 
@@ -271,14 +292,16 @@ class PecSchedStudy:
         self.seeds = options.seeds or SEEDS
         self._options = options
 
-    def window_s(self, name: str) -> float:
+    def window_s(self, name: str, regime: Regime) -> float:
         """Return the observed seconds of a model's runs."""
-        return self._options.window_s or (QUICK_S if self._options.quick else MODELS[name].window_s)
+        if self._options.window_s or self._options.quick:
+            return self._options.window_s or QUICK_S
+        return WINDOWS_S.get(regime) or LONGS / _rates(name, regime)[1]
 
     def _point(self, name: str, system: str, mode: Mode, regime: Regime, seed: int) -> PecSchedPoint:
         """Return the cache key of a point. Only PecSched has modes, so one run of a peer serves both."""
         own: Mode = mode if SYSTEMS[system][0] == "pecsched" else "default"
-        return PecSchedPoint(name, system, own, regime, self.window_s(name), seed)
+        return PecSchedPoint(name, system, own, regime, self.window_s(name, regime), seed)
 
     def ensure(self, systems: Iterable[tuple[str, Mode]], regimes: Iterable[Regime]) -> None:
         """Simulate the points that have no result yet, in `jobs` processes."""
@@ -322,9 +345,10 @@ class PecSchedStudy:
         found = {name: self.value(name, system, mode, regime, metric) for name in self.names}
         return {name: value for name, value in found.items() if value is not None}
 
-    def expected_longs(self, name: str, regime: Regime) -> float:
-        """Return the expected number of long requests of a run; the actual number is drawn."""
-        return _rates(name, regime)[1] * self.window_s(name)
+    def quotients(self, system: str, mode: Mode, regime: Regime, over: str, under: str) -> dict[str, float]:
+        """Return one metric over another by model, without models where either has no value or `under` is 0."""
+        top, bottom = (self.values(system, mode, regime, metric) for metric in (over, under))
+        return {name: value / bottom[name] for name, value in top.items() if bottom.get(name)}
 
     def came(self, name: str, regime: Regime) -> tuple[int, ...]:
         """Return the long requests of a model's runs, by seed: the same under every system, and few (a mean of two says
@@ -346,13 +370,19 @@ class PecSchedStudy:
             "latency": "fitted: A100 operator profiles; long prefills: fast-SP formulas, corrected, at 0.7 and 0.6 of "
             "peak, 6.1% of attention's rate lost a doubling of the ring (measured on 8 A100, beyond that extrapolated)",
             "scenario": "4 × 8 A100, 400 Gb/s a node; Azure-like short requests, 100K to 500K uniform long ones; "
-            f"replicas of a long request {', '.join(str(MODELS[n].long_sp) for n in self.names)}; "
-            f"regimes {', '.join(regimes)}",
+            + "; ".join(self._described(regime) for regime in regimes),
             # how much a mean over them means
             "long_requests": {regime: {n: list(self.came(n, regime)) for n in self.names} for regime in regimes},
             "seeds": list(self.seeds),
-            "window_s": self.window_s(name),
-            "windows_s": {n: self.window_s(n) for n in self.names},
-            "as_scenario_file": scenario(name, "PecSched", "default", regimes[0], self.window_s(name)),
+            "window_s": self.window_s(name, regimes[0]),
+            "windows_s": {regime: {n: self.window_s(n, regime) for n in self.names} for regime in regimes},
+            "as_scenario_file": scenario(name, "PecSched", "default", regimes[0], self.window_s(name, regimes[0])),
             **more,
         }
+
+    def _described(self, regime: Regime) -> str:
+        """Return a regime in words: replicas of a long request, and what short and long ones ask for, by model."""
+        sizes = "/".join(str(replicas(name, regime)) for name in self.names)
+        loads = [asked(name, regime) for name in self.names]
+        short, long = ("/".join(f"{load[k]:.2g}" for load in loads) for k in (0, 1))
+        return f"{regime}: {sizes} replicas a long request, short load {short}, long {long} of what replicas compute"

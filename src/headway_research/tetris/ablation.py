@@ -100,7 +100,7 @@ def fig13(options: RunOptions) -> ExperimentReport:
             rows.append(
                 judge_same(
                     f"{cluster.upper()}, {workload}: share of requests with several chunks, at most",
-                    "-",
+                    None,
                     at_least(0.0),
                     share,
                 )

@@ -73,7 +73,7 @@ def _capacity(runs: TetrisStudy, names: list[str], cluster: str, workload: str, 
         paper = "+20% to +45%" if cluster == "8b" else "+21% to +43%, over LoongServe"
         rows.append(judge_same(claim, paper, band(0.15, 0.6), gain))
     else:
-        rows.append(judge_same(claim, "-", band(0.0, 1.0), gain))
+        rows.append(judge_same(claim, None, band(0.0, 1.0), gain))
     return rows
 
 
@@ -138,14 +138,14 @@ def noise(options: RunOptions) -> ExperimentReport:
             rows += [
                 judge_same(
                     claim,
-                    "-",
+                    None,
                     order("Tetris ahead of Fixed-SP8", lambda v: v["Tetris"] < v["Fixed-SP8"]),
                     {name: found[name] for name in names[:-1]},
                     "Open loop plans on its own predictions and never hears when spans really ended.",
                 ),
                 judge_same(
                     f"{claim}, improvement rates profiled under that noise",
-                    "-",
+                    None,
                     order("Tetris ahead of Fixed-SP8", lambda v: v[knowing] < v["Fixed-SP8"]),
                     {name: found[name] for name in (names[0], knowing)},
                 ),

@@ -13,9 +13,8 @@ Per accelerator, s = tokens / accelerators: matrix products 2 s d (N_h + 2 N_kv)
 or nodes, always cover the whole prompt. Volumes are counted per link. A ring's hop overlaps with the step's arithmetic;
 nothing else overlaps.
 
-At great lengths the forms differ mainly by the efficiency of attention kernels in a ring. `ring_loss` is the share lost
-per doubling of the ring: zig-zag ring attention on eight A100 reached 81.7% of eight single-GPU FlashAttentions
-(zhuzilin/ring-flash-attention's table, forward only), so 6.1% a doubling; beyond eight that is an extrapolation.
+At great lengths the forms differ mainly by the efficiency of attention kernels in a ring: `ring_loss` is the share lost
+per doubling of the ring, as measured on eight A100 (`perf.latency.ring`).
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from headway.core.span import Strategy
 from headway.perf.hardware.accelerators import AcceleratorSpec
 from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.shapes import ModelShape, matmul_flops
+from headway.perf.latency.ring import RING_LOSS, ring_share
 
 Form = Literal["megatron", "ulysses"]
 FORMS: tuple[Form, Form] = ("megatron", "ulysses")
@@ -49,7 +49,7 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
     """Link of one accelerator inside a node."""
     node: NetworkLink
     """Network of one whole node, shared by its accelerators."""
-    ring_loss: float = 0.061
+    ring_loss: float = RING_LOSS
     """Share of attention's rate lost per doubling of the ring (see the module's docstring)."""
 
     @classmethod
@@ -77,8 +77,7 @@ class SpRates(msgspec.Struct, frozen=True, kw_only=True):
 
     def attention_rate(self, ring: float) -> float:
         """Return the FLOP/s of attention in a ring of so many members (1: no ring)."""
-        # 1 - loss·log2(ring) reaches 0 at 2^16 members: keep a tenth.
-        return self.attention_flops * max(0.1, 1.0 - self.ring_loss * math.log2(max(1.0, ring)))
+        return self.attention_flops * ring_share(ring, self.ring_loss)
 
 
 class AcceleratorGroup(msgspec.Struct, frozen=True):

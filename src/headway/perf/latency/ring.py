@@ -5,9 +5,15 @@ Each instance computes its share of the rows and of causal attention, evenly (`s
 each the longer of computing a block and of passing a block's KV to the neighbour, and at least `step_s`, the fixed cost
 of a step (Tetris's Table 1 implies 0.75 ms: its Eq. 1 constants are 24 ms an instance over 32 layers). Nothing overlaps
 across layers.
+
+Attention kernels reach less in a ring (`ring_share`): zig-zag ring attention on eight A100 reached 81.7% of eight
+single-GPU FlashAttentions (zhuzilin/ring-flash-attention's table, forward only), so 6.1% a doubling of the ring; beyond
+eight that is an extrapolation. Tetris's Table 1, whose times contain it, implies 2.9% a doubling at 16.
 """
 
 from __future__ import annotations
+
+import math
 
 from headway.perf.hardware.links import NetworkLink
 from headway.perf.hardware.shapes import ModelShape
@@ -16,6 +22,16 @@ from headway.perf.latency.groups import GroupShape
 
 STEP_S = 7.5e-4
 """Least seconds of a ring step in one layer."""
+
+
+RING_LOSS = 0.061
+"""Share of attention's rate that is lost per doubling of the ring."""
+
+
+def ring_share(members: float, loss: float = RING_LOSS) -> float:
+    """Return the share of its rate that attention keeps in a ring of so many members (1: no ring)."""
+    # 1 - loss·log2(members) reaches 0 at 2^16 members: keep a tenth
+    return max(0.1, 1.0 - loss * math.log2(max(1.0, members)))
 
 
 class RingLatency:
@@ -30,10 +46,14 @@ class RingLatency:
         tp: int = 1,
         step_s: float = STEP_S,
         source: str = "",
+        ring_loss: float = 0.0,
     ) -> None:
+        """ring_loss: see `ring_share`; 0 where it is not measured."""
         self._instance, self._shape, self._tp, self._step_s = instance, shape, tp, step_s
-        self._inside, self._across = inside, across
+        self._inside, self._across, self._ring_loss = inside, across, ring_loss
         self.source = source or f"derived: one instance's model on a ring, {step_s * 1e3:g} ms a ring step and layer"
+        if not source and ring_loss:
+            self.source += f", a doubling of the ring costs {ring_loss:.1%} of attention"
 
     def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
         mine = -(-tokens // group.sp)
@@ -45,6 +65,7 @@ class RingLatency:
             attention_s *= _imbalance(past, tokens, group.sp)
         if group.sp == 1:
             return rows_s + attention_s
+        attention_s /= ring_share(group.sp, self._ring_loss)
         layers, shape = self._shape.layers, self._shape
         # Bytes of one instance's share of KV, in one layer and on one tensor-parallel rank's link.
         block = (past + tokens) / group.sp * shape.kv_bytes_per_token / layers / self._tp

@@ -39,7 +39,18 @@ MOONCAKE_IN = _quantiles(891, 894, 901, 974, 2414, 7284, 15694, 27991, 40369, 89
 MOONCAKE_OUT = _quantiles(1, 3, 10, 24, 155, 356, 476, 606, 712, 1168, 2000)
 SWE_IN = LogNormalLengths(14.108, 1.9897, 100_000, 1_000_000)
 SWE_2M_IN = LogNormalLengths(14.801, 1.9897, 200_000, 2_000_000)
+SWE_128K_IN = LogNormalLengths(14.4443, 3.0, 128_000, 1_000_000)
 SWE_OUT = LogNormalLengths(6.25, 0.3469)
+# Azure's two services of 2024 together, up to their 95th percentile: coding up to its P90, conversations up to P98.
+_CODE_2024_P90 = QuantileLengths(tuple((s / 0.9, t) for s, t in AZURE_CODE_2024_IN.points[:8]))
+_CONV_2024_P98 = QuantileLengths(
+    tuple(
+        (share / 0.98, tokens)
+        for share, tokens in ((0.0, 20), (0.01, 80), (0.05, 204), (0.1, 293), (0.25, 541), (0.5, 914), (0.75, 2341),
+                              (0.9, 3761), (0.95, 4860), (0.98, 5889))
+    )
+)  # fmt: skip
+AZURE_CONV_2024_OUT = _quantiles(1, 1, 1, 1, 11, 33, 100, 333, 388, 682, 1500)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,11 @@ PRESETS: dict[str, WorkloadPreset] = {
         (MixPart(1.0, "", MOONCAKE_IN, MOONCAKE_OUT),),
     ),
     "medha-swe": WorkloadPreset("Medha's long requests, 100K to 1M", _SWE, (MixPart(1.0, "long", SWE_IN, SWE_OUT),)),
+    "medha-swe-128k": WorkloadPreset(
+        "Medha's long requests in its capacity evaluation, 128K to 1M",
+        "prompts: truncated log-normal, P50 393K and P90 836K (published: 393K, 839K); outputs as medha-swe",
+        (MixPart(1.0, "long", SWE_128K_IN, SWE_OUT),),
+    ),
     "medha-swe-2m": WorkloadPreset(
         "Medha's long requests scaled to 2M tokens (its 3D experiments)",
         f"{_SWE}; prompts twice as long, 200K to 2M",
@@ -139,6 +155,14 @@ PRESETS: dict[str, WorkloadPreset] = {
             MixPart(
                 1.0, "short", QuantileLengths(tuple((s / 0.95, t) for s, t in AZURE_CONV_IN.points[:9])), AZURE_CONV_OUT
             ),
+        ),
+    ),
+    "pecsched-short-2024": WorkloadPreset(
+        "PecSched's short requests from Azure's trace of 2024, coding and conversations together",
+        "quantiles read off the published figures up to P95; services by their request counts, 16.8 and 27.3 million",
+        (
+            MixPart(0.343, "short", _CODE_2024_P90, AZURE_CODE_2024_OUT),
+            MixPart(0.607, "short", _CONV_2024_P98, AZURE_CONV_2024_OUT),
         ),
     ),
     "pecsched-long": WorkloadPreset(
