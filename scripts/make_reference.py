@@ -55,8 +55,8 @@ What `headway cluster` reads; see [Run a cluster](../how-to/cluster.md). A polic
 """,
     "not-reproduced": """# What is not reproduced
 
-Every row of `headway reproduce` that failed in its last full run, with the cause and the reason. A row of one seed may
-come out otherwise with another: its spread is not known. How a row is judged is in
+Every row of `headway reproduce` that failed in its last full run, by cause, each reason once. A row of one seed may come
+out otherwise with another: its spread is not known. How a row is judged is in
 [Reproduce a paper's figure](../how-to/reproduce.md).
 
 """,
@@ -116,44 +116,35 @@ def one_line(text: str | None) -> str:
 
 
 def not_reproduced_page() -> str:
-    from headway_research.base import LEAST_LONGS
-    from headway_research.recorded import CAUSES_IN_WORDS, cause_of, recorded
+    from headway_research.recorded import CAUSES_IN_WORDS, causes, in_words, names, recorded, totals
     from headway_research.registry import EXPERIMENTS
 
     runs = recorded()
-    failing = [(name, run, row) for name, run in runs.items() for row in run.failing]
-    rows, missing = sum(run.rows for run in runs.values()), [name for name in EXPERIMENTS if name not in runs]
-    one_mode = [(name, row) for name, run in runs.items() for row in run.one_mode]
-    open_rows = [(name, row) for name, run in runs.items() for row in run.undecided]
-    text = (
-        f"{INTRODUCTION['not-reproduced']}Of {rows} rows, {len(failing)} fail, {len(one_mode)} hold in one of the two "
-        f"modes only, and {len(open_rows)} are undecided.\n\n"
-    )
-    counts = dict.fromkeys(CAUSES_IN_WORDS, 0)
-    lines: dict[str, list[tuple[str, ...]]] = {}
-    for name, run, row in failing:
-        cause = cause_of(name, row.claim)
-        assert cause is not None, f"{name}: {row.claim}: say why in headway_research/causes.yaml"
-        counts[cause.cause] += 1
-        seeds = "one" if row.one_seed else str(len(run.seeds) or "none drawn")
-        seeds += f"; {row.longs} long requests a run" if row.longs else ""
-        cells = f"`{name}`", row.claim, row.paper, row.found, seeds, cause.cause, one_line(cause.reason)
-        lines.setdefault(name.partition(".")[0], []).append(cells)
-    text += table(("cause", "rows", "which is"), ((c, str(n), CAUSES_IN_WORDS[c]) for c, n in counts.items() if n))
-    for paper, cells in lines.items():
-        text += f"## {paper}\n\n"
-        text += table(("figure", "claim", "paper", "found here", "seeds", "cause", "reason"), cells)
+    text = f"{INTRODUCTION['not-reproduced']}{one_line(in_words(totals(runs)))}\n\n"
+    failing = [(name, row) for name, run in runs.items() for row in run.rows if row.state == "fails"]
+    for cause, words in CAUSES_IN_WORDS.items():
+        found = [each for each in causes() if each.cause == cause]
+        if not found:
+            continue
+        text += f"## {cause.capitalize()}\n\n{words[0].upper()}{words[1:]}.\n\n"
+        for each in found:
+            text += f"**{', '.join(each.ids)}.** {one_line(each.reason)}"
+            text += f" Shown by `{each.shown[0]}`: {each.shown[1]}.\n\n" if each.shown else "\n\n"
+            mine = [
+                (f"`{name}`", row.claim, row.paper or "own", row.found + (" (one seed)" if row.one_seed else ""))
+                for name, row in failing
+                if name in each.ids and any(names(written, row.claim) for written in each.claims)
+            ]
+            text += table(("figure", "claim", "paper", "found here"), mine)
+    one_mode = [(name, row) for name, run in runs.items() for row in run.rows if row.state == "one mode"]
     if one_mode:
         text += "## In one mode only\n\nNeither held nor failed: `paper` is the paper's own formulas and settings.\n\n"
-        cells = ((f"`{name}`", row.claim, row.paper, row.paper_mode, row.default_mode) for name, row in one_mode)
-        text += table(("figure", "claim", "paper", "`paper`", "`default`"), cells)
-    if open_rows:
-        text += (
-            f"## Undecided\n\nTheir regimes had fewer than {LEAST_LONGS} long requests a model: a mean over so few may "
-            "be half or double. Enough would take 66,000 to 145,000 short requests a point (`unsaturated`), 358,000 to "
-            "781,000 (`busy`). That some never begin (`pecsched.ageing`) is not undecided: one refutes `none`.\n\n"
+        cells = (
+            (f"`{name}`", row.claim, row.paper or "own", row.paper_mode or "-", row.default_mode or "-")
+            for name, row in one_mode
         )
-        text += table(("figure", "claim", "had"), ((f"`{name}`", row.claim, row.longs) for name, row in open_rows))
+        text += table(("figure", "claim", "paper", "`paper`", "`default`"), cells)
+    missing = [name for name in EXPERIMENTS if name not in runs]
     if missing:
         text += "## Not recorded\n\nOf these no full run is recorded, so rows of theirs may fail too: "
         text += ", ".join(f"`{name}`" for name in missing) + ".\n"

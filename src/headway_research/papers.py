@@ -71,7 +71,7 @@ PAPERS: dict[str, Paper] = {
                 ("mnemosyne.fig14", "1M tokens on 128 H100s: context parallelism over SPP"),
                 ("mnemosyne.fig15", "llama-3-8b: scaling efficiency"),
                 ("mnemosyne.fig17", "8B, 10M tokens: four KV groups"),
-                ("mnemosyne.fig13", "TBT of tensor parallelism alone"),
+                ("mnemosyne.fig13", "Overhead of vLLM an iteration"),
             ),
             "docs/papers/medha.md",
         ),

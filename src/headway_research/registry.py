@@ -74,6 +74,9 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     "mnemosyne.fig8": ExperimentEntry(
         "medha.adaptive_pareto:mnemosyne", "static against adaptive chunks; 1.75× at chunks of 32"
     ),
+    "mnemosyne.fig13": ExperimentEntry(
+        "medha.mnemosyne_fig13:run", "tensor parallelism alone against vLLM as contexts grow"
+    ),
     "mnemosyne.fig14": ExperimentEntry(
         "medha.spp_against_cp:mnemosyne", "striped attention against SPP: latency and preemption"
     ),
@@ -99,6 +102,9 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     "tetris.fig12": ExperimentEntry("tetris.ablation:fig12", "improvement rates by load, Llama-3 70B", "minutes"),
     "tetris.fig13": ExperimentEntry(
         "tetris.ablation:fig13", "what chunks are worth over single-chunk plans", "minutes"
+    ),
+    "tetris.chunking-bound": ExperimentEntry(
+        "tetris.chunking_bound:run", "how much chunks can gain at all, by Eq. (1)"
     ),
     "tetris.fig14": ExperimentEntry("tetris.overheads:fig14", "what cache balancing and transfers add"),
     "tetris.table2": ExperimentEntry("tetris.overheads:table2", "planning time up to SP 128"),
@@ -131,6 +137,9 @@ EXPERIMENTS: dict[str, ExperimentEntry] = {
     ),
     "packing-prefetch.case4": ExperimentEntry(
         "accelerator.service_figures:case4", "throughput against latency by chunk (Fig. 8)", "minutes"
+    ),
+    "packing-prefetch.sensitivity": ExperimentEntry(
+        "accelerator.sensitivity:run", "gains of both over what the paper leaves open", "minutes"
     ),
     "pecsched.fig1": ExperimentEntry("pecsched.motivation:fig1", "lengths of Azure's requests"),
     "pecsched.fig2": ExperimentEntry(

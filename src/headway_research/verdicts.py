@@ -45,8 +45,17 @@ class VerdictRule:
         return value is not None and bool(self.test(value))
 
     def can_miss(self, value: Any) -> bool:
-        """Return whether a value of this form can miss the rule: one of another size, or in another order."""
-        return any(not self(other) for other in _others(value))
+        """Return whether a value of this form can miss the rule: of another size, in another order, or incomplete."""
+        # a bound on each value is missed where one is missing: that shows nothing about the bound
+        partial = _incomplete(value) if self.kind == "trend" else ()
+        return any(self._misses(other) for other in (*_others(value), *partial))
+
+    def _misses(self, value: Any) -> bool:
+        try:
+            return not self(value)
+        except TypeError:
+            # a rule that compares a missing value is not tried with it
+            return False
 
 
 def exact(value: Any, tolerance: float = 1e-9) -> VerdictRule:
@@ -192,6 +201,12 @@ def _others(value: Any) -> Iterator[Any]:
         size = float(value)
         # a size that is never negative is not tried below zero: no rule may rest on that
         yield from (0.0, size / 1000, size * 1000 + 1000, *((1000.0,) if size < 0 else ()))
+
+
+def _incomplete(value: Any) -> Iterator[Any]:
+    """Yield a mapping with each of its values missing in turn."""
+    if isinstance(value, Mapping):
+        yield from ({**value, key: None} for key in value)
 
 
 def _sorted(values: list[float]) -> bool:

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
-from headway.perf.latency.base import decode_load, load_s
-from headway.perf.latency.fitted import ParallelLayout, fitted
 from headway.sim.cluster.result import ClusterResult
 from headway.sim.metrics.record import RequestRecord
 from headway.sim.result import SimResult
-from headway_research.pecsched.overall import _left_out
-from headway_research.pecsched.setting import LOADS, MODELS, SWEEP, PecSchedCluster, measure, scenario
+from headway_research.base import RunOptions
+from headway_research.pecsched.setting import (
+    LOAD,
+    LONG_SHARE,
+    MODELS,
+    REGIMES,
+    TRACES,
+    PecSchedStudy,
+    Regime,
+    asked,
+    measure,
+    scenario,
+)
 
 
-def test_sweep_loads_are_ascending_and_set_the_scenario() -> None:
-    assert SWEEP[0.5] == "unsaturated"
-    assert [LOADS[regime] for regime in SWEEP.values()] == [(load, 0.3) for load in SWEEP]
-    workloads = [scenario("Yi 34B", "PecSched", "default", regime, 60.0)["workload"] for regime in SWEEP.values()]
-    longs = [one["qps"] * one["long_share"] for one in workloads]
-    shorts = [one["qps"] * (1 - one["long_share"]) for one in workloads]
-    assert longs == pytest.approx([longs[0]] * len(longs))
-    assert [b / a for a, b in pairwise(shorts)] == pytest.approx([b / a for a, b in pairwise(SWEEP)])
+@pytest.mark.parametrize("regime", ["0.8", "0.8, memory"])
+def test_a_regime_asks_for_its_share_of_the_cluster_with_one_long_request_in_twenty(regime: Regime) -> None:
+    workload = scenario("Yi 34B", "PecSched", "default", regime, 60.0)["workload"]
+    assert workload["long_share"] == pytest.approx(LONG_SHARE)
+    assert sum(asked("Yi 34B", regime)) == pytest.approx(LOAD)
+
+
+def test_a_trace_has_its_own_rate_and_lengths() -> None:
+    for regime, (rps, shorts) in TRACES.items():
+        workload = scenario("Yi 34B", "FIFO", "default", regime, 60.0)["workload"]
+        assert (workload["qps"], workload["preset"]) == (pytest.approx(rps), shorts)
+
+
+def test_regimes_have_thirty_long_requests_a_seed() -> None:
+    runs = PecSchedStudy(RunOptions())
+    for name in MODELS:
+        for regime in REGIMES:
+            workload = scenario(name, "FIFO", "default", regime, 60.0)["workload"]
+            assert workload["qps"] * workload["long_share"] * runs.window_s(name, regime) > 30
 
 
 def test_decode_replicas_hold_the_kv_that_their_memory_does() -> None:
     """An A100 beside Phi-3 14B holds some 0.24M tokens, and four beside Yi 34B nearly a million."""
     held = {}
     for name, tokens in (("Phi-3 14B", 236_000), ("Yi 34B", 970_000)):
-        _, decode = scenario(name, "PecSched", "default", "busy", 60.0)["cluster"]["pools"]
+        _, decode = scenario(name, "PecSched", "default", "0.8", 60.0)["cluster"]["pools"]
         assert decode["kv_tokens"] == pytest.approx(tokens, rel=0.01)
         held[name] = decode["kv_tokens"]
     # 40 layers of 10 KV heads of 128, in 80 GB with 28 GB of weights
@@ -65,21 +83,3 @@ def test_starved_and_unfinished_shares_count_only_long_requests_that_arrived_ear
     assert found.long_jct_s == pytest.approx((21 + 90 + 51) / 3)
     assert (found.longs, found.pauses, found.short_rps) == (5, 3, pytest.approx(0.01))
     assert found.delay_s["p50"] == pytest.approx(21.0)  # of 2 s, and of 40 s that one has waited until the end
-
-
-def test_a_row_names_the_models_without_a_value() -> None:
-    assert _left_out(["a", "b", "c"], {"b": 1.0}).startswith("Nothing about a, c: ")
-    assert not _left_out(["a"], {"a": 2.0})
-
-
-@pytest.mark.parametrize("cluster", MODELS.values(), ids=list(MODELS))
-def test_no_cap_on_fused_prompts_leaves_a_long_decode_undisturbed(cluster: PecSchedCluster) -> None:
-    # PecSched §5.2 asks for a cap that costs the decode nothing; docs/papers/pecsched.md states these factors.
-    latency = fitted("a100", cluster.model, ParallelLayout(tp=cluster.tp))
-    alone = decode_load(latency, 1, 100_000)
-    cost = {
-        tokens: load_s(latency, alone.with_chunk(tokens, latency.attention_s(0, tokens))) / load_s(latency, alone)
-        for tokens in (128, 4096)
-    }
-    assert 1.35 <= cost[128] <= 1.6
-    assert 16.5 <= cost[4096] <= 23.5

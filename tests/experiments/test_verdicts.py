@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from headway.core.errors import InvariantError
 from headway_research import verdicts as v
 from headway_research.base import plain
 
@@ -31,10 +32,10 @@ def test_rules_hold_inside_and_not_outside(check: v.VerdictRule, inside: list[ob
 @pytest.mark.parametrize(
     ("paper", "default", "verdict", "where"),
     [
-        (1.5, 1.6, "within band", "in both modes"),
+        (1.5, 1.6, "holds", "in both modes"),
         (1.5, 9.0, "in paper mode only", "in paper mode only"),
         (9.0, 1.5, "in default mode only", "in default mode only"),
-        (None, 1.5, "within band", "in the only mode that applies"),
+        (None, 1.5, "holds", "in the only mode that applies"),
     ],
 )
 def test_a_verdict_names_the_modes_in_which_the_rule_holds(
@@ -65,7 +66,7 @@ def test_an_impossible_figure_in_one_mode_fails_the_claim(approximate: bool) -> 
     row = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), found, approximate=approximate)  # type: ignore[arg-type]
     assert row.verdict == "not reproduced: 1.13 in paper mode, more than the possible 1"
     possible = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), {"paper": 0.6, "default": 0.59})
-    assert possible.verdict == "within band"
+    assert possible.verdict == "holds"
 
 
 def test_an_approximation_is_never_more_than_illustrative() -> None:
@@ -75,7 +76,7 @@ def test_an_approximation_is_never_more_than_illustrative() -> None:
     assert fails.verdict.startswith("not reproduced: ")
 
 
-@pytest.mark.parametrize("verdict", ["", "good", "not reproduced: ", "exactly", "within bands"])
+@pytest.mark.parametrize("verdict", ["", "good", "not reproduced: ", "exactly", "within band"])
 def test_other_verdicts_are_not_allowed(verdict: str) -> None:
     assert not v.allowed(verdict)
 
@@ -85,3 +86,31 @@ def test_numbers_are_written_with_four_digits() -> None:
         "a": 1.235,
         "b": [0.0001235, 7, True, None, "x"],
     }
+
+
+def test_rules_say_what_kind_they_are() -> None:
+    rules = {v.band(1, 2): "two-sided", v.at_most(1): "one-sided", v.exact(1): "exact", v.order("x", bool): "trend"}
+    assert {check.kind: kind for check, kind in rules.items()} == {kind: kind for kind in rules.values()}
+    every = v.every(v.at_least(2.0), "load")
+    assert (every.kind, every.words) == ("one-sided", "at least 2 for every load")
+    assert [every({"a": 2, "b": 3}), every({"a": 2, "b": 1}), every({})] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("check", "value"),
+    [
+        (v.at_least(0.0), 0.05),
+        (v.band(-1.0, 1e9), 0.3),
+        (v.order("always", lambda found: True), {"a": 1.0, "b": 2.0}),
+        (v.every(v.at_least(0.0)), {"a": 0.1}),
+    ],
+)
+def test_a_rule_that_no_value_can_miss_is_an_error(check: v.VerdictRule, value: object) -> None:
+    with pytest.raises(InvariantError, match="no value can miss"):
+        v.judge_same("share", "-", check, value)
+
+
+def test_rules_that_some_value_misses_are_accepted() -> None:
+    v.judge_same("c", 1, v.every(v.at_most(0.0)), {"a": 0.0})
+    v.judge_same("c", 1, v.order("all there", lambda found: None not in found.values()), {"a": 1.0})
+    v.judge_same("c", 1, v.exact("u"), "u")

@@ -183,12 +183,6 @@ def headlines(options: RunOptions) -> ExperimentReport:
             both(lambda mode: {regime: 1 - ratio for regime, ratio in best("delay_s", mode, True).items()}),
         ),
         judge(
-            "throughput of short requests rises by up to (best model and peer, by regime)",
-            "up to 595% (§1)",
-            every(at_least(5.95), "regime"),
-            both(lambda mode: {regime: ratio - 1 for regime, ratio in best("short_rps", mode, False).items()}),
-        ),
-        judge(
             "throughput of short requests rises by up to 595% at one of the loads",
             "up to 595% (§1)",
             order("within the range of the regimes", lambda f: min(f.values()) <= 5.95 <= max(f.values())),

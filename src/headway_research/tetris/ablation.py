@@ -96,15 +96,6 @@ def fig13(options: RunOptions) -> ExperimentReport:
                         "inside the single-chunk group: few requests are cut.",
                     )
                 )
-            share = max(runs.value("Tetris", workload, rps, "chunked") for rps in runs.loads(workload))
-            rows.append(
-                judge_same(
-                    f"{cluster.upper()}, {workload}: share of requests with several chunks, at most",
-                    None,
-                    at_least(0.0),
-                    share,
-                )
-            )
             panels.append(PlotPanel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines))
     return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
