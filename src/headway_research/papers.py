@@ -107,7 +107,6 @@ PAPERS: dict[str, Paper] = {
                 ("packing-prefetch.case1", "Overall speed-up, 512 and 16K, prefetch"),
                 ("packing-prefetch.case3", "Gain in QPS"),
                 ("packing-prefetch.case3", "HBM bandwidth"),
-                ("packing-prefetch.sensitivity", ""),
             ),
             "docs/papers/accelerator.md",
         ),

@@ -62,7 +62,7 @@ class RecordedRow(msgspec.Struct, frozen=True, array_like=True):
     def found(self) -> str:
         """What was found, in a few words: of both modes where they differ."""
         shown = [text for text in (self.paper_mode, self.default_mode) if text is not None]
-        return shown[0] if len(set(shown)) == 1 else " / ".join(shown) or "nothing"
+        return shown[0] if len(set(shown)) == 1 else " / ".join(shown) or "not kept"
 
 
 class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
     """Seconds of one core that the run took, without what it shared with earlier ones."""
     quick: str
-    """Digest of the quick run's rows (`digest`), of the code that the full run was of."""
+    """Digest of the quick run's rows (`digest`), of the code that the full run was of; empty: not kept of this run."""
     rows: tuple[RecordedRow, ...]
 
     def verdict(self) -> str:

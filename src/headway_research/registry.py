@@ -204,6 +204,9 @@ def _cells(run: RecordedRun) -> tuple[str, str, str, str]:
     """Return (cost, claims that hold, in one mode, rows of no paper) as short texts."""
     claims, own = ([row.state for row in run.rows if (row.paper is None) == of_none] for of_none in (False, True))
     cost = f"{run.cpu_s:.0f} s" if run.cpu_s < 100 else f"{run.cpu_s / 60:.0f} min"
+    if not run.cpu_s:
+        # not kept, or shared with an experiment above
+        cost = "-"
     return (
         cost,
         f"{claims.count('holds')}/{len(claims)}" if claims else "",

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from headway_research.papers import PAPERS, page
 
     if arguments.id in PAPERS:
-        from headway.sim.report.console import show
+        from headway.sim.report.tables import show
 
         show(page(PAPERS[arguments.id]))
         return 0
