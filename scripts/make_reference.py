@@ -55,8 +55,8 @@ What `headway cluster` reads; see [Run a cluster](../how-to/cluster.md). A polic
 """,
     "not-reproduced": """# What is not reproduced
 
-Every row of `headway reproduce` that failed in its last full run, by cause, each reason once. A row of one seed may come
-out otherwise with another: its spread is not known. How a row is judged is in
+Every row of `headway reproduce` that failed in its last full run, by cause, each reason once. A row of one seed may
+come out otherwise with another: its spread is not known. How a row is judged is in
 [Reproduce a paper's figure](../how-to/reproduce.md).
 
 """,

@@ -169,12 +169,18 @@ def to_record(data: Mapping[str, Any], quick: Mapping[str, Any], cpu_s: float) -
             None if row["paper"] in (None, NO_PAPER) else _text(row["paper"]),
             row["kind"],
             row["verdict"],
-            *(None if (value := row["ours"][f"{mode}_mode"]) is None else _text(value) for mode in MODES),
+            *_ours(row["ours"]),
             len(seeds) == 1 or FIRST_SEED in row["why"].lower(),
         )
         for row in data["rows"]
     )
     return RecordedRun(seeds=seeds, cpu_s=cpu_s, quick=digest(quick), rows=rows)
+
+
+def _ours(values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the values of paper mode and default mode as texts."""
+    paper, default = (None if (v := values[f"{mode}_mode"]) is None else _text(v) for mode in MODES)
+    return paper, default
 
 
 def digest(data: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from headway_research.accelerator.serving import (
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
 from headway_research.base import ExperimentReport, PlotPanel, RunOptions
-from headway_research.verdicts import judge, only, order
+from headway_research.verdicts import VerdictRule, judge, only, order
 
 HISTORY = (1.0, 2.0, 2.5)
 ADMISSION = {"128K": KV_TOKENS, "any": 1 << 24}
@@ -71,6 +71,10 @@ def solve(task: Task) -> float:
     return capacity(spec, draw, ServiceLimits(tbt_s=limit_s), ratio=1.05).qps
 
 
+def _reached(least: float) -> VerdictRule:
+    return order(f"{least:g} or more is reached", lambda found: bool(found) and max(found.values()) >= least)
+
+
 def run(options: RunOptions) -> ExperimentReport:
     """See the module."""
     count = 24 if options.quick else REQUESTS
@@ -93,10 +97,7 @@ def run(options: RunOptions) -> ExperimentReport:
         judge(
             f"8B arXiv, {figure}: gain over what is not said",
             FIGURES[figure][2],
-            order(
-                f"{FIGURES[figure][3]:g} or more is reached",
-                lambda found, least=FIGURES[figure][3]: bool(found) and max(found.values()) >= least,
-            ),
+            _reached(FIGURES[figure][3]),
             only("paper", gains(figure)),
         )
         for figure in figures

@@ -57,7 +57,7 @@ class Headlines:
         self.runs.ensure([("Medha", mode), ("LoongServe", mode)], rates, [LONG_SHARE])
 
         def of(system: str, qps: float) -> float:
-            return median(getattr(m, metric) for m in self.runs.results(system, mode, qps))
+            return float(median(getattr(m, metric) for m in self.runs.results(system, mode, qps)))
 
         return {f"{qps:g} QPS": of("Medha", qps) / max(of("LoongServe", qps), 1e-9) for qps in rates}
 

@@ -161,7 +161,7 @@ def headlines(options: RunOptions) -> ExperimentReport:
 
     def best(metric: str, mode: Mode, lowest: bool) -> dict[str, float]:
         """Return the ratio that is best for PecSched, over models and both peers, by regime."""
-        found = {}
+        found: dict[str, float] = {}
         for regime in REGIMES:
             ratios = [
                 ratio
@@ -172,7 +172,9 @@ def headlines(options: RunOptions) -> ExperimentReport:
         return found
 
     def worst_jct(mode: Mode) -> dict[str, float]:
-        ratios = {regime: runs.ratios("PecSched", "FIFO", mode, regime, "long_jct_s") for regime in SERVED}
+        ratios: dict[str, dict[str, float]] = {
+            regime: runs.ratios("PecSched", "FIFO", mode, regime, "long_jct_s") for regime in SERVED
+        }
         return {regime: max(found.values()) for regime, found in ratios.items() if found}
 
     rows = (

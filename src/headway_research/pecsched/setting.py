@@ -48,12 +48,14 @@ from headway.sim.workload.arrivals import ConstantArrivals
 from headway.sim.workload.presets import preset
 from headway_research.base import MODES, Mode, RunOptions
 
-Regime = Literal["0.8", "0.8, memory", "2023", "2024"]
+Regime = Literal["0.8", "0.8, memory", "2023", "2024", "unsaturated", "busy"]
 REGIMES: tuple[Regime, ...] = ("0.8", "0.8, memory", "2023", "2024")
 SERVED: tuple[Regime, ...] = REGIMES[:3]
 """Regimes for figures of long requests: under the load of 2024 none ends."""
 LONG_SHARE = 0.05
 LOAD = 0.8
+LOADS: dict[Regime, tuple[float, float]] = {"unsaturated": (0.5, 0.3), "busy": (0.9, 0.1)}
+"""Loads of short and long requests, of the comparison with our own policy (`combined`) only."""
 TRACES: dict[Regime, tuple[float, str]] = {"2023": (8.05, "pecsched-short"), "2024": (72.8, "pecsched-short-2024")}
 """Requests a second of a trace, and the preset of its short requests."""
 WINDOWS_S: dict[Regime, float] = {"2023": 150.0, "2024": 30.0}
@@ -196,6 +198,10 @@ def replicas(name: str, regime: Regime) -> int:
 
 def _rates(name: str, regime: Regime) -> tuple[float, float]:
     """Return (short, long) requests a second of a regime."""
+    if regime in LOADS:
+        work = work_s(name, replicas(name, regime))
+        short, long = (load * MODELS[name].prefill / each for load, each in zip(LOADS[regime], work, strict=True))
+        return short, long
     if regime in TRACES:
         rps = TRACES[regime][0]
     else:
