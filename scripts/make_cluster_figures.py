@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from headway.sim.cluster.build import run_cluster
-from headway.sim.report import style
+from headway.sim.report import plots
 from headway.sim.report.plots import compare_figure, gantt_figure, sweep_figure
 from headway.sim.result_json import document
 from headway.sim.scenario import parse_scenario
@@ -40,7 +40,7 @@ def gantt(name: str, out: str, until_s: float, from_qps: float | None = None) ->
         data = with_field(data, "workload.qps", from_qps)
     data = with_field(data, "run.window_s", until_s)
     result = run_cluster(parse_scenario(data), 0, keep_bars=True)
-    style.save(gantt_figure(result.bars, result.instances, data["name"], until_s), FIGURES / out)
+    plots.save(gantt_figure(result.bars, result.instances, data["name"], until_s), FIGURES / out)
 
 
 def placed(data: dict[str, Any], placement: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def main() -> int:
     gantt("cluster-combined", "cluster-ladder.png", 24.0)
     data = example("cluster-combined")
     runs = {name: run_cluster(parse_scenario(placed(data, name)), 0).sim.records for name in PLACEMENTS}
-    style.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")
+    plots.save(compare_figure(runs, "chat"), FIGURES / "cluster-cdf.png")
     draw_capacity(data)
     return 0
 
@@ -68,7 +68,7 @@ def draw_capacity(data: dict[str, Any]) -> None:
         at_all_loads = with_common_draws(with_field(placed(data, name), "run.seeds", SEEDS), sweeps)
         found = run_points(parse_points(at_all_loads, sweeps), os.cpu_count() or 1).points
         points += [{**point, "at": {**point["at"], "cluster.placement": name}} for point in found]
-    style.save(sweep_figure(document(data, points)), FIGURES / "cluster-capacity.png")
+    plots.save(sweep_figure(document(data, points)), FIGURES / "cluster-capacity.png")
 
 
 if __name__ == "__main__":

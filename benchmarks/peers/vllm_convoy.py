@@ -30,7 +30,7 @@ import torch
 from headway.runtime.attention.cpu import CpuBackend
 from headway.serving.load.convoy_json import MEASURES, SCHEMA, value_of
 from headway.serving.load.machine import machine
-from headway.sim.report.style import COLOURS, MARKERS, check_picture, house_style, new_figure, save
+from headway.sim.report.plots import COLOURS, MARKERS, check_picture, house_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_server import entered_together, flags_of, vllm_server

@@ -10,7 +10,7 @@ from headway_research.base import PlotPanel
 
 def draw(panels: Sequence[PlotPanel], file: Path) -> list[Path]:
     """Write the picture (`.png`, `.svg`, or both without a suffix)."""
-    from headway.sim.report.style import COLOURS, MARKERS, house_style, new_figure, save
+    from headway.sim.report.plots import COLOURS, MARKERS, house_style, new_figure, save
 
     with house_style():
         figure = new_figure(height_in=4.0)

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.sim.report.style import check_picture
+    from headway.sim.report.plots import check_picture
     from headway_research.registry import experiment, listing, names
 
     if arguments.list:

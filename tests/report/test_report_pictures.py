@@ -9,9 +9,8 @@ from tests.helpers.live_feeds import logged_events
 
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
-from headway.sim.report.plots import convoy_figure, load_figure
+from headway.sim.report.plots import convoy_figure, load_figure, save
 from headway.sim.report.progress import LoadProgress
-from headway.sim.report.style import save
 from headway.sim.report.tables import convoy_table, duration, error_table, load_table, rates_line, tick, tokens
 
 

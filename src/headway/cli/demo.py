@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 only if every request was answered and every passkey was right."""
     from headway.runtime.embedded import model_path
-    from headway.sim.report.style import check_picture
+    from headway.sim.report.plots import check_picture
     from headway.sim.report.tables import say, show
 
     check_picture(args.out / "convoy")

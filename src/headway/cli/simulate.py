@@ -175,7 +175,7 @@ def _band_line(point: SweepPoint, swept: bool) -> str:
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a file that cannot be written: before minutes of simulation, not after them."""
-    from headway.sim.report.style import check_picture
+    from headway.sim.report.plots import check_picture
 
     check_outputs(arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log)
     check_picture(arguments.gantt)
@@ -203,19 +203,19 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
 
         write_output(arguments.csv, summary_csv(outcome).encode())
     if arguments.plot is not None and len(outcome["points"]) > 1:
-        from headway.sim.report import style
+        from headway.sim.report import plots
         from headway.sim.report.plots import sweep_figure
 
-        style.save(sweep_figure(outcome), arguments.plot)
+        plots.save(sweep_figure(outcome), arguments.plot)
 
 
 def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swept: bool) -> None:
     """Write the files that show one run: the first point's first seed."""
     if arguments.gantt is not None and run.cluster is not None:
-        from headway.sim.report import style
+        from headway.sim.report import plots
         from headway.sim.report.plots import gantt_figure
 
-        style.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
+        plots.save(gantt_figure(run.cluster.bars, run.cluster.instances, name, arguments.until), arguments.gantt)
     if arguments.requests is not None:
         from headway.sim.report.tables import requests_csv
 
@@ -225,10 +225,10 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
 
         write_output(arguments.trace, _bytes(simulation_trace(run.sim), compact=True))
     if arguments.plot is not None and not swept:
-        from headway.sim.report import style
+        from headway.sim.report import plots
         from headway.sim.report.plots import load_figure
 
-        style.save(load_figure(run.sim.records), arguments.plot)
+        plots.save(load_figure(run.sim.records), arguments.plot)
 
 
 def _bytes(data: Any, compact: bool = False) -> bytes:

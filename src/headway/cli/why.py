@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.sim.report.style import check_picture
+    from headway.sim.report.plots import check_picture
     from headway.sim.report.why_text import why_json, why_text
 
     check_outputs(arguments.json)

@@ -21,7 +21,7 @@ from headway.core.output_file import write_output
 from headway.core.strict_yaml import read_yaml
 from headway.core.units import size
 from headway.sim import InstanceSpec, RunSpec, simulate
-from headway.sim.report.style import check_picture, save
+from headway.sim.report.plots import check_picture, save
 from headway.sim.report.tables import show
 from headway.sim.requests import requests_of
 from headway.sim.result_json import run_json

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from headway.sim.report.style import COLOURS, FAINT, INK, MARKERS, house_style, new_figure
+from headway.sim.report.plots import COLOURS, FAINT, INK, MARKERS, house_style, new_figure
 from headway.sim.report.tables import tokens
 
 if TYPE_CHECKING:

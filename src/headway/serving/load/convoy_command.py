@@ -19,7 +19,7 @@ from headway.serving.load.policies import PolicySpec, parse_policies
 from headway.serving.load.prompts import SAFE_VOCAB, vocab_size_of
 from headway.serving.load.served import ServerUnderTest, check_lengths, measure, report, serve_and_measure
 from headway.serving.load.server_process import SERVE
-from headway.sim.report.style import check_picture
+from headway.sim.report.plots import check_picture
 
 LONG_TOKENS = 32768
 """Length of the long prompt, unless it is given or the server allows less."""

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from headway.serving.load.open_loop import run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
     from headway.serving.load.text_prompts import TextPrompts
-    from headway.sim.report.style import check_picture
+    from headway.sim.report.plots import check_picture
     from headway.sim.report.tables import say, show, tokens
     from headway.sim.workload.classes import check_classes
 
@@ -156,8 +156,7 @@ def _report(
         write_output(args.json, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {args.json}")
     if args.plot is not None:
-        from headway.sim.report.plots import load_figure
-        from headway.sim.report.style import save
+        from headway.sim.report.plots import load_figure, save
 
         for written in save(load_figure(result.records), args.plot):
             say(f"wrote {written}")

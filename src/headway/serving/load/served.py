@@ -102,8 +102,7 @@ def report(
         write_output(json_file, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {json_file}")
     if plot_file is not None:
-        from headway.sim.report.plots import convoy_figure
-        from headway.sim.report.style import save
+        from headway.sim.report.plots import convoy_figure, save
 
         for written in save(convoy_figure(data, titles), plot_file):
             say(f"wrote {written}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.sim.explanation import LifeInterval, RequestExplanation, merged, shares
-from headway.sim.report.style import BAND, COLOURS, FAINT, INK, house_style, new_figure, save
+from headway.sim.report.plots import BAND, COLOURS, FAINT, INK, house_style, new_figure, save
 from headway.sim.report.why_text import duration
 
 if TYPE_CHECKING:
