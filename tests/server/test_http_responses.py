@@ -80,3 +80,23 @@ def test_what_it_does_not_have_is_a_400_that_names_the_field(
     with pytest.raises(openai.BadRequestError, match=words) as error:
         client.responses.create(**{"model": "fake-model", "input": "hi", **more})
     assert error.value.param == param
+
+
+@pytest.mark.anyio
+async def test_log_probabilities_come_with_the_text(connect: Any, engine: FakeEngine) -> None:
+    body = {"model": "fake-model", "input": "hi", "max_output_tokens": 3, "include": ["message.output_text.logprobs"]}
+    async with connect() as client:
+        answer = (await client.post("/v1/responses", json={**body, "top_logprobs": 2})).json()
+        (part,) = answer["output"][0]["content"]
+        assert engine.submits[0].params.logprobs == 2
+        assert len(part["logprobs"]) == answer["usage"]["output_tokens"]
+        for wrong in (
+            {"include": ["reasoning.encrypted_content"]},
+            {"include": [], "top_logprobs": 2},
+            {"text": {"verbosity": "low"}},
+            {"text": {"format": {"type": "json_object"}}},
+        ):
+            refused = await client.post("/v1/responses", json={**body, **wrong})
+            assert refused.status_code == 400, wrong
+        for text in ({"verbosity": "medium"}, {"format": {"type": "text"}, "verbosity": "medium"}, {}):
+            assert (await client.post("/v1/responses", json={**body, "text": text})).status_code == 200

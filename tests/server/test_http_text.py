@@ -180,3 +180,17 @@ def test_logprobs_cover_all_tokens_when_nothing_stops(tokenizer: ModelTokenizer,
         shown, scored, _ = _assemble(tokenizer, tokens, size, TextOptions(stops=("\x00never\x00",)))
         assert shown == text
         assert scored == tokens
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_is_shown_when_asked(
+    tokenizer: ModelTokenizer, ids: Callable[[str], list[int]], include: bool
+) -> None:
+    *first, last = ids("hello world!")
+    assembler = AnswerAssembler(tokenizer, TextOptions(include_stop=include))
+    pieces = [
+        assembler.feed(OutputDelta(id="x", tokens=tuple(first))),
+        assembler.feed(OutputDelta(id="x", finish="stop", stop_token=last)),
+    ]
+    assert "".join(piece.text for piece in pieces) == ("hello world!" if include else "hello world")
+    assert pieces[-1].stop_reason == last

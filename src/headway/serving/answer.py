@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from headway.serving.answer_pieces import TextPiece
 from headway.serving.body import Parse
 from headway.serving.context import ServerContext, context
 from headway.serving.errors import ApiError, as_api_error, json_response
-from headway.serving.generation import generate
+from headway.serving.generation import LONG_TOKENS, generate
 from headway.serving.generation_job import GenerationJob
 from headway.serving.generation_record import GenerationRecord
 from headway.serving.identity import engine_id
@@ -27,6 +28,8 @@ from headway.serving.journaled_request import JournaledRequest, Kind
 from headway.serving.logprobs import ScoredToken
 from headway.serving.merge import cancel_all, merged
 from headway.serving.sse import DONE, SseResponse, client_gone, event
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ async def answer(request: Request, parse: Parse[GenerationJob], make_format: Mak
             release = held.pop_all()
             return SseResponse(_events(form, pieces, records), server.settings, server.active, release.close)
         answers = await _unless_client_leaves(request, _collect(pieces, len(job.prompts)), server.active)
-        response = json_response(form.whole(answers, usage(job, records)))
+        response = await _encoded(job, lambda: json_response(form.whole(answers, usage(job, records))))
         response.background = BackgroundTask(_close, held.pop_all())  # once it is sent
         return response
 
@@ -196,14 +199,24 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(pieces):
         async for index, piece in pieces:
-            chunks = form.chunks(index, piece)
-            if form.job.continuous_usage:
-                counts = usage(form.job, records)
-                chunks = [{**chunk, "usage": counts} for chunk in chunks]
-            yield b"".join(event(chunk) for chunk in chunks)
+            yield await _encoded(form.job, partial(_piece_events, form, index, piece, records))
     if form.job.include_usage:
         yield event(form.usage_chunk(usage(form.job, records)))
     yield DONE
+
+
+def _piece_events(form: AnswerFormat, index: int, piece: TextPiece, records: Sequence[GenerationRecord]) -> bytes:
+    chunks = form.chunks(index, piece)
+    if form.job.continuous_usage:
+        counts = usage(form.job, records)
+        chunks = [{**chunk, "usage": counts} for chunk in chunks]
+    return b"".join(event(chunk) for chunk in chunks)
+
+
+async def _encoded(job: GenerationJob, encode: Callable[[], T]) -> T:
+    """Encode a part of an answer: in another thread where it has the log-probabilities of a long prompt."""
+    long = job.params.prompt_logprobs is not None and job.prompt_tokens > LONG_TOKENS
+    return await asyncio.to_thread(encode) if long else encode()
 
 
 async def _collect(pieces: AsyncGenerator[tuple[int, TextPiece], None], count: int) -> list[ChoiceAnswer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -23,6 +24,8 @@ from headway.serving.tokenizer import ModelTokenizer
 
 CONTINUED_TOKENS = 64
 """Last tokens of a prompt among which its answer's decoder looks for those with text."""
+LONG_TOKENS = 1024
+"""Prompt tokens above which another thread makes what answers say of them."""
 
 
 async def generate(
@@ -41,7 +44,11 @@ async def generate(
     yielded first; new output is recorded before it is yielded. Closing this generator early, or a match of a stop
     string, aborts the request in the engine. Raises ApiError when the engine aborts, times out or fails.
     """
-    opening = opening_of(tokenizer, job, prompt)
+    # A long prompt's text takes a while to make.
+    long = prompt.tokens > LONG_TOKENS and (job.text.echo or job.params.prompt_logprobs is not None)
+    opening = (
+        await asyncio.to_thread(opening_of, tokenizer, job, prompt) if long else opening_of(tokenizer, job, prompt)
+    )
     # A completion continues the prompt's text: decoders drop a space before what is a text of its own.
     before = prompt.data.cast("i")[-CONTINUED_TOKENS:].tolist() if job.text.continues else ()
     assembler = AnswerAssembler(tokenizer, job.text, 0 if opening is None else len(opening.text), before)
@@ -66,7 +73,8 @@ async def generate(
                     await journaled.write(index, delta)
                 piece = assembler.feed(delta)
                 if opening is not None:
-                    yield opening.with_scores(delta.prompt_logprobs)
+                    scores = delta.prompt_logprobs
+                    yield await asyncio.to_thread(opening.with_scores, scores) if long else opening.with_scores(scores)
                     opening = None
                 if piece.finish is not None:
                     record.finish(piece.finish)
@@ -141,6 +149,7 @@ class AnswerAssembler:
         """offset: characters that the answer has before its first token; before: tokens whose text it continues."""
         self._detokeniser = tokenizer.detokeniser(skip_special_tokens=options.skip_special_tokens, before=before)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
+        self._include = options.include_stop
         self._min_tokens = options.min_tokens
         self._stops = bool(options.stops)
         # Output tokens so far.
@@ -162,6 +171,9 @@ class AnswerAssembler:
             parts.append(self._show(self._detokeniser.feed(token)))
             if self._matcher.matched is not None:
                 break
+        # As in vLLM: the token that ended the answer is shown like a stop string, unless it is a special one.
+        if self._include and delta.stop_token is not None and self._matcher.matched is None:
+            parts.append(self._show(self._detokeniser.feed(delta.stop_token)))
         finish: Literal["stop", "length"] | None = None
         # A character left incomplete at the end may itself complete a stop string.
         if delta.finish is not None and self._matcher.matched is None:

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from headway.core.sampling import TokenLogprobs
 from headway.serving.tokenizer import ModelTokenizer
 
 _LOWEST = -9999.0
+_PART = 512
+"""Tokens that are encoded at once: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,19 @@ def completion_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer
     }
 
 
-def prompt_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> list[dict[str, Any] | None]:
-    """Return vLLM's form of a prompt's log-probabilities: for each token an object by id, the token's own first."""
+def prompt_logprobs(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> msgspec.Raw:
+    """Return vLLM's form of a prompt's log-probabilities: for each token an object by id, the token's own first.
+
+    As JSON, encoded in parts: an encoder holds the interpreter's lock from first byte to last.
+    """
+    parts = [
+        msgspec.json.encode(_prompt_entries(scored[at : at + _PART], tokenizer))[1:-1]
+        for at in range(0, len(scored), _PART)
+    ]
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def _prompt_entries(scored: Sequence[ScoredToken], tokenizer: ModelTokenizer) -> list[dict[str, Any] | None]:
     found: list[dict[str, Any] | None] = []
     for item in scored:
         if item.logprobs is None:

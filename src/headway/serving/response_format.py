@@ -15,12 +15,25 @@ from headway.serving.context import ServerContext
 from headway.serving.generation_job import GenerationJob, RequestContext
 from headway.serving.journaled_request import Kind
 from headway.serving.json_object import kind
+from headway.serving.logprobs import ScoredToken, chat_logprobs
 from headway.serving.prompts import PromptReader
-from headway.serving.request_bodies import NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
+from headway.serving.request_bodies import MAX_LOGPROBS, NO_STRUCTURE, NO_TOOLS, RequestBody, Unsupported, read_body
 
 _PASSED = ("model", "stream", "temperature", "top_p", "seed", "slo", "class", "priority", "timeout_s", "user", "stop",
            "cache_salt", "cache_prompt", "context_id")  # fmt: skip
 """Fields that a chat has under the same name."""
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponseText(RequestBody):
+    """How the answer's text is to be."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "format": (({"type": "text"},), NO_STRUCTURE),
+        "verbosity": (("medium",), "say in the instructions how long answers should be"),
+    }
 
 
 class ResponseBody(RequestBody):
@@ -30,7 +43,6 @@ class ResponseBody(RequestBody):
     unsupported: ClassVar[Unsupported] = {
         "tools": (([],), NO_TOOLS),
         "tool_choice": (("none", "auto"), NO_TOOLS),
-        "text": (({"format": {"type": "text"}}, {}), NO_STRUCTURE),
         "previous_response_id": ((), "nothing is stored: send the whole conversation as 'input'"),
         "conversation": ((), "nothing is stored: send the whole conversation as 'input'"),
         "background": ((False,), "answers are not kept: wait for this one"),
@@ -43,16 +55,29 @@ class ResponseBody(RequestBody):
     ] = Field(description="text, or an array of messages: role and content (text)")
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="most output tokens")
+    text: ResponseText = Field(ResponseText(), description="format: text; verbosity: medium")
+    include: list[str] = Field([], max_length=16, description="message.output_text.logprobs: log-probabilities")
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="alternatives for each; needs include")
     stream: bool = Field(False, description="send the answer as server-sent events, as it comes")
 
 
 def parse_response(fields: Mapping[str, Any], context: RequestContext, prompts: PromptReader) -> GenerationJob:
     """Validate a body and read it as a chat. Raises RequestError or ApiError that names the field at fault."""
     body = read_body(ResponseBody, fields)
+    if isinstance(text := fields.get("text"), dict):
+        for name, (allowed, why) in ResponseText.unsupported.items():
+            if text.get(name) is not None and text[name] not in allowed:
+                raise RequestError(f"'text.{name}' is not supported: {why}", "text")
+    if other := [name for name in body.include if name != _LOGPROBS]:
+        raise RequestError(f"'include' holds {other[0][:40]!r}; only {_LOGPROBS!r} is supported", "include")
+    if body.top_logprobs and not body.include:
+        raise RequestError(f"'top_logprobs' needs 'include': [{_LOGPROBS!r}]", "top_logprobs")
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages += _messages(body.input)
     chat: dict[str, Any] = {name: value for name in _PASSED if (value := fields.get(name)) is not None}
     chat |= {"messages": messages}
+    if body.include:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
     if body.stream:
@@ -101,6 +126,7 @@ class ResponseFormat:
         self.job = job
         self._header = AnswerHeader.of("resp", request_id, job.model)
         self._item = f"msg-{request_id}"
+        self._tokenizer = server.tokenizer
         self._answer = ChoiceAnswer()
         self._sent = 0
 
@@ -110,12 +136,16 @@ class ResponseFormat:
         self._answer.add(piece)
         place = {"item_id": self._item, "output_index": 0, "content_index": 0}
         if piece.text:
-            events.append(self._event("response.output_text.delta", **place, delta=piece.text, logprobs=[]))
+            events.append(
+                self._event(
+                    "response.output_text.delta", **place, delta=piece.text, logprobs=self._logprobs(piece.scored)
+                )
+            )
         if piece.finish is not None:
-            text = "".join(self._answer.text)
+            text, scored = "".join(self._answer.text), self._logprobs(self._answer.scored)
             events += [
-                self._event("response.output_text.done", **place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **place, part=_text_part(text)),
+                self._event("response.output_text.done", **place, text=text, logprobs=scored),
+                self._event("response.content_part.done", **place, part=_text_part(text, scored)),
                 self._event("response.output_item.done", output_index=0, item=self._message(self._answer)),
             ]
         return events
@@ -137,7 +167,11 @@ class ResponseFormat:
             self._event("response.in_progress", response=begun),
             self._event("response.output_item.added", output_index=0, item=message),
             self._event(
-                "response.content_part.added", item_id=self._item, output_index=0, content_index=0, part=_text_part("")
+                "response.content_part.added",
+                item_id=self._item,
+                output_index=0,
+                content_index=0,
+                part=_text_part("", []),
             ),
         ]
 
@@ -145,10 +179,16 @@ class ResponseFormat:
         self._sent += 1
         return {"type": name, "sequence_number": self._sent - 1, **content}
 
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+        if self.job.params.logprobs is None:
+            return []
+        found: list[dict[str, Any]] = chat_logprobs(scored, self._tokenizer)["content"]
+        return found
+
     def _message(self, answer: ChoiceAnswer) -> dict[str, Any]:
         return {
             "id": self._item, "type": "message", "role": "assistant", "status": _status(answer),
-            "content": [_text_part("".join(answer.text))],
+            "content": [_text_part("".join(answer.text), self._logprobs(answer.scored))],
         }  # fmt: skip
 
     def _response(self, answer: ChoiceAnswer | None, usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -167,8 +207,8 @@ def _status(answer: ChoiceAnswer) -> str:
     return "incomplete" if answer.finish == "length" else "completed"
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

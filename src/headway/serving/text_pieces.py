@@ -48,7 +48,9 @@ class TextPieces:
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, description: Mapping[str, Any]) -> TextPieces | None:
         """Make the cutter for a tokenizer and its tokenizer.json; None where no exact cut is known."""
-        added = description.get("added_tokens") or []
+        # With `split_special_tokens` special ones are text like any other.
+        split = bool(backend.encode_special_tokens)
+        added = [each for each in description.get("added_tokens") or [] if not (split and each.get("special"))]
         normalizer = description.get("normalizer")
         # Such added tokens depend on, or take, what is beside them; `normalized` ones are sought in other text.
         besides = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
