@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 TABLE = REFERENCE / "policy-table.md"
-DEFAULT = "lars, default"
+DEFAULT = "ladder, default"
 WITHIN = 0.05
 TITLE = "## The default against the best"
 WORDS = (

@@ -18,7 +18,7 @@ STEPS = (
         "Convoy",
         [
             sys.executable, "-m", "headway.cli.main", "bench", "convoy", "--model", "out/reference",
-            "--long-tokens", "32768", "--policies", "lars,fcfs", "--json", "out/convoy-reference.json",
+            "--long-tokens", "32768", "--policies", "ladder,fcfs", "--json", "out/convoy-reference.json",
             "--plot", "out/convoy-reference.png",
         ],
     ),

@@ -1,6 +1,6 @@
 """How long one decision takes: `python -m benchmarks.scheduler_decision`. Medians of `schedule()` alone, CPU time.
 
-2,048 requests decode; 64 (or 1,000) prefills wait or are half done; LARS with adaptive chunks on a model like
+2,048 requests decode; 64 (or 1,000) prefills wait or are half done; the ladder with adaptive chunks on a model like
 Llama-3-8B on an H100. Beside it `complete()`, and both for a static chunk. A decision includes policy order,
 packing, sizing of chunks, KV admission and the batch. `at once`: the prefills come together, and the first decisions
 after that are counted; `kept up`: whenever one completes another comes, for 100 times as many decisions; then most of
@@ -109,9 +109,9 @@ def main() -> None:
     rows = [
         measure(decodes, waiting, policy, chunking, arguments.rounds)
         for decodes, waiting in ((128, 64), (2048, 64), (2048, 1000))
-        for policy, chunking in (("lars", "adaptive"), ("fcfs", "static:4096"))
+        for policy, chunking in (("ladder", "adaptive"), ("fcfs", "static:4096"))
     ]
-    rows.insert(3, measure(2048, 64, "lars", "adaptive", 100 * arguments.rounds, kept_up=True))
+    rows.insert(3, measure(2048, 64, "ladder", "adaptive", 100 * arguments.rounds, kept_up=True))
     if arguments.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=1))
         return

@@ -32,24 +32,20 @@ MODULES = (
         for name in (
             "admission",
             "batch_builder",
-            "candidates",
-            "chunk_allocation",
             "chunking_strategies",
             "completion",
             "decision",
             "decodes",
             "efficient_chunks",
-            "fcfs",
+            "fill",
             "group_state",
             "iteration_budget",
-            "lars",
+            "medha",
             "prefill",
             "queue",
             "scheduler",
             "sequence",
-            "space_sharing",
             "tbt_targets",
-            "urgency",
         )
     ),
     "sim/decode_cohorts",
@@ -63,7 +59,7 @@ INTERPRETED_BASES = {"msgspec.Struct", "Protocol", "NamedTuple"}
 """Classes with such bases stay interpreted: mypyc drops the options of a class statement (`frozen=True`), and
 interpreted classes inherit from protocols. A compiled class may inherit from compiled ones only: one that inherited
 from a protocol crashed in the garbage collector."""
-COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "_QueueCounts"}
+COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "WaitingQueue"}
 _MYPY_SETTINGS = """[mypy]
 follow_imports = silent
 ignore_missing_imports = True

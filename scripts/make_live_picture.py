@@ -41,7 +41,7 @@ def chats_and_documents(seed: int = 3) -> ReplayedRun:
         at_s += chance.expovariate(3.0)
         klass = chance.choice(["strict", "chat", "chat"])
         workload.append(TraceRequest(at_s, chance.randrange(60, 700), chance.randrange(20, 120), klass))
-    config = SchedulerConfig(t_target_s=0.04, long_tokens=4_000)
+    config = SchedulerConfig(t_target_s=0.04)
     spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=150_000, block_tokens=16)
     events: list[dict[str, Any]] = []
     ordered = sorted(workload, key=lambda one: one.arrival_s)

@@ -40,7 +40,7 @@ FILES = (
 """Those that make a scheduler."""
 MODES = ("stock", "unlimited", "default")
 UNLIMITED = {
-    "policy": "fcfs", "t_target_ms": 1e9, "newcomer_wait_ms": 1e9, "long_tokens": 1 << 40, "min_chunk": 1,
+    "policy": "fcfs", "t_target_ms": 1e9,
 }  # fmt: skip
 REASONS = {
     "mamba_align": "calls Headway's method with a stand-in for the scheduler, which has no quotas",

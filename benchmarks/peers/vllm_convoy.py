@@ -130,7 +130,7 @@ def _convoys(a: argparse.Namespace, runs: Sequence[str]) -> list[dict[str, Any]]
         words = ["--t-target-ms", aim, "--dtype", a.dtype, "--no-prefix-cache"]
         if a.threads:
             words += ["--threads", str(a.threads)]
-        return _measured(a, "--model", a.model, "--policies", "lars", "--server-args", " ".join(words))
+        return _measured(a, "--model", a.model, "--policies", "ladder", "--server-args", " ".join(words))
     started = time.monotonic()
     servers = [
         vllm_server(

@@ -77,7 +77,7 @@ def main() -> None:
             requests = {"conversations": conversations, "agents": agents}[name](a)
             print(f"{name}: {len(requests)} requests, {sum(r.prompt_tokens for r in requests):,} prompt tokens")
             for run in a.runs.split(","):
-                settings = {"profile": str(profile), "even_rows": False} if run == "headway" else None
+                settings = {"profile": str(profile)} if run == "headway" else None
                 engine = TracedEngine(
                     model, TableLatency(source), requests, stock=run != "headway", settings=settings,
                     asynchronous=True, blocks=a.blocks, batched_tokens=8192, max_num_seqs=256,

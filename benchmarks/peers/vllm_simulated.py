@@ -194,7 +194,7 @@ def _simulated(a: argparse.Namespace, run: str) -> dict[str, Any]:
             "max_num_batched_tokens": BATCHED_TOKENS,
             "block_size": BLOCK_TOKENS,
             "async_scheduling": False,
-            **({"headway": {"t_target_ms": float(run.removeprefix("headway:")), "even_rows": True}} if plugged else {}),
+            **({"headway": {"t_target_ms": float(run.removeprefix("headway:"))}} if plugged else {}),
         },
         "latency": {"source": "table", "file": str(_file(a, run, "table.json")), "learns": plugged},
         "memory": {"kv_tokens": KV_TOKENS},

@@ -28,8 +28,8 @@ def test_the_demo_reports_its_measurements_and_wrong_answers(
         signal.signal(signal.SIGTERM, before)
     out = capsys.readouterr().out
     assert "WRONG" in out
-    assert "lars, adaptive: the document was read in" in out
-    assert "times that under lars" in out
+    assert "ladder, adaptive: the document was read in" in out
+    assert "times that under ladder" in out
     assert len(json.loads((tmp_path / "convoy.json").read_text())["runs"]) == 2
     assert (tmp_path / "convoy.png").exists()
 

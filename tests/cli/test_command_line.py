@@ -107,11 +107,10 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--scheduling-policy", "lottery"], "unknown scheduling policy 'lottery': choose one of fcfs, edf, lrs"),
+        (["--scheduling-policy", "lottery"], "unknown scheduling policy 'lottery': choose one of ladder, fcfs, edf"),
         (["--chunking", "static:none"], "unknown chunking 'static:none'"),
         (["--mode", "sloppy"], "mode must be 'default' or 'paper', not 'sloppy'"),
         (["--t-target-ms", "-1"], "--t-target-ms: must be above 0, not -1"),
-        (["--newcomer-wait-ms", "-1"], "--newcomer-wait-ms: must be at least 0, not -1"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["--max-model-len", "a lot"], "--max-model-len: 'a lot' is not a number of tokens"),
         (["/no/such/model"], "/no/such/model is not a folder"),
@@ -185,7 +184,7 @@ def test_print_config_can_be_fed_back_also_in_paper_mode(tmp_path: Path) -> None
     config = tmp_path / "c.yaml"
     config.write_text(first.stdout)
     shown = yaml.safe_load(first.stdout)
-    assert (shown["t_target_ms"], shown["rho_min"], shown["subtract_times"]) == (40.0, 0.0, True)
+    assert (shown["t_target_ms"], shown["mode"], shown["scheduling_policy"]) == (40.0, "paper", "lars")
     assert headway("serve", "--print-config", "--config", str(config)).stdout == first.stdout
 
 

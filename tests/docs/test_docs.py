@@ -52,7 +52,7 @@ def resolves(name: str) -> bool:
 def test_every_module_that_a_page_names_exists(page: Path):
     pattern = rf"`((?:headway\.)?(?:{'|'.join((*PACKAGES, STUDIES))})(?:\.\w+)+)`"
     named = set(re.findall(pattern, written_text(page)))
-    fields = {"policy.policy", "policy.t_target_s", "policy.admission_age_s", "policy.kv_headroom"}
+    fields = {"policy.policy", "policy.t_target_s", "policy.medha"}
     fields |= {f"vllm.{name}" for name in VllmSection.model_fields}
     assert [name for name in sorted(named) if name not in fields and not resolves(name)] == []
 

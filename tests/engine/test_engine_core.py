@@ -32,7 +32,7 @@ def test_every_request_gets_its_own_tokens_whatever_runs_beside_it(seed: int, st
     rng = random.Random(seed)
     executor = FakeExecutor(blocks=20)
     info = replace(INFO, max_model_len=320, max_queued_requests=1000)
-    core = make_core(executor, info, stages=stages, reserve_tokens=0)
+    core = make_core(executor, info, stages=stages)
     prompts = {f"r{i}": [rng.randrange(VOCAB) for _ in range(rng.choice((1, 20, 200)))] for i in range(25)}
     waiting, heard, sizes, aborted = list(prompts), Heard(), {}, set()
     while waiting or not core.idle:
@@ -257,7 +257,7 @@ def test_an_old_time_out_does_not_end_a_later_request_of_the_same_name() -> None
 
 
 def test_counters_never_fall_and_add_up() -> None:
-    core = make_core(FakeExecutor(blocks=12), replace(INFO, max_model_len=160), reserve_tokens=0)
+    core = make_core(FakeExecutor(blocks=12), replace(INFO, max_model_len=160))
     prompts = {f"r{i}": [i + 1] * 50 for i in range(5)}
     for name, prompt in prompts.items():
         submit(core, name, prompt, max_tokens=60)

@@ -79,7 +79,7 @@ class CachedWorld:
         cache = PrefixCache(make_eviction(self.eviction, lambda depth: 1.0 + depth), BLOCK, self.unused_blocks)
         self.cache = cache
         self.manager = BlockManager(self.pool_tokens, BLOCK, cache)
-        config = SchedulerConfig(stages=self.stages, reserve_tokens=32)
+        config = SchedulerConfig(stages=self.stages)
         self.scheduler = Scheduler(config, model, self.manager)
         self.prefixes = PrefixNumbers()
         self.live: dict[str, Client] = {}

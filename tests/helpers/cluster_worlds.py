@@ -38,7 +38,10 @@ def cluster(
     first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]  # type: ignore[arg-type]
     nodes = -(-count // per_node)
     rest = [ClusterInstance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
-    config = SchedulerConfig(policy="fcfs", chunking="whole", long_tokens=1 << 40, long_iterations=0.0)
+    config = SchedulerConfig(
+        policy="fcfs",
+        chunking="whole",
+    )
 
     def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
         return InstanceSpec(config=config, latency=small_machine(), kv_tokens=64_000 * len(group), block_tokens=16)

@@ -16,7 +16,7 @@ BLOCK = 16
 
 def engine(kv_tokens: int, **fields: object) -> EngineCore:
     """Small chunks: a document takes several iterations."""
-    scheduler = {"max_num_batched_tokens": 96, "reserve_tokens": 16}
+    scheduler = {"max_num_batched_tokens": 96}
     settings: dict[str, object] = {
         "model": str(model_path()), "block_size": BLOCK, "kv_cache_bytes": kv_tokens * token_bytes(), **fields
     }  # fmt: skip

@@ -44,7 +44,7 @@ def make_core(
 ) -> EngineCore:
     """An engine on a manual clock."""
     executor = executor or FakeExecutor()
-    config = SchedulerConfig.named("default", **{"t_target_s": 0.02, "reserve_tokens": 16, **fields})
+    config = SchedulerConfig.named("default", **{"t_target_s": 0.02, **fields})
     block_manager = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
     return EngineCore(Scheduler(config, RowLatency(), block_manager), executor, ManualClock(), info, log)
 

@@ -13,6 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from headway.core.batch import Batch, GroupBatch
 from headway.core.errors import InvariantError
@@ -22,6 +23,8 @@ from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
+from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
+from headway.policy.iteration.medha import MedhaConfig
 from headway.sim.decode_cohorts import DecodeTrack
 from headway.sim.noise import NoiseSource, NoiseSpec
 from headway.sim.pipeline import StageLink
@@ -61,20 +64,24 @@ def small_machine() -> TableLatency:
     return TableLatency(source, 4096)
 
 
+def random_config(rng: random.Random, **fields: Any) -> SchedulerConfig:
+    """Return settings with a random policy, under Medha's rules or not, on top of `fields`."""
+    policy = rng.choice(("ladder", "ladder", "ladder", "fcfs", "edf", "lrs", "srpt", "lars", "lars"))
+    if policy == "ladder":
+        return SchedulerConfig(policy=policy, **fields)
+    rules = MedhaConfig(space_sharing=policy == "lars" or rng.random() < 0.5, long_tokens=200)
+    medha = rules if policy == "lars" or rng.random() < 0.5 else None
+    return SchedulerConfig.named(rng.choice(("default", "default", "paper")), policy=policy, medha=medha, **fields)
+
+
 def random_spec(rng: random.Random) -> InstanceSpec:
     """Return an instance of random policy, chunking, pipeline and mode, with a KV pool that decodes exhaust."""
-    config = SchedulerConfig.named(
-        rng.choice(("default", "default", "paper")),
-        policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
+    config = random_config(
+        rng,
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
-        newcomer_wait_s=0.01,
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((64, 256, 2048)),
-        long_tokens=200,
-        reserve_tokens=rng.choice((0, 8, 64)),
-        kv_headroom=rng.choice((0.0, 0.05, 0.3)),
-        admission_age_s=rng.choice((0.05, 1.0)),
         stages=rng.choice((1, 1, 2, 3)),
         pipeline_schedule=rng.choice(("stream", "microbatch")),
     )
@@ -154,13 +161,13 @@ class _AuditedReplica(SimulatedEngine):
             audit.cursor += 1
         kv = sum(self.audits[name].cursor - self.audits[name].base for name in part.decodes.members)
         require(kv == part.decodes.kv_sum, "the batch", f"reads {kv} KV tokens and says {part.decodes.kv_sum}")
-        longs = 0
+        longs, medha = 0, self.spec.config.medha_rules
         for chunk in part.prefills:
             audit, track = self.audits[chunk.request], self.tracks[chunk.request]
             require(chunk.start == audit.cursor, chunk.request, f"computes from {chunk.start}, not {audit.cursor}")
             audit.cursor += chunk.tokens
-            # the scheduler admits at most one long prefill to a batch
-            longs += track.request.prompt_tokens > self.spec.config.long_tokens
+            # Medha's rules give at most one long prefill tokens
+            longs += medha is not None and track.request.prompt_tokens > medha.long_tokens
         require(longs <= 1, "the batch", f"holds {longs} long prefills")
         for name in (*part.decodes.members, *(chunk.request for chunk in part.prefills)):
             held, audit = sum(count for _, count in tables.runs(name)) * BLOCK, self.audits[name]
@@ -172,15 +179,16 @@ class _AuditedReplica(SimulatedEngine):
         idle = any(not part.prefills for part in batch.parts)  # its decodes alone may exceed it
         if config.chunking != "adaptive" or not chunks or (idle and len(batch.parts) > 1):
             return
-        # an iteration may take `least_gain` times the cost of one row, however low the target is
+        # an iteration may take `LEAST_GAIN` times the cost of one row, however low the target is
         one_s = self.latency.rows_s(1)
         completes = any(chunk.last for chunk in chunks)
         target_s = reference_aim_s(config, self.latency)
         if not any(part.decodes.members for part in batch.parts):
-            target_s = max(target_s, config.newcomer_wait_s or 0.0)
-        budget_s = max(target_s, config.least_gain * one_s) * (1 + 1e-9)
-        # a chunk that completes a prompt may exceed the target by `stretch`
-        budget_s *= 1.0 + config.stretch if completes else 1.0
+            target_s = max(target_s, LONGEST_WAIT_S)
+        budget_s = max(target_s, LEAST_GAIN * one_s) * (1 + 1e-9)
+        # under Medha's rules a chunk that completes a prompt may exceed the target by `stretch`
+        medha = config.medha_rules
+        budget_s *= 1.0 + medha.stretch if completes and medha is not None else 1.0
         # a lone chunk of the smallest size is always allowed, so that prefills advance
         alone = len(chunks) == 1 or len(batch.parts) > 1
         progress = alone and any(chunk.tokens <= max(1, config.min_chunk) for chunk in chunks)

@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from tests.helpers.faults import random_config
+from tests.helpers.scheduler_simulation import is_long
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, GroupBatch, RemoteAttention, RequestProgress
@@ -23,7 +25,8 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.shard_exchange import ShardExchangeCost
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler
-from headway.policy.iteration.prefill import LONG, WHOLE
+from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
+from headway.policy.iteration.prefill import WHOLE
 
 BLOCK = 16
 
@@ -224,7 +227,7 @@ class GroupedWorld:
             assert book.cursor <= known
             assert chunk.last == (book.cursor == known)
             rows[chunk.request] = chunk.tokens
-            longs += self.scheduler.groups[0].policy.urgency.size(book.request) == LONG
+            longs += is_long(self.config, book.request)
         assert longs <= 1
         for name in self._names(part):
             book = self.books[name]
@@ -281,11 +284,11 @@ class GroupedWorld:
         if rules.chunking != "adaptive" or not chunks:
             return
         assert rules.t_target_s is not None
-        assert rules.newcomer_wait_s is not None
         decodes = any(part.decodes.members for part in batch.parts)
-        target_s = rules.t_target_s if decodes else max(rules.t_target_s, rules.newcomer_wait_s)
-        budget_s = max(target_s, rules.least_gain * float(model.token_s(1, 1)[0]))
-        budget_s *= 1.0 + rules.stretch if any(chunk.last for chunk in chunks) else 1.0
+        target_s = rules.t_target_s if decodes else max(rules.t_target_s, LONGEST_WAIT_S)
+        budget_s = max(target_s, LEAST_GAIN * float(model.token_s(1, 1)[0]))
+        medha = rules.medha_rules
+        budget_s *= 1.0 + medha.stretch if medha is not None and any(chunk.last for chunk in chunks) else 1.0
         progress = any(chunk.tokens <= max(1, rules.min_chunk) for chunk in chunks)
         for part, seconds in zip(batch.parts, times, strict=True):
             busy = part.prefills or any(assist.request in chunked for assist in part.assists)
@@ -297,18 +300,12 @@ def grouped_world(seed: int) -> GroupedWorld:
     rng = random.Random(f"groups {seed}")
     groups = rng.choice((2, 2, 3, 4))
     pool = rng.choice((320, 640, 960))
-    config = SchedulerConfig.named(
-        rng.choice(("default", "default", "paper")),
-        policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
+    config = random_config(
+        rng,
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
-        newcomer_wait_s=random.Random(f"wait {seed}").choice((0.0, 0.03)),
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((64, 256, 2048)),
-        long_tokens=200,
-        reserve_tokens=rng.choice((0, 8, 64)),
-        kv_headroom=rng.choice((0.0, 0.05, 0.3)),
-        admission_age_s=rng.choice((0.01, 0.05, 1.0)),
         stages=rng.choice((1, 1, 2, 3)),
         pipeline_schedule=rng.choice(("stream", "microbatch")),
         kv_parallel=groups,

@@ -23,7 +23,7 @@ EVERY_S = 0.1
 
 def logged_events(workload: Sequence[TraceRequest] = CONVOY, **fields: Any) -> list[dict[str, Any]]:
     """The event log of a simulated run."""
-    fields = {"t_target_s": 0.02, "long_tokens": 4_000, "newcomer_wait_s": 0.0, **fields}
+    fields = {"t_target_s": 0.02, **fields}
     events: list[dict[str, Any]] = []
     spec = InstanceSpec(config=SchedulerConfig(**fields), latency=small_machine(), kv_tokens=60_000, block_tokens=16)
     simulate(spec, workload, RunSpec(timeout_s=60.0), log=lambda kind, more: events.append({"event": kind, **more}))
@@ -33,7 +33,7 @@ def logged_events(workload: Sequence[TraceRequest] = CONVOY, **fields: Any) -> l
 def sampled_feed(events: Sequence[dict[str, Any]]) -> tuple[LiveFeed, ReplayedRun]:
     """The feed of a server whose engine had these events, and the run."""
     run = replay(events, detail=True)
-    feed = LiveFeed(run.config.policy, run.config.t_target_s, run.config.long_tokens)
+    feed = LiveFeed(run.config.policy, run.config.t_target_s, 4_000)
     state = _ReplayState(replay(events[:1]), events[0], False)
     sampler = IterationSampler(state.scheduler)
     happenings = [(one.arrival_s, 0, lambda one=one: feed.arrived(followed(one))) for one in run.records]

@@ -32,6 +32,7 @@ class CountedPool:
 
     def __init__(self, n_blocks: int, block_tokens: int) -> None:
         self.n_blocks, self.block_tokens = n_blocks, block_tokens
+        self.reserve_tokens = n_blocks * block_tokens // 64
         self.blocks: dict[str, int] = {}
 
     @property
@@ -44,9 +45,6 @@ class CountedPool:
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         return -(-tokens // self.block_tokens) - self.held_blocks(request_id)
-
-    def most_blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
 
     def held_blocks(self, request_id: str) -> int:
         return self.blocks.get(request_id, 0)

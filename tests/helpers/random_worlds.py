@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import msgspec
+from tests.helpers.faults import random_config
 from tests.helpers.scheduler_simulation import World
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
-from headway.policy.iteration.config import SchedulerConfig
 
 
 def interrupted_world(seed: int) -> World:
@@ -30,22 +30,12 @@ def random_world(seed: int) -> World:
     """Any policy, chunking, pipeline and mode; a pool so small that decodes exhaust it; arrivals outrun service."""
     rng = random.Random(seed)
     stages = rng.choice((1, 1, 2, 3))
-    config = SchedulerConfig.named(
-        rng.choice(("default", "default", "paper")),
-        policy=rng.choice(("fcfs", "edf", "lrs", "srpt", "lars", "lars")),
+    config = random_config(
+        rng,
         chunking=rng.choice(("adaptive", "adaptive", "static:96", "whole")),
         t_target_s=rng.choice((0.004, 0.01, 0.02)),
-        newcomer_wait_s=random.Random(f"wait {seed}").choice((0.0, 0.03, None)),
         max_num_seqs=rng.choice((3, 8, 64)),
         max_num_batched_tokens=rng.choice((48, 256, 2048)),
-        progress_every=rng.choice((1, 4)),
-        long_tokens=200,
-        long_iterations=rng.choice((0.0, 0.0, 0.5)),
-        least_gain=rng.choice((0.0, 3.0)),
-        reserve_tokens=rng.choice((0, 8, 64)),
-        kv_headroom=rng.choice((0.0, 0.05, 0.3)),
-        admission_age_s=rng.choice((0.05, 1.0)),
-        deadline_base_s=rng.choice((0.02, 1.0)),
         stages=stages,
         pipeline_schedule=rng.choice(("stream", "microbatch")),
     )

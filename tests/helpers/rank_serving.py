@@ -61,7 +61,7 @@ def make_core(
         mode="default", t_target_s=0.02, max_num_seqs=64, max_queued_requests=1000, parameters=1, weights_bytes=4,
         kv_bytes=4,
     )  # fmt: skip
-    config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "reserve_tokens": 8, "min_chunk": 1, **scheduler})
+    config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "min_chunk": 1, **scheduler})
     latency = RowLatency()
     block_managers = [
         BlockManager(

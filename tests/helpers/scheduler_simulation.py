@@ -24,10 +24,17 @@ from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.prefill import LONG
+from headway.policy.iteration.fill import PROGRESS_EVERY
+from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.scheduler import Scheduler
 
 BLOCK = 16
+
+
+def is_long(config: SchedulerConfig, request: Request) -> bool:
+    """Whether Medha's rules hold and the prompt is long by its tokens alone."""
+    medha = config.medha_rules
+    return medha is not None and request.prompt_tokens - request.cached_tokens > medha.long_tokens
 
 
 @dataclass
@@ -94,10 +101,7 @@ class World:
     def _arrive(self) -> None:
         while self.arrivals and self.arrivals[0][0].arrival_s <= self.now:
             request, output = self.arrivals.popleft()
-            book = self.books[request.id] = Book(
-                request, output, is_long=self.scheduler.policy.urgency.size(request) == LONG
-            )
-            assert book.is_long or request.prompt_tokens <= self.config.long_tokens
+            self.books[request.id] = Book(request, output, is_long=is_long(self.config, request))
             self.scheduler.add(Span.whole(request), self.now)
 
     def _meddle(self) -> None:
@@ -300,18 +304,18 @@ class World:
             target_s = rules.t_target_s
             if not any(book.decoding for book in self.books.values()):
                 # Only a newcomer would wait: the longest default wait is 1 s.
-                target_s = max(target_s, 1.0 if rules.newcomer_wait_s is None else rules.newcomer_wait_s)
+                target_s = max(target_s, LONGEST_WAIT_S)
             budget_s = min([target_s, *(tbt_s / rules.gap_stages for tbt_s in promises)])
             one_token_s = float(self.scheduler.latency.token_s(1, 1)[0])
-            budget_s = max(budget_s, rules.least_gain * one_token_s)
-            budget_s = max(budget_s, rules.least_gain * float(self.model.token_s(1, 1)[0]))
-            if any(chunk.last for chunk in part.prefills):
-                budget_s *= 1.0 + rules.stretch
+            budget_s = max(budget_s, LEAST_GAIN * one_token_s)
+            budget_s = max(budget_s, LEAST_GAIN * float(self.model.token_s(1, 1)[0]))
+            if any(chunk.last for chunk in part.prefills) and rules.medha_rules is not None:
+                budget_s *= 1.0 + rules.medha_rules.stretch
             exception = len(chunks) == 1 and chunks[0] <= max(1, rules.min_chunk)
             assert batch.predicted_s <= budget_s * (1 + 1e-9) or exception
 
     def _check_progress(self, batch: Batch, flying: set[str]) -> None:
-        """While a begun prefill could run, one advances at least every `progress_every` iterations."""
+        """While a begun prefill could run, one advances at least every `PROGRESS_EVERY` iterations."""
         rules = self.config
         begun = [
             book
@@ -325,4 +329,4 @@ class World:
         full = batch.parts[0].decodes.count >= rules.max_num_batched_tokens
         held = rules.chunking != "adaptive" or not rules.min_chunk or full
         self.idle_batches = 0 if batch.parts[0].prefills or held or not begun else self.idle_batches + 1
-        assert self.idle_batches <= rules.progress_every
+        assert self.idle_batches <= PROGRESS_EVERY

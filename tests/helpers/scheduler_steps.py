@@ -13,9 +13,7 @@ from headway.policy.iteration.scheduler import Scheduler
 
 
 def make_scheduler(pool: int = 1600, model: object = None, mode: str = "default", **fields: object) -> Scheduler:
-    config = SchedulerConfig.named(
-        mode, **{"t_target_s": 0.02, "newcomer_wait_s": 0.0, "reserve_tokens": 0, "kv_headroom": 0.0, **fields}
-    )  # type: ignore[arg-type]
+    config = SchedulerConfig.named(mode, **{"t_target_s": 0.02, **fields})  # type: ignore[arg-type]
     return Scheduler(config, model or small_machine(), BlockManager(pool, 16))  # type: ignore[arg-type]
 
 

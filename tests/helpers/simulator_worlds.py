@@ -22,11 +22,10 @@ def requests(rng: random.Random, count: int) -> list[TraceRequest]:
 
 def instance(rng: random.Random) -> InstanceSpec:
     config = SchedulerConfig(
-        policy=rng.choice(("fcfs", "lars", "srpt")),
+        policy=rng.choice(("fcfs", "lars", "srpt", "ladder", "ladder")),
         chunking=rng.choice(("static:96", "adaptive", "whole")),
         stages=rng.choice((1, 1, 2, 3)),
         pipeline_schedule=rng.choice(("stream", "microbatch")),
-        reserve_tokens=rng.choice((0, 8, 64)),
         max_num_seqs=rng.choice((3, 64)),
     )
     link = StageLink(rng.choice((0.0, 1e-4)), 1e-6)

@@ -159,7 +159,7 @@ def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(seed: int) -
     with VirtualWorld(checkpoint("llama"), layout, kv_blocks=16) as world:
         told = Joins()
         core = make_core(
-            world.executor, 16, log=told, stages=layout.stages, kv_parallel=2, kv_shard_tokens=40, reserve_tokens=0,
+            world.executor, 16, log=told, stages=layout.stages, kv_parallel=2, kv_shard_tokens=40,
             chunking="static:16",
         )  # fmt: skip
         got = serve(core, asks)

@@ -38,7 +38,7 @@ def test_requests_that_are_recomputed_for_want_of_memory_stay_exact(tp: int, sta
     folder = checkpoint("llama")
     asks = [Ask(prompt_of(i, 40), 60, i) for i in range(6)]
     with VirtualWorld(folder, ParallelLayout(tp=tp, stages=stages), kv_blocks=40) as world:
-        core = make_core(world.executor, 40, stages=stages, reserve_tokens=0, chunking="static:16")
+        core = make_core(world.executor, 40, stages=stages, chunking="static:16")
         got = serve(core, asks)
         assert core.stats().preemptions_total > 0
     assert got == [expected("llama", i, 40, 60) for i in range(6)]

@@ -33,7 +33,7 @@ def scenario(**policy: Any) -> dict[str, Any]:
         {"class": "chat", "share": 20, "prompt": "fixed:200", "output": "fixed:5"},
         {"class": "document", "share": 1, "prompt": "fixed:60000", "output": "fixed:5"},
     ]
-    return {"workload": {"mix": mix, "qps": 4.0, "requests": 80}, "policy": {"space_sharing": False, **policy}}
+    return {"workload": {"mix": mix, "qps": 4.0, "requests": 80}, "policy": {**policy}}
 
 
 def test_an_order_of_one_s_own_decides_in_the_simulator() -> None:
@@ -48,11 +48,11 @@ def test_an_order_of_one_s_own_decides_in_the_simulator() -> None:
 
 def test_a_placement_of_one_s_own_decides_in_the_simulator() -> None:
     cluster = {"placement": ROUND_ROBIN, "options": {"stride": 1}, "pools": [{"count": 3}]}
-    result = simulate({**scenario(), "cluster": cluster})
+    result = simulate({**scenario(policy="fcfs"), "cluster": cluster})
     rows = result.rows()
     assert len(rows) == 80
     assert all(row["ttft_s"] is not None for row in rows)
-    one = simulate({**scenario(), "cluster": {**cluster, "options": {"stride": 3}}})
+    one = simulate({**scenario(policy="fcfs"), "cluster": {**cluster, "options": {"stride": 3}}})
     # With a stride of three all requests queue on one of three instances.
     assert one.summary()["chat"]["ttft_s"]["p99"] > result.summary()["chat"]["ttft_s"]["p99"]
 

@@ -40,7 +40,7 @@ def write(folder: Path, **changes: Any) -> str:
 def test_plan_prints_the_cheapest_plan_and_its_margins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", write(tmp_path), "--jobs", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "Cheapest plan: 1 × tp1, lars, 50 ms on 1 × a100-80gb (cost 1)" in shown
+    assert "Cheapest plan: 1 × tp1, ladder, 50 ms on 1 × a100-80gb (cost 1)" in shown
     assert "chat TTFT P99" in shown
     assert "not measured" in shown
 

@@ -26,6 +26,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.group_state import GroupState
 from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
 from headway.policy.iteration.lockstep import LockstepBatch
+from headway.policy.iteration.medha import MedhaConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.shard_table import connected
 from headway.policy.iteration.shards import limit_of, shard_tokens
@@ -104,7 +105,7 @@ def test_one_group_decides_as_a_plain_scheduler(seed: int) -> None:
 def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups: int) -> None:
     """So they are never slower than these: what each group does, and when, is the same."""
     rng = random.Random(seed)
-    config = SchedulerConfig(t_target_s=0.01, max_num_seqs=8, reserve_tokens=16, kv_parallel=groups)
+    config = SchedulerConfig(t_target_s=0.01, max_num_seqs=8, kv_parallel=groups)
     model = small_machine()
     grouped = GroupedScheduler(config, model, [BlockManager(640, 16) for _ in range(groups)])
     alone = [Scheduler(config, model, BlockManager(640, 16)) for _ in range(groups)]
@@ -141,8 +142,8 @@ def test_groups_with_shorts_only_decide_as_separate_schedulers(seed: int, groups
 def three_groups(stages: int = 1, **fields: object) -> GroupedScheduler:
     """Groups of 256 tokens, shards of 64; 1 ms a row and 100 ms an iteration."""
     config = SchedulerConfig.named(
-        "default", t_target_s=0.1, reserve_tokens=0, kv_headroom=0.0, long_tokens=60, kv_parallel=3, stages=stages,
-        kv_shard_tokens=70, least_gain=0.0, useful_share=1.0, **fields,
+        "default", policy="fcfs", medha=MedhaConfig(long_tokens=60, space_sharing=False), t_target_s=0.1,
+        kv_parallel=3, stages=stages, kv_shard_tokens=70, **fields,
     )  # fmt: skip
     return GroupedScheduler(config, Linear(row_s=0.001), [BlockManager(256, 16) for _ in range(3)])
 
@@ -234,7 +235,7 @@ def test_lockstep_groups_wait_until_all_are_free() -> None:
 
 
 def test_shortest_tbt_target_bounds_all_lockstep_groups() -> None:
-    scheduler = three_groups(rho_max=0.0, rho_min=0.0)
+    scheduler = three_groups()
     scheduler.add(request("long", 180), 0.0)
     parts(scheduler, 0.0)
     scheduler.add(request("x", 4, tbt_s=1.0), 0.1)  # group 1, where nothing waits

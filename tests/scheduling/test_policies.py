@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log2
+from dataclasses import asdict, fields
 
 import pytest
 from hypothesis import assume, given
@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.medha import MedhaConfig
 from headway.policy.iteration.ordering import POLICIES, PrefillFacts, make_policy, relative_slack
-from headway.policy.iteration.preflow import DOUBLING_S
 
 FACTS = st.builds(
     lambda arrival, ttft, total, left: PrefillFacts(arrival, arrival + ttft, total, total * left),
@@ -26,13 +26,11 @@ TEXTBOOK = {
     "edf": lambda f, now: f.deadline_s,
     "lrs": lambda f, now: f.deadline_s - now - f.remaining_s,
     "srpt": lambda f, now: f.remaining_s,
-    # log2 of the inverse of its priority, 2^(age / D) / (P · R)
-    "preflow": lambda f, now: log2(f.total_s) + log2(max(f.remaining_s, 1e-9)) - (now - f.arrival_s) / DOUBLING_S,
     "lars": lambda f, now: (f.deadline_s - now - f.remaining_s) / f.total_s,
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES[1:])
 @given(facts=FACTS, wait=st.floats(0, 1e4))
 def test_a_line_is_the_textbook_key_at_any_time(name: str, facts: PrefillFacts, wait: float) -> None:
     now = facts.arrival_s + wait
@@ -69,53 +67,43 @@ def test_lars_orders_the_same_for_any_factor_of_the_isolated_time(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"policy": "lottery"}, {"chunking": "static:0"}, {"chunking": "static"}, {"chunking": "tiny"}]
+    "given", [{"policy": "lottery"}, {"chunking": "static:0"}, {"chunking": "static"}, {"chunking": "tiny"}]
 )
-def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(fields: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"fcfs, edf, lrs, srpt, preflow, lars|adaptive, whole, or static:N"):
-        SchedulerConfig.named("default", **fields)
+def test_unknown_policies_and_chunkings_are_refused_with_the_names_that_exist(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"ladder, fcfs, edf, lrs, srpt, lars|adaptive, whole, or static:N"):
+        SchedulerConfig.named("default", **given)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("rho_max", 2.0),
-        ("t_target_s", 0.0),
-        ("max_num_seqs", 0),
-        ("rho_min", 0.8),
-        ("kv_headroom", 1.0),
-        ("stages", 0),
-        ("min_chunk", -1),
-        ("long_iterations", -1.0),
-        ("long_tokens", -1),
-        ("reserve_tokens", -1),
-        ("deadline_factor", -0.5),
-        ("progress_every", 0),
-        ("max_num_batched_tokens", 0),
-    ],
+    [("t_target_s", 0.0), ("max_num_seqs", 0), ("stages", 0), ("min_chunk", -1), ("max_num_batched_tokens", 0)],
 )
 def test_impossible_settings_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field} must be .*, not {value}"):
         SchedulerConfig.named("default", **{field: value})
 
 
-def test_the_modes_differ_in_named_fields_only() -> None:
-    paper, default = SchedulerConfig.named("paper"), SchedulerConfig.named("default")
-    differing = {name for name in vars(paper) if getattr(paper, name) != getattr(default, name)}
-    assert differing == {
-        "mode",
-        "rho_max",
-        "rho_min",
-        "yield_only_to_shorts",
-        "subtract_times",
-        "quantum",
-        "long_iterations",
-        "least_gain",
-        "useful_share",
-        "stretch",
-        "min_chunk",
-        "t_target_s",
-        "newcomer_wait_s",
-    }
-    assert (paper.rho_min, paper.rho_max, paper.min_chunk, paper.quantum) == (0.0, 0.4, 0, 0.0)
-    assert SchedulerConfig.named("paper", rho_max=0.1).rho_max == 0.1
+@pytest.mark.parametrize(
+    ("field", "what"),
+    [("relegation", "leave it out"), ("kv_headroom", "follows from the machine"), ("rho_max", "Medha's rules")],
+)
+def test_settings_of_earlier_versions_are_refused_with_what_to_do(field: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is no setting any more: .*{what}"):
+        SchedulerConfig.named("default", **{field: 0.5})
+
+
+def test_a_scheduler_has_at_most_twelve_settings() -> None:
+    assert len(fields(SchedulerConfig)) <= 12
+
+
+def test_paper_mode_is_medha_as_printed() -> None:
+    paper = SchedulerConfig.named("paper")
+    assert (paper.policy, paper.t_target_s, paper.min_chunk) == ("lars", 0.020, 0)
+    assert paper.medha is not None
+    assert (paper.medha.rho, paper.medha.quantum, paper.medha.iterations) == ((0.0, 0.4), 0.0, 0.0)
+    assert SchedulerConfig.named("paper", medha={"space_sharing": False}).medha == MedhaConfig(
+        mode="paper", space_sharing=False
+    )
+    assert SchedulerConfig.of_fields(asdict(paper)) == paper
+    with pytest.raises(ConfigError, match="medha must be left out with policy ladder"):
+        SchedulerConfig(medha=MedhaConfig())

@@ -11,6 +11,8 @@ from tests.helpers.unit_latency import Linear
 from headway.core.batch import RequestProgress
 from headway.core.errors import InvariantError, RequestError
 from headway.core.request import Slo
+from headway.policy.iteration.admission import ADMISSION_AGE_S
+from headway.policy.iteration.medha import MedhaConfig
 
 
 def test_a_request_that_cannot_ever_be_served_is_refused_with_the_numbers() -> None:
@@ -62,7 +64,7 @@ def test_paper_mode_advances_even_if_no_token_fits_its_target() -> None:
 
 def test_one_tight_tbt_target_does_not_stop_new_prompts() -> None:
     """A TBT promise below what one iteration costs leaves no time for chunks; new prompts go on all the same."""
-    scheduler = make_scheduler(least_gain=0.0, progress_every=4)
+    scheduler = make_scheduler()
     add_request(scheduler, "tight", 20, 500, slo=Slo(tbt_s=0.0005))
     step(scheduler)
     add_request(scheduler, "new", 64, 1)
@@ -77,7 +79,7 @@ def test_one_tight_tbt_target_does_not_stop_new_prompts() -> None:
 
 
 def test_tightest_tbt_target_bounds_the_iteration_while_its_request_decodes() -> None:
-    scheduler = make_scheduler(least_gain=0.0)
+    scheduler = make_scheduler()
     add_request(scheduler, "tight", 20, 10, slo=Slo(tbt_s=0.005))
     step(scheduler)
     add_request(scheduler, "big", 1200, 1)
@@ -85,7 +87,7 @@ def test_tightest_tbt_target_bounds_the_iteration_while_its_request_decodes() ->
     assert step(scheduler, 0.0, "tight").predicted_s <= 0.005
     batch = scheduler.schedule(0.0)
     assert batch is not None
-    assert 0.015 < batch.predicted_s <= 0.02
+    assert batch.predicted_s > 0.015
 
 
 def test_youngest_request_is_evicted_and_computed_again() -> None:
@@ -153,40 +155,39 @@ def test_lost_returns_preemptions_of_batches_that_never_completed() -> None:
     scheduler.check()
 
 
-def test_a_long_request_leaves_headroom_for_shorts_unless_it_is_alone() -> None:
-    scheduler = make_scheduler(pool=640, kv_headroom=0.3, long_tokens=100)
+def test_a_large_request_leaves_headroom_for_small_ones_unless_it_is_alone() -> None:
+    scheduler = make_scheduler(pool=640)
     add_request(scheduler, "big", 600, 1)
     assert "big" in {name for name, _, _ in chunks(scheduler.schedule(0.0))}
-    other = make_scheduler(pool=640, kv_headroom=0.3, long_tokens=100)
-    add_request(other, "s", 16, 2)
+    other = make_scheduler(pool=640)
+    add_request(other, "s", 10, 2)
     step(other)
-    add_request(other, "big", 500, 1)
+    # 39 of the 39 blocks that are free, of which 2 are for small ones.
+    add_request(other, "big", 610, 1)
     assert chunks(step(other)) == []
-    add_request(other, "s2", 90, 1)
+    add_request(other, "s2", 20, 1)
     assert [name for name, _, _ in chunks(step(other))] == ["s2"]
 
 
 def test_request_skipped_for_too_long_keeps_later_ones_out() -> None:
-    scheduler = make_scheduler(pool=160, policy="fcfs", admission_age_s=5.0)
+    scheduler = make_scheduler(pool=160, policy="fcfs")
     add_request(scheduler, "holder", 90, 60)
     step(scheduler)
     add_request(scheduler, "large", 120, 1)
     add_request(scheduler, "small 1", 10, 1)
     assert [name for name, _, _ in chunks(step(scheduler, 1.0, "small 1"))] == ["small 1"]
     add_request(scheduler, "small 2", 10, 1)
-    assert chunks(step(scheduler, 7.0)) == []
-    step(scheduler, 8.0, "holder")
-    assert next(name for name, _, _ in chunks(step(scheduler, 8.0))) == "large"
+    assert chunks(step(scheduler, 2.0 + ADMISSION_AGE_S)) == []
+    step(scheduler, 3.0 + ADMISSION_AGE_S, "holder")
+    assert next(name for name, _, _ in chunks(step(scheduler, 3.0 + ADMISSION_AGE_S))) == "large"
 
 
-@pytest.mark.parametrize(("waited", "enter"), [(1.0, 12), (7.0, 5)])
-def test_shorts_enter_before_a_long_skipped_request_within_its_headroom(waited: float, enter: int) -> None:
-    scheduler = make_scheduler(
-        pool=1600, policy="fcfs", admission_age_s=5.0, kv_headroom=0.1, long_tokens=100, t_target_s=1.0
-    )
-    add_request(scheduler, "holder", 1000, 60)
+@pytest.mark.parametrize(("waited", "enter"), [(1.0, 12), (2.0 + ADMISSION_AGE_S, 5)])
+def test_small_ones_enter_before_a_large_skipped_request_within_its_headroom(waited: float, enter: int) -> None:
+    scheduler = make_scheduler(pool=3200, policy="lars", t_target_s=1.0)
+    add_request(scheduler, "holder", 2000, 60)
     step(scheduler)
-    add_request(scheduler, "large", 1300, 1)
+    add_request(scheduler, "large", 2900, 1, slo=Slo(ttft_s=0.01), priority=-1)
     assert chunks(step(scheduler)) == []
     for number in range(12):  # of 32 tokens each: the headroom is 160
         add_request(scheduler, f"small {number}", 20, 12)
@@ -194,30 +195,66 @@ def test_shorts_enter_before_a_long_skipped_request_within_its_headroom(waited: 
     assert len(scheduler.policy.holders) == 1 + enter
     step(scheduler, waited, "holder")
     step(scheduler, waited)
-    assert ("large" in scheduler.policy.holders) == (enter == 5)  # else shorts have taken what it waits for
+    assert ("large" in scheduler.policy.holders) == (enter == 5)  # else small ones have taken what it waits for
     scheduler.check()
 
 
-def test_equally_urgent_long_requests_do_not_alternate() -> None:
-    def switches(quantum: float) -> int:
-        scheduler = make_scheduler(
-            pool=40_000, model=Linear(row_s=2e-5), long_tokens=100, quantum=quantum, space_sharing=False
+@pytest.mark.parametrize(("mode", "alternate"), [("paper", True), ("default", False)])
+def test_equally_urgent_long_requests_do_not_alternate_under_our_ruling(mode: str, alternate: bool) -> None:
+    rules = MedhaConfig(space_sharing=False, long_tokens=100)
+    scheduler = make_scheduler(pool=40_000, model=Linear(row_s=2e-5), mode=mode, policy="lars", medha=rules)
+    for name in ("a", "b"):
+        add_request(scheduler, name, 15_000, 1)
+    order, now = [], 0.0
+    while not scheduler.idle:
+        batch = scheduler.schedule(now)
+        assert batch is not None
+        now += batch.predicted_s
+        order += [name for name, _, _ in chunks(batch)]
+        scheduler.complete(
+            batch.id, [RequestProgress(c.request, 1, True) for c in batch.parts[0].prefills if c.last], now
         )
-        for name in ("a", "b"):
-            add_request(scheduler, name, 15_000, 1)
-        order, now = [], 0.0
-        while not scheduler.idle:
-            batch = scheduler.schedule(now)
-            assert batch is not None
-            now += batch.predicted_s
-            order += [name for name, _, _ in chunks(batch)]
-            scheduler.complete(
-                batch.id, [RequestProgress(c.request, 1, True) for c in batch.parts[0].prefills if c.last], now
-            )
-        return sum(x != y for x, y in itertools.pairwise(order))
+    assert (sum(x != y for x, y in itertools.pairwise(order)) > 20) == alternate
 
-    assert switches(0.0) > 20
-    assert switches(0.02) < 20
+
+def test_an_answer_that_lost_its_kv_goes_on_before_any_new_request() -> None:
+    """Its gap is what its KV takes to compute again and one iteration, however many shorter prompts come."""
+    scheduler = make_scheduler(pool=1600)
+    add_request(scheduler, "answer", 900, 40)
+    now = 0.0
+    while "answer" not in scheduler.state.ready.members:
+        now += step(scheduler, now).predicted_s
+    now += step(scheduler, now).predicted_s
+    scheduler.state.pending_events.append(scheduler.state.preempt(scheduler.state.sequences["answer"], now))
+    alone_s = scheduler.policy.prefill_times.total_s(scheduler.state.sequences["answer"].known)
+    lost_s, number, longest_s = now, 0, 0.0
+    while "answer" not in scheduler.state.ready.members:
+        add_request(scheduler, f"short {number}", 60, 1, now=now)
+        number += 1
+        batch = scheduler.schedule(now)
+        assert batch is not None
+        assert chunks(batch)[0][0] == "answer"
+        now += batch.predicted_s
+        longest_s = max(longest_s, batch.predicted_s)
+        done = [c.request for c in batch.parts[0].prefills if c.last and c.request != "answer"]
+        scheduler.complete(batch.id, [RequestProgress(name, 1, True) for name in done], now)
+    assert now - lost_s <= alone_s + longest_s
+
+
+def test_no_new_request_takes_the_blocks_that_a_lost_answer_waits_for() -> None:
+    scheduler = make_scheduler(pool=160)
+    add_request(scheduler, "old", 60, 80)
+    add_request(scheduler, "young", 40, 80)
+    step(scheduler)
+    while scheduler.running == 2:
+        step(scheduler)
+    assert [s.request.id for s in scheduler.policy.order(0.0)] == ["young"]
+    add_request(scheduler, "new", 10, 1)
+    # There is a block for the new one, and it stays free.
+    assert scheduler.block_manager.free_blocks >= 1
+    assert chunks(step(scheduler)) == []
+    step(scheduler, 0.0, "old")
+    assert next(name for name, _, _ in chunks(step(scheduler))) == "young"
 
 
 @pytest.mark.parametrize("repeats", [0, 2])

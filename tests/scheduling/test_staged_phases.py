@@ -16,6 +16,7 @@ from headway.core.request import Request
 from headway.core.span import Phase, Span
 from headway.kv.block_allocator import BlockTables
 from headway.kv.block_manager import BlockManager
+from headway.policy.iteration.admission import ADMISSION_AGE_S
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 
@@ -113,7 +114,7 @@ def test_name_with_a_pending_request_is_in_use() -> None:
 
 
 def test_new_requests_wait_once_a_transfer_has_waited_too_long() -> None:
-    scheduler = make_scheduler(pool=160, admission_age_s=1.0)
+    scheduler = make_scheduler(pool=160)
     add_request(scheduler, "a", 60, 80)
     step(scheduler)
     scheduler.staged_kv.request("large", 128, 0.0)
@@ -122,10 +123,10 @@ def test_new_requests_wait_once_a_transfer_has_waited_too_long() -> None:
     assert chunks(step(scheduler, 0.9)) == [("b", 0, 20)]
     add_request(scheduler, "c", 20, 20)
     for _ in range(3):
-        assert chunks(step(scheduler, 1.0)) == []
-    step(scheduler, 1.0, "a", "b")
+        assert chunks(step(scheduler, ADMISSION_AGE_S)) == []
+    step(scheduler, ADMISSION_AGE_S, "a", "b")
     assert scheduler.staged_kv.admit() == ["large"]
-    assert chunks(step(scheduler, 1.0)) == [("c", 0, 20)]
+    assert chunks(step(scheduler, ADMISSION_AGE_S)) == [("c", 0, 20)]
 
 
 def test_transferred_decode_may_be_evicted_and_computed_again() -> None:
@@ -350,13 +351,10 @@ def test_blocks_are_conserved_and_every_request_ends(seed: int) -> None:
     rng = random.Random(seed)
     config = SchedulerConfig.named(
         "default",
-        policy=rng.choice(("fcfs", "srpt", "lars")),
+        policy=rng.choice(("fcfs", "srpt", "lars", "ladder", "ladder")),
         t_target_s=0.02,
         max_num_batched_tokens=rng.choice((48, 256)),
         max_num_seqs=rng.choice((3, 64)),
-        reserve_tokens=rng.choice((0, 8, 64)),
-        kv_headroom=rng.choice((0.0, 0.1)),
-        admission_age_s=rng.choice((0.05, 1.0)),
         stages=rng.choice((1, 1, 2, 3)),
     )
     world = PhasesWorld(rng, Scheduler(config, small_machine(), BlockManager(640, 16)))

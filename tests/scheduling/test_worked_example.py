@@ -14,6 +14,7 @@ from tests.helpers.unit_latency import Linear
 
 from headway.core.request import Request, Slo
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.medha import MedhaConfig
 
 QUANTUM_S = 0.01
 LONG = Request(id="L", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1, slo=Slo(ttft_s=16.0))
@@ -33,7 +34,11 @@ FINISH = {
 
 def finish_times(policy: str, chunking: str) -> dict[str, float]:
     config = SchedulerConfig.named(
-        "paper", policy=policy, chunking=chunking, t_target_s=QUANTUM_S, space_sharing=False, long_tokens=200
+        "paper",
+        policy=policy,
+        chunking=chunking,
+        t_target_s=QUANTUM_S,
+        medha=MedhaConfig(space_sharing=False, long_tokens=200),
     )
     plan = [(request, 1) for request in (LONG, *SHORTS)]
     world = World(random.Random(0), config, 1600, plan, noise=(1.0, 1.0), latency=Linear(QUANTUM_S))

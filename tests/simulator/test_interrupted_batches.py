@@ -69,7 +69,7 @@ def test_chats_are_answered_as_without_the_document(every_s: float) -> None:
 def test_an_arrival_waits_for_one_layer_at_most(layers: int) -> None:
     load = chats(60.0, 0.1, output=1)
     run = RunSpec(keep_iterations=True)
-    result = served([*load, document()], layers, run, config={"background_wait_s": 0.02})
+    result = served([*load, document()], layers, run, config={})
     rows = result.iterations
     names = {record.id for record in result.records if record.klass == "document"}
     arrivals = sorted(record.arrival_s for record in result.records)
@@ -109,7 +109,7 @@ def test_a_document_is_prepared_though_others_never_stop_to_decode() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_simulated_log_with_interruptions_replays_to_the_same_decisions(seed: int) -> None:
     log: list[dict[str, Any]] = []
-    config = SchedulerConfig(interruptible_layers=4, long_tokens=1000)
+    config = SchedulerConfig(interruptible_layers=4)
     spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=20_000, block_tokens=16, learns=seed % 2 == 1)
     load = [*chats(5.0, 0.02), *(document(3000, at) for at in (0.1, 0.2, 1.0))]
     run = RunSpec(seed=seed, noise=NoiseSpec("lognormal", 0.3), patience_s=(None, 0.5)[seed // 2])

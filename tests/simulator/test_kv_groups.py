@@ -37,8 +37,6 @@ def grouped(rng: random.Random) -> InstanceSpec:
         policy=rng.choice(("fcfs", "lars", "srpt")),
         chunking=rng.choice(("static:96", "adaptive")),
         stages=rng.choice((1, 1, 2)),
-        long_tokens=200,
-        reserve_tokens=rng.choice((0, 8, 64)),
         kv_parallel=rng.choice((2, 3)),
         kv_shard_tokens=rng.choice((160, 320, 640)),
     )
@@ -71,14 +69,16 @@ def test_fast_forward_gives_the_same_records(seed: int) -> None:
 
 def timeline(groups: int, shard: int | None = 512, prompt: int = 2044, **fields: Any) -> SimResult:
     config = SchedulerConfig(
-        chunking="static:64", kv_parallel=groups, kv_shard_tokens=shard, reserve_tokens=0, kv_headroom=0.0
+        chunking="static:64",
+        kv_parallel=groups,
+        kv_shard_tokens=shard,
     )
     spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16, **fields)
     return simulate(spec, [TraceRequest(0.0, prompt, 4)], RunSpec(keep_iterations=True))
 
 
 def test_cached_tokens_beyond_the_first_shard_are_computed_again() -> None:
-    config = SchedulerConfig(chunking="static:64", kv_parallel=4, kv_shard_tokens=512, reserve_tokens=0)
+    config = SchedulerConfig(chunking="static:64", kv_parallel=4, kv_shard_tokens=512)
     spec = InstanceSpec(config=config, latency=small_machine(), kv_tokens=2560, block_tokens=16)
     result = simulate(
         spec, [TraceRequest(0.0, 2000, 4, cached_tokens=1500), TraceRequest(0.0, 400, 4, cached_tokens=300)]
@@ -175,7 +175,7 @@ def test_exchange_of_a_layout() -> None:
 
 def recorded() -> list[dict[str, Any]]:
     """The event log of a run of two groups, as an engine writes it."""
-    config = SchedulerConfig(chunking="static:64", kv_parallel=2, kv_shard_tokens=160, reserve_tokens=8)
+    config = SchedulerConfig(chunking="static:64", kv_parallel=2, kv_shard_tokens=160)
     latency, exchange = small_machine(), ShardExchangeCost(1e-4, 1e-6)
     scheduler = make_scheduler(config, latency, [BlockManager(640, 16) for _ in range(2)], exchange)
     log: list[dict[str, Any]] = [

@@ -97,7 +97,7 @@ def live(seed: int, spread: float = 0.3, documents: float = 0.0) -> list[dict[st
     rng, clock = random.Random(seed), ManualClock()
     log: list[dict[str, Any]] = []
     layers = 4 if documents else 0
-    config = SchedulerConfig(t_target_s=0.02, reserve_tokens=32, long_tokens=300, interruptible_layers=layers)
+    config = SchedulerConfig(t_target_s=0.02, interruptible_layers=layers)
     latency = CorrectedLatency(small_machine(), 5.0)
     scheduler = Scheduler(config, latency, BlockManager(1600, 16))
     machine = Machine(clock, rng, spread)

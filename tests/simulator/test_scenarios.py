@@ -13,6 +13,7 @@ import yaml
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
+from headway.policy.iteration.medha import MedhaConfig
 from headway.sim.build import config_of, run_scenario
 from headway.sim.requests import requests_of
 from headway.sim.scenario import Scenario, parse_scenario
@@ -33,7 +34,7 @@ EXAMPLES = [f for f in FILES if "\nworkload:" in f.read_text() and "\ndemands:" 
     [
         ("clutser", {}, "clutser is not a field; allowed here: name, about, cluster"),
         ("policy.polcy", "lars", "policy.polcy is not a field; allowed here: policy, chunking"),
-        ("policy.policy", "sjf", "choose one of fcfs, edf, lrs, srpt, preflow, lars"),
+        ("policy.policy", "sjf", "choose one of ladder, fcfs, edf, lrs, srpt, lars"),
         ("layout.tp", 0, "layout.tp must be at least 1, not 0"),
         ("workload.mix.0.prmpt", "fixed:3", "workload.mix[0].prmpt is not a field; allowed here: share, class"),
         ("workload.preset", "medha-mix", "exactly one of preset, trace and mix"),
@@ -98,8 +99,11 @@ def test_seeds_of_the_command_are_whole_numbers_each_given_once(
 
 
 def test_policy_fields_are_the_schedulers_own() -> None:
-    config = config_of(parse_scenario({**SMALL, "policy": {"mode": "paper", "rho_max": 0.3}, "layout": {"stages": 2}}))
-    assert (config.mode, config.rho_max, config.stages, config.subtract_times) == ("paper", 0.3, 2, True)
+    config = config_of(
+        parse_scenario({**SMALL, "policy": {"mode": "paper", "medha": {"long_tokens": 9}}, "layout": {"stages": 2}})
+    )
+    assert (config.mode, config.policy, config.stages) == ("paper", "lars", 2)
+    assert config.medha == MedhaConfig(mode="paper", long_tokens=9)
 
 
 def test_whole_prompts_that_do_not_fit_are_an_infeasible_point() -> None:

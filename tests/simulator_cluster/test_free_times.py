@@ -20,9 +20,7 @@ from headway.sim.workload import TraceRequest
 
 
 def chunked(spec: ClusterSpec, chunking: str, t_target_s: float) -> ClusterSpec:
-    config = SchedulerConfig(
-        policy="srpt", chunking=chunking, long_tokens=1 << 40, long_iterations=0.0, t_target_s=t_target_s
-    )
+    config = SchedulerConfig(policy="srpt", chunking=chunking, t_target_s=t_target_s)
     return replace(spec, engine=lambda group: replace(spec.engine(group), config=config))
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("rank migrations")
 def world(checkpoint: Path) -> Iterator[World]:
     """Instances of one and two ranks, with room for 800 tokens each. What a test kills it brings back."""
     own = [{"tensor_parallel_size": size, "kv_cache_bytes": 800 * TOKEN_BYTES} for size in (1, 2)]
-    made = World(checkpoint, 2, own, scheduler={"max_num_batched_tokens": 32, "reserve_tokens": 0})
+    made = World(checkpoint, 2, own, scheduler={"max_num_batched_tokens": 32})
     for instance in made.instances:
         assert instance.info is not None
         assert instance.info.kv_tokens_total == 800

@@ -44,8 +44,8 @@ class Engine:
         worker = ModelWorker(random_decoder(shape, torch.float32), BLOCKS, BLOCK, ())
         executor = SingleProcessExecutor(worker)
         config = SchedulerConfig.named(
-            "default", policy="fcfs", max_num_batched_tokens=5, reserve_tokens=0, kv_headroom=0.0, long_tokens=10_000,
-            long_iterations=0.0, chunking="static:5",
+            "default", policy="fcfs", max_num_batched_tokens=5,
+            chunking="static:5",
         )  # fmt: skip
         info = EngineInfo(
             model="m", architecture="a", dtype="float32", device="cpu", max_model_len=512, vocab_size=shape.vocab_size,

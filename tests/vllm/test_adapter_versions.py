@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headway.core.errors import ConfigError
 from headway.vllm import adapter
 
 
@@ -75,3 +76,13 @@ def test_blocks_are_asked_for_as_each_version_can_be_asked(coordinator: Any, end
     assert coordinator.asked == {"tokens": 90, "computed": 32, **end}
     adapter.needed_blocks(scheduler, request("a", computed=48), 64)
     assert coordinator.asked == {"tokens": 64, "computed": 48, **end}
+
+
+def test_prefills_that_vllm_would_hold_back_are_refused_with_what_to_do() -> None:
+    def configured(**fields: object) -> Any:
+        return SimpleNamespace(scheduler_config=SimpleNamespace(**fields))
+
+    for fields in ({}, {"prefill_schedule_interval": 1}, {"prefill_schedule_interval": None}):
+        adapter.refuse_held_prefills(configured(**fields))
+    with pytest.raises(ConfigError, match=r"--prefill-schedule-interval 4 .*: leave it out"):
+        adapter.refuse_held_prefills(configured(prefill_schedule_interval=4))

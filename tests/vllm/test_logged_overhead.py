@@ -17,6 +17,7 @@ from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
 from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.medha import MedhaConfig
 from headway.serving.load.live_calibration import overhead_of
 from headway.sim.calibration import host_s_of, scales_of
 from headway.sim.replay import replay
@@ -43,8 +44,10 @@ def logged_run(requests: int = 60, outputs: int = 4) -> list[dict[str, Any]]:
         lambda: now,
         {"engine": "vllm", "version": "test"},
     )
-    pool = ReservedKvPool(1000, 16_000, *log.watched(lambda: 1000, lambda name, tokens: -(-tokens // 16)))
-    policy = IterationPolicy(SchedulerConfig(t_target_s=0.05, newcomer_wait_s=0.0), CorrectedLatency(table, 1.0), pool)
+    pool = ReservedKvPool(1000, 16_000, *log.watched(lambda: 1000, lambda name, tokens: -(-tokens // 16)), 16)
+    policy = IterationPolicy(
+        SchedulerConfig(policy="lars", medha=MedhaConfig(), t_target_s=0.05), CorrectedLatency(table, 1.0), pool
+    )
     driver = RecordingDriver(policy, pool, log, 16)
     for number in range(requests):
         now += 1.0

@@ -31,7 +31,7 @@ def test_kept_counts_are_those_of_a_pass_over_all_requests(
 ) -> None:
     spec = VllmSpec(num_blocks=blocks, max_num_batched_tokens=256, max_num_seqs=8, async_scheduling=asynchronous)
     scheduler = VllmScheduler(spec)
-    plugged = PluggedPolicy(scheduler, VllmSettings().scheduler_config(8, 256, 1, 1, 16), small_machine())
+    plugged = PluggedPolicy(scheduler, VllmSettings().scheduler_config(8, 256, 1, 1), small_machine())
     kept: list[bool] = []
     flying: list[Any] = []
     now, waiting = 0.0, list(enumerate(arrivals))

@@ -83,7 +83,7 @@ def test_an_open_gate_is_the_queue_itself() -> None:
 def test_pledges_shrink_as_blocks_are_allocated_and_end_with_the_prompt() -> None:
     free, held = 100, {"a": 0, "b": 0}
     pool = ReservedKvPool(
-        100, 1600, lambda: free - sum(held.values()), lambda name, tokens: -(-tokens // 16) - held[name]
+        100, 1600, lambda: free - sum(held.values()), lambda name, tokens: -(-tokens // 16) - held[name], 16
     )
     assert pool.pledge("a", 800)
     assert pool.free_blocks == 50
@@ -121,7 +121,7 @@ def test_settings_name_what_is_wrong() -> None:
     with pytest.raises(ConfigError, match="must be an object"):
         read_settings({"headway": 5})
     with pytest.raises(ConfigError, match="unknown scheduling policy 'best'"):
-        read_settings({"headway": {"policy": "best"}}).scheduler_config(1, 1, 1, 1, 1)
+        read_settings({"headway": {"policy": "best"}}).scheduler_config(1, 1, 1, 1)
 
 
 def test_unknown_seams_are_refused_unless_they_are_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-interval", type=float, default=0.5, metavar="S", help="between chats (default %(default)s)"
     )
-    parser.add_argument("--policies", default="lars,fcfs", help="as in `bench convoy` (default %(default)s)")
+    parser.add_argument("--policies", default="ladder,fcfs", help="as in `bench convoy` (default %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="where picture and JSON go (default %(default)s/)"
     )

@@ -35,6 +35,12 @@ class KvLease:
         self.cached_tokens = cached_tokens
 
 
+RESERVE_TOKENS = 1024
+"""KV that a request reserves beyond what is known, tokens, and grows by on demand."""
+_RESERVED_PART = 64
+"""At most this part of a pool is reserved so by one request."""
+
+
 class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
@@ -58,6 +64,8 @@ class BlockManager:
         self.cache = cache
         # Without a cache a request needs the same blocks as long as it has none (`KvPool`).
         self.answers_hold = _ALWAYS if cache is None else 0
+        # A usual answer never asks for more. In a small pool so much for each of many would keep prompts out.
+        self.reserve_tokens = min(RESERVE_TOKENS, self.total_tokens // _RESERVED_PART)
         self._spare_blocks = spare_blocks
         self._tables = BlockTables(self.n_blocks + spare_blocks)
         self._leases: dict[str, KvLease] = {}
@@ -98,10 +106,6 @@ class BlockManager:
         if lease is None:
             return -(-tokens // self.block_tokens) - (0 if self.cache is None else self.cache.in_use(request))
         return -(-tokens // self.block_tokens) - lease.blocks
-
-    def most_blocks(self, tokens: int) -> int:
-        """See `KvPool`: a request shares cached blocks, and takes no more than its tokens fill."""
-        return -(-tokens // self.block_tokens)
 
     def held_blocks(self, request: str) -> int:
         """Return how many blocks a request's lease has; 0 without a lease."""

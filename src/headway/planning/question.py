@@ -57,7 +57,7 @@ class SearchSection(FileSection):
     split: bool = Field(
         default=True, description="try separate prefill and decode instances too (first free prefill instance)"
     )
-    policies: tuple[str, ...] = Field(default=("lars",), min_length=1, description="orders of waiting prefills")
+    policies: tuple[str, ...] = Field(default=("ladder",), min_length=1, description="orders of waiting prefills")
     t_target_s: tuple[Positive, ...] = Field(
         default=(0.025, 0.05, 0.1, 0.2), min_length=1, description="longest iterations aimed at, seconds"
     )

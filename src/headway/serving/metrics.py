@@ -61,7 +61,6 @@ _TOKEN_HISTOGRAMS = {
 _ENGINE_COUNTERS = {
     "num_preemptions": ("Requests put back by the engine.", "preemptions_total"),
     "requests_refused_late": ("Requests refused that would be late and asked for that.", "refused_late_total"),
-    "requests_relegated": ("Times that a request was given up so that others are in time.", "relegated_total"),
     "recomputed_tokens": ("Tokens computed again after a preemption.", "recomputed_tokens_total"),
     "prefill_tokens_computed": ("Prompt tokens computed; moves with each iteration.", "prefill_tokens_total"),
     "recoveries": ("Times that workers were lost and started again.", "recoveries_total"),
@@ -79,7 +78,7 @@ _ENGINE_COUNTERS = {
 _ENGINE_GAUGES = {
     "num_requests_running": ("Requests that hold a place in the engine.", "running"),
     "num_requests_waiting": ("Requests that wait in the engine.", "waiting"),
-    "num_requests_relegated": ("Requests given up for now so that others are in time.", "relegated"),
+    "num_requests_late": ("Waiting requests that will be late, so that others are in time.", "late"),
     "kv_tokens_used": ("Tokens that the KV pool holds.", "kv_tokens_used"),
     "kv_tokens_capacity": ("Tokens that the KV pool can hold.", "kv_tokens_total"),
     "kv_tokens_cached": ("Tokens of cached prefixes that no request uses.", "kv_tokens_cached"),

@@ -117,16 +117,12 @@ class EngineSettings(SettingsModel):
     )
 
 
-_MILLISECONDS = {
-    "t_target_s": "t_target_ms",
-    "newcomer_wait_s": "newcomer_wait_ms",
-    "background_wait_s": "background_wait_ms",
-}
+_MILLISECONDS = {"t_target_s": "t_target_ms"}
 """`SchedulerConfig` fields in seconds that users write in milliseconds."""
-_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}, "newcomer_wait_s": {"ge": 0}, "background_wait_s": {"gt": 0}}
+_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
-_SCHEDULER_INTERNAL = FOLLOWS_FROM_LAYOUT | {"pipeline_schedule"}
+_SCHEDULER_INTERNAL = FOLLOWS_FROM_LAYOUT | {"pipeline_schedule", "medha"}
 """Fields of `SchedulerConfig` that are no settings of a server."""
 
 
@@ -142,13 +138,12 @@ def _scheduler_fields() -> dict[str, Any]:
         kind: Any = Text
         if field.name in _MILLISECONDS or isinstance(default, float):
             kind = Number
-        elif isinstance(default, bool) or field.name == "space_sharing":
-            kind = Flag
         elif isinstance(default, int):
             kind = WholeNumber
         # Checked here too, so that an error has the setting's name and unit.
         limits: dict[str, Any] = _MILLISECOND_LIMITS.get(field.name, {})
         made[_SCHEDULER_NAMES.get(field.name, field.name)] = (kind, Field(default, description=text, **limits))
+    made["mode"] = (Text, Field("default", description="default, or paper: Medha's scheduler as printed"))
     return made
 
 
@@ -194,7 +189,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
         for field in fields(SchedulerConfig):
             name = _SCHEDULER_NAMES.get(field.name, field.name)
             # Only given values: defaults of these settings are not those of the mode.
-            if name in self.model_fields_set and field.name != "mode":
+            if name in self.model_fields_set:
                 value = getattr(self, name)
                 given[field.name] = value / 1000.0 if field.name in _MILLISECONDS and value is not None else value
         return given

@@ -176,7 +176,7 @@ def vllm_config_of(scenario: Scenario) -> SchedulerConfig:
     section = scenario.vllm
     try:
         return section.headway.scheduler_config(
-            section.max_num_seqs, section.max_num_batched_tokens, 1, scenario.layout.stages, section.block_size
+            section.max_num_seqs, section.max_num_batched_tokens, 1, scenario.layout.stages
         )
     except ConfigError as error:
         raise ConfigError(f"vllm.headway: {error}") from None

@@ -72,7 +72,11 @@ def with_setting(config: SchedulerConfig, text: str) -> SchedulerConfig:
     Raises ConfigError for an unknown name or an impossible value."""
     changes: dict[str, Any] = {}
     # Annotations are text, such as "float | None".
-    kinds = {field.name: _KINDS.get(str(field.type).partition(" ")[0], str) for field in fields(config)}
+    kinds = {
+        field.name: _KINDS.get(str(field.type).partition(" ")[0], str)
+        for field in fields(config)
+        if field.name != "medha"
+    }
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals:

@@ -17,18 +17,16 @@ from headway.core.errors import ConfigError
 from headway.sim.metrics import RequestRecord
 from headway.sim.replayed_run import ReplayedChunk, ReplayedRun, ReplayedStep
 
-Cause = Literal[
-    "own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "relegated", "computed again", "engine"
-]
+Cause = Literal["own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "computed again", "engine"]
 """own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. KV transfer: its KV
 was on its way to another instance. under way: the iteration that ran when it came. queued: iterations of others. no KV:
-the same, and it was passed over for lack of free blocks. relegated: the same, and it was given up for the time so that
-others are in time. computed again: iterations since its KV was freed. engine: no
+the same, and it was passed over for lack of free blocks. computed again: iterations since its KV was freed. engine: no
 iteration ran."""
 
 _ANSWER_PREFIX = re.compile("^(chatcmpl|cmpl|resp)[-_]")
 
 RULES = {
+    "ladder": "as few late as possible, then the shortest that harms no other",
     "fcfs": "first come, first served",
     "edf": "earliest deadline first",
     "lrs": "least slack first",
@@ -101,8 +99,6 @@ class RequestSurroundings:
     cached_tokens: int = 0
     freed_s: Sequence[float] = ()
     """When its KV was freed."""
-    longs: Collection[str] = ()
-    """Requests whose prompt counts as long."""
     transfers: Sequence[KvTransfer] = ()
     """Of its KV."""
 
@@ -113,7 +109,7 @@ def explain(run: ReplayedRun, request_id: str) -> RequestExplanation:
     record = next(one for one in reversed(run.records) if one.id == name)
     freed_s = [one.at_s for one in run.preemptions if one.request == name]
     around = RequestSurroundings(
-        run.steps, run.config.policy, run.config.t_target_s, run.requests[name].cached_tokens, freed_s, run.longs
+        run.steps, run.config.policy, run.config.t_target_s, run.requests[name].cached_tokens, freed_s
     )
     gaps = list(pairwise(record.token_s))
     worst = max(gaps, key=lambda gap: gap[1] - gap[0]) if gaps else None
@@ -216,7 +212,6 @@ _WORDS: dict[Cause, str] = {
     "KV transfer": "its KV on the way to another instance",
     "under way": "the iteration under way when it came",
     "no KV": "no free KV blocks",
-    "relegated": "given up for the time, so that others are in time",
     "computed again": "its KV was freed, others ran",
     "engine": "no iteration ran",
 }
@@ -288,9 +283,7 @@ class _RequestLife:
         if any(at_s <= step.end_s for at_s in self._freed) and self._lost_at(step):
             return replace(common, cause="computed again")
         if name in step.short_of_kv:
-            return replace(common, cause="no KV")
-        if name in step.relegated:
-            return replace(common, cause="relegated")
+            return replace(common, cause="no KV", rule=f"no KV for {step.short_of_kv[name]} blocks")
         return replace(common, rule=self._rule(step))
 
     def _moving(self, start_s: float, end_s: float) -> LifeInterval | None:
@@ -314,9 +307,8 @@ class _RequestLife:
 
     def _rule(self, step: ReplayedStep) -> str:
         """Return why the prefills of a step were before the request."""
-        longs = self._around.longs
         if not step.chunks:
             return ""
-        if self._record.id in longs and any(chunk.request in longs for chunk in step.chunks):
-            return "at most one long prompt in an iteration"
+        if self._record.id in step.rules:
+            return step.rules[self._record.id]
         return RULES.get(self._around.policy, self._around.policy)

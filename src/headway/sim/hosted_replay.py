@@ -16,16 +16,15 @@ from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.iteration.decision import IterationPolicy
 from headway.sim.replayed_run import (
     BatchTimes,
-    DecisionView,
     ReplayedChunk,
     ReplayedPreemption,
     ReplayedRun,
     ReplayedStep,
     RequestTimes,
     limit_of_chunk,
-    relegated,
     request_of,
     short_of_kv,
+    waiting_rules,
 )
 
 Event = Mapping[str, Any]
@@ -44,15 +43,15 @@ class _HostRequest:
 class _RecordedStep:
     """One step from its decision to its results."""
 
-    def __init__(self, event: Event, plan: StepPlan, view: DecisionView | None) -> None:
-        self.event, self.plan, self.view = event, plan, view
+    def __init__(self, event: Event, plan: StepPlan, aim_s: float | None) -> None:
+        self.event, self.plan, self.aim_s = event, plan, aim_s
         self.load = BatchLoad()
         self.chunks: tuple[ReplayedChunk, ...] = ()
         self.decodes: frozenset[str] = frozenset()
         # Prompts that had their last chunk in it, and decodes.
         self.yielding: list[str] = []
-        self.short_of_kv: frozenset[str] = frozenset()
-        self.relegated: frozenset[str] = frozenset()
+        self.short_of_kv: dict[str, int] = {}
+        self.rules: dict[str, str] = {}
 
 
 class HostedReplay:
@@ -76,7 +75,11 @@ class HostedReplay:
     def _make_driver(self) -> PolicyDriver:
         run = self.replayed
         pool = ReservedKvPool(
-            self.blocks, run.kv_tokens, lambda: self._free, lambda name, tokens: self._needs.get((name, tokens), 0)
+            self.blocks,
+            run.kv_tokens,
+            lambda: self._free,
+            lambda name, tokens: self._needs.get((name, tokens), 0),
+            run.block_tokens,
         )
         return PolicyDriver(IterationPolicy(run.config, run.model, pool), pool)
 
@@ -117,7 +120,7 @@ class HostedReplay:
     def on_schedule(self, event: Event) -> None:
         self._answers(event)
         policy = self._driver.policy
-        view = DecisionView.of(policy, event["at_s"]) if self.detail else None
+        aim_s = policy.budget_s(event["at_s"]) if self.detail else None
         load = event["decodes"], event["rows"], event["kv_sum"]
         barred = frozenset(event.get("barred", ()))
         plan = self._driver.plan(*load, event["at_s"], event["admits_new"], barred)
@@ -128,9 +131,10 @@ class HostedReplay:
             self.replayed.differences.append(
                 f"step {step} was to take {event['predicted_s']} s, and here {plan.predicted_s} s"
             )
-        decision = self._decisions[step] = _RecordedStep(event, plan, view)
+        decision = self._decisions[step] = _RecordedStep(event, plan, aim_s)
         if self.detail:
-            decision.short_of_kv, decision.relegated = short_of_kv([policy]), relegated([policy])
+            decision.short_of_kv = short_of_kv([policy])
+            decision.rules = waiting_rules(policy, plan.quotas, event["at_s"])
         # Steps that were never carried out have no further events.
         self._decisions.pop(step - 64, None)
 
@@ -164,7 +168,7 @@ class HostedReplay:
         self._done_s, self._woken_at_s = at_s, None
         terms = load_terms(self.replayed.table, decision.load, decision.load.chunk_scale or 1.0)
         self.replayed.batches.append(BatchTimes(event["predicted_s"], sum(terms), elapsed_s, waited_s, terms, woken_s))
-        if decision.view is not None:
+        if decision.aim_s is not None:
             self.replayed.steps.append(
                 ReplayedStep(
                     event["id"],
@@ -172,11 +176,11 @@ class HostedReplay:
                     at_s - elapsed_s,
                     at_s,
                     event["predicted_s"],
-                    decision.view.aim_s,
+                    decision.aim_s,
                     decision.decodes,
                     decision.chunks,
                     decision.short_of_kv,
-                    relegated=decision.relegated,
+                    rules=decision.rules,
                 )
             )
         self._driver.observed(decision.load, elapsed_s)
@@ -184,11 +188,7 @@ class HostedReplay:
     def _chunk(self, decision: _RecordedStep, chunk: tuple[str, int, int, bool], event: Event) -> ReplayedChunk:
         name, start, tokens, last = chunk
         remaining = tokens if last else self._requests[name].num_tokens - start
-        state = self._driver.policy.holders.get(name)
-        if state is not None and state.is_long:
-            self.replayed.longs.add(name)
-        yields = state is not None and decision.view is not None and state.size >= decision.view.yields_from
         rows = event["rows"] + sum(count for _, _, count, _ in event["chunks"])
         other = decision.plan.quotas.get(name) != tokens
-        limit = limit_of_chunk(self.replayed.config, tokens, remaining, rows, yields, other)
+        limit = limit_of_chunk(self.replayed.config, tokens, remaining, rows, other)
         return ReplayedChunk(name, start, tokens, remaining, last, limit)

@@ -33,16 +33,15 @@ from headway.policy.iteration.prefix_caches import make_prefix_cache
 from headway.sim.hosted_replay import HostedReplay
 from headway.sim.replayed_run import (
     BatchTimes,
-    DecisionView,
     ReplayedChunk,
     ReplayedPreemption,
     ReplayedRun,
     ReplayedStep,
     RequestTimes,
     limit_of_chunk,
-    relegated,
     request_of,
     short_of_kv,
+    waiting_rules,
 )
 
 Events = Iterable[Mapping[str, Any]]
@@ -73,8 +72,7 @@ def replay(events: Events, detail: bool = False) -> ReplayedRun:
         raise ConfigError("not an event log of this version: it does not begin with a start event")
     try:
         table, model = restore(start["latency"])
-        # A log without this setting was made when no iteration exceeded the target.
-        config = SchedulerConfig(**{"newcomer_wait_s": 0.0, **start["config"]})
+        config = SchedulerConfig.of_fields(start["config"])
         run = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
         run.engine, run.asynchronous = start.get("engine", run.engine), start.get("asynchronous", False)
         state = HostedReplay(run, start["blocks"], detail) if run.engine == "vllm" else _ReplayState(run, start, detail)
@@ -109,10 +107,8 @@ class _ReplayState:
         self.exchange = exchange_of(replayed.table.source) if exchange is None else ShardExchangeCost(*exchange)
         self.scheduler = make_scheduler(config, model, self.managers, self.exchange)
         self.times = RequestTimes(replayed)
-        # by batch id: the batch, when it was scheduled, and what by, for each KV group
-        self.batches: dict[int, tuple[Batch, float, list[DecisionView]]] = {}
-        # by batch id: requests that were given up when it was scheduled
-        self.relegated: dict[int, frozenset[str]] = {}
+        # by batch id: the batch, when it was scheduled, the shortest aim, and why others had to wait
+        self.batches: dict[int, tuple[Batch, float, float, dict[str, str]]] = {}
         # end of the latest batch; None while the engine is idle
         self.done_s: float | None = None
         # arrival at an idle engine, until its first batch ends
@@ -151,14 +147,17 @@ class _ReplayState:
         self.times.ended(event["request"], None, "aborted")
 
     def on_schedule(self, event: Mapping[str, Any]) -> None:
-        views = [DecisionView.of(policy, event["at_s"]) for policy in self.policies] if self.detail else []
+        now, rules = event["at_s"], dict[str, str]()
+        aim_s = min(policy.budget_s(now) for policy in self.policies) if self.detail else 0.0
         batch = self.scheduler.schedule(event["at_s"], 1, event.get("free"))
         if batch is None or batch.id != event["id"]:
             self.replayed.differences.append(f"batch {event['id']} was scheduled, and here {batch and batch.id}")
             return
-        self.batches[batch.id] = (batch, event["at_s"], views)
         if self.detail:
-            self.relegated[batch.id] = relegated(self.policies)
+            chosen = {chunk.request for part in batch.parts for chunk in part.prefills}
+            for policy in self.policies:
+                rules |= waiting_rules(policy, chosen, now)
+        self.batches[batch.id] = (batch, now, aim_s, rules)
         for chunk in (chunk for part in batch.parts for chunk in part.prefills):
             self.times.scheduled(chunk.request, event["at_s"])
 
@@ -166,11 +165,11 @@ class _ReplayState:
         # its schedule event differed already
         if event["id"] not in self.batches:
             return
-        batch, at_s, views = self.batches.pop(event["id"])
+        batch, at_s, aim_s, rules = self.batches.pop(event["id"])
         self._compare(batch, event)
         chunks = [chunk for part in batch.parts for chunk in part.prefills]
         if self.detail:
-            self.replayed.steps.append(self._step(batch, at_s, views, event))
+            self.replayed.steps.append(self._step(batch, at_s, aim_s, rules, event))
         waited_s = max(0.0, at_s - self.done_s) if self.done_s is not None else 0.0
         woken_s = event["at_s"] - self.woken_at_s if self.woken_at_s is not None else None
         loads = batch_loads(self.replayed.table, batch.parts, self.exchange)
@@ -195,7 +194,6 @@ class _ReplayState:
         # its schedule event differed already
         if self.batches.pop(event["id"], None) is None:
             return
-        self.relegated.pop(event["id"], None)
         self.done_s, self.woken_at_s = event["at_s"], None
         self._apply(self.scheduler.interrupted(event["id"], event["at_s"]))
 
@@ -219,7 +217,9 @@ class _ReplayState:
                 f"batch {batch.id} was to take {event['predicted_s']}, here {batch.predicted_s}"
             )
 
-    def _step(self, batch: Batch, at_s: float, views: list[DecisionView], event: Mapping[str, Any]) -> ReplayedStep:
+    def _step(
+        self, batch: Batch, at_s: float, aim_s: float, rules: dict[str, str], event: Mapping[str, Any]
+    ) -> ReplayedStep:
         config, policies = self.replayed.config, self.policies
         chunks = []
         for part in batch.parts:
@@ -227,10 +227,7 @@ class _ReplayState:
             for chunk in part.prefills:
                 state = holders.get(chunk.request)
                 remaining = chunk.tokens if state is None or chunk.last else state.known - chunk.start
-                if state is not None and state.is_long:
-                    self.replayed.longs.add(chunk.request)
-                yields = state is not None and state.size >= views[part.group].yields_from
-                limit = limit_of_chunk(config, chunk.tokens, remaining, part.tokens, yields, config.kv_parallel > 1)
+                limit = limit_of_chunk(config, chunk.tokens, remaining, part.tokens, config.kv_parallel > 1)
                 chunks.append(ReplayedChunk(chunk.request, chunk.start, chunk.tokens, remaining, chunk.last, limit))
         return ReplayedStep(
             batch.id,
@@ -239,12 +236,12 @@ class _ReplayState:
             min([stages[0][0] for *_, stages in event.get("parts", ()) if stages], default=event["at_s"]),
             event["at_s"],
             event["predicted_s"],
-            min(view.aim_s for view in views),
+            aim_s,
             frozenset(name for part in batch.parts for name in part.decodes.members),
             tuple(chunks),
             short_of_kv(policies),
             sum(each.used_tokens for each in self.managers),
-            self.relegated.pop(batch.id),
+            rules,
         )
 
     def _apply(self, events: Iterable[RequestEvent]) -> None:

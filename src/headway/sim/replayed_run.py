@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -10,8 +10,9 @@ from headway.core.request import Request, Slo
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import LoadTerms
 from headway.perf.latency.table_latency import TableLatency
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.config import LONG_TOKENS, SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
+from headway.policy.iteration.ordering import LADDER
 from headway.sim.metrics import RequestRecord
 
 MOST_DIFFERENCES = 10
@@ -36,9 +37,9 @@ class BatchTimes:
     """From the arrival at an engine that had nothing to do to the end of this, its first iteration then."""
 
 
-ChunkLimit = Literal["rest of the prompt", "token limit", "time", "yielded time", "smallest chunk", "host or KV shard"]
-"""What made a chunk no larger. time: the iteration's aim. yielded time: a long prompt leaves a share of the aim to
-shorts. smallest chunk: less would have fitted the aim. host or KV shard: limits outside the policy."""
+ChunkLimit = Literal["rest of the prompt", "token limit", "time", "smallest chunk", "host or KV shard"]
+"""What made a chunk no larger. time: the iteration's aim. smallest chunk: less would have fitted the aim. host or KV
+shard: limits outside the policy."""
 
 
 class ReplayedChunk(NamedTuple):
@@ -54,7 +55,8 @@ class ReplayedChunk(NamedTuple):
     limit: ChunkLimit
 
 
-class ReplayedStep(NamedTuple):
+@dataclass(frozen=True)
+class ReplayedStep:
     """One iteration as it ran."""
 
     number: int
@@ -67,12 +69,12 @@ class ReplayedStep(NamedTuple):
     """Longest iteration aimed at when it was decided: the setting, or the shortest TBT target of a running request."""
     decodes: frozenset[str]
     chunks: tuple[ReplayedChunk, ...]
-    short_of_kv: frozenset[str] = frozenset()
-    """Waiting requests that were passed over for lack of free blocks."""
+    short_of_kv: Mapping[str, int] = field(default_factory=dict)
+    """Waiting requests that were passed over for lack of free blocks, and how many they need."""
     kv_used: int | None = None
     """KV tokens in use when it had ended; None: the host's blocks are not in the log."""
-    relegated: frozenset[str] = frozenset()
-    """Waiting requests that were given up so that others are in time."""
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Why each other waiting request had no tokens, by request."""
 
 
 class ReplayedPreemption(NamedTuple):
@@ -107,8 +109,6 @@ class ReplayedRun:
     """The requests of `records`, by id."""
     steps: list[ReplayedStep] = field(default_factory=list)
     preemptions: list[ReplayedPreemption] = field(default_factory=list)
-    longs: set[str] = field(default_factory=set)
-    """Requests whose prompt counts as long; kept with `steps`."""
 
     @property
     def diverged(self) -> bool:
@@ -157,7 +157,7 @@ class RequestTimes:
         self._run.records.append(
             RequestRecord(
                 id=name,
-                klass="long" if request.prompt_tokens > self._run.config.long_tokens else "short",
+                klass="long" if request.prompt_tokens > LONG_TOKENS else "short",
                 arrival_s=request.arrival_s,
                 prompt_tokens=request.prompt_tokens,
                 output_tokens=len(tokens),
@@ -188,51 +188,53 @@ def request_of(event: Mapping[str, Any]) -> Request:
     )
 
 
-class DecisionView(NamedTuple):
-    """What a policy was about to decide by."""
-
-    aim_s: float
-    yields_from: int
-    """See `IterationPolicy.yields_from`."""
-
-    @classmethod
-    def of(cls, policy: IterationPolicy, now: float) -> DecisionView:
-        """Return it before `pick` at `now`."""
-        return cls(policy.budget_s(now), policy.yields_from())
-
-
-def limit_of_chunk(
-    config: SchedulerConfig, tokens: int, remaining: int, rows: int, yields: bool, cut_outside: bool
-) -> ChunkLimit:
-    """Return what made a chunk no larger. `rows`: of the whole iteration. `yields`: it left time to shorts.
-    `cut_outside`: it is not the size that the policy chose for the prompt as a whole."""
+def limit_of_chunk(config: SchedulerConfig, tokens: int, remaining: int, rows: int, cut_outside: bool) -> ChunkLimit:
+    """Return what made a chunk no larger. `rows`: of the whole iteration. `cut_outside`: it is not the size that the
+    policy chose for the prompt as a whole."""
     if tokens >= remaining:
         return "rest of the prompt"
     if cut_outside:
         return "host or KV shard"
     if rows >= config.max_num_batched_tokens or config.chunking != "adaptive":
         return "token limit"
-    if tokens <= config.min_chunk:
-        return "smallest chunk"
-    return "yielded time" if yields else "time"
+    return "smallest chunk" if tokens <= config.min_chunk else "time"
 
 
-def relegated(policies: Iterable[IterationPolicy]) -> frozenset[str]:
-    """Return the waiting requests that are given up so that others are in time."""
-    return frozenset(
-        state.request.id
-        for policy in policies
-        if policy.relegation is not None
-        for state in policy.relegation.late.values()
-        if state is not policy.relegation.turn
-    )
-
-
-def short_of_kv(policies: Iterable[IterationPolicy]) -> frozenset[str]:
-    """Return the waiting requests that were passed over for lack of free blocks."""
-    return frozenset(
-        state.request.id
+def short_of_kv(policies: Iterable[IterationPolicy]) -> dict[str, int]:
+    """Return the waiting requests that were passed over for lack of free blocks, and how many they need."""
+    return {
+        state.request.id: state.needed_blocks
         for policy in policies
         for state in policy.queue
         if state.skipped_since is not None and not state.holds_kv
-    )
+    }
+
+
+def waiting_rules(policy: IterationPolicy, chosen: Collection[str], now: float) -> dict[str, str]:
+    """Return why each waiting request of the ladder has no tokens in an iteration, whose chunks are of `chosen`."""
+    if policy.config.policy != LADDER:
+        return {}
+    order = policy.order(now)
+    first = next((state for state in order if state.request.id in chosen), None)
+    rules, in_time = {}, 0
+    for state in order:
+        name = state.request.id
+        if name in chosen or first is None:
+            in_time += not state.steps
+            continue
+        if first.request.priority < state.request.priority:
+            rules[name] = "lower priority"
+        elif first.generated and not state.generated:
+            rules[name] = "an answer goes on first"
+        elif state.steps and in_time:
+            rules[name] = f"{_count(in_time, 'request')} would have been late"
+        elif first.work_s < state.work_s:
+            rules[name] = f"shorter by {state.work_s - first.work_s:.2g} s"
+        else:
+            rules[name] = f"due {max(0.0, state.deadline_s - first.deadline_s):.2g} s earlier"
+        in_time += not state.steps
+    return rules
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -272,13 +272,28 @@ class RunSection(FileSection):
     )
 
 
+class MedhaSection(FileSection):
+    """Medha's rules (`headway.policy.iteration.medha.MedhaConfig`)."""
+
+    space_sharing: bool = Field(default=True, description="long prompts yield part of their time to shorter ones")
+    long_tokens: int = Field(default=8192, description="prompts above this are long")
+    long_iterations: float | None = Field(
+        default=None, description="so are prompts of more iterations alone; null: 4, in mode paper by tokens only"
+    )
+    exact_target: bool = Field(
+        default=True, description="iterations take all of t_target_s, and no more where nothing decodes"
+    )
+
+
 def _policy_section() -> type[FileSection]:
     """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
     given: dict[str, Any] = {
         f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
         for f in fields(SchedulerConfig)
-        if f.name not in FOLLOWS_FROM_LAYOUT
+        if f.name not in FOLLOWS_FROM_LAYOUT and f.name != "medha"
     }
+    given["mode"] = (Literal["default", "paper"], Field("default", description="paper: Medha's scheduler as printed"))
+    given["medha"] = (MedhaSection | None, Field(None, description="Medha's rules; null: with policy lars only"))
     return create_model(
         "PolicySection", __base__=FileSection, __doc__="Settings of the scheduler that differ from its mode's.",
         __module__="headway.policy.iteration.config", **given,

@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable
 from itertools import chain
 from typing import Any
 
+from headway.core.errors import ConfigError
 from headway.perf.hardware.processor import processor_name
 from headway.perf.latency import store
 from headway.policy.hosted.settings import VllmSettings, read_settings
@@ -52,9 +53,18 @@ def _on_cpu() -> bool:
 
 
 def settings_of(vllm_config: Any) -> VllmSettings:
-    """Return the settings of the command line, where they depend on the platform with its default."""
-    settings = read_settings(vllm_config.additional_config)
-    return settings if settings.even_rows is not None else settings.model_copy(update={"even_rows": _on_cpu()})
+    """Return the settings of the command line."""
+    return read_settings(vllm_config.additional_config)
+
+
+def refuse_held_prefills(vllm_config: Any) -> None:
+    """Raise ConfigError where vLLM (0.33 and later) would hold back prefills in steps that quotas were made for."""
+    interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", None) or 1
+    if interval > 1:
+        raise ConfigError(
+            f"--prefill-schedule-interval {interval} holds prefills back in steps that Headway has made chunks for: "
+            "leave it out, Headway decides in every step which prefills get how many tokens"
+        )
 
 
 def most_active(scheduler: Any) -> int:

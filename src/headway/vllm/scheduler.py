@@ -53,6 +53,7 @@ class Scheduler:
         warning = version_check.require_known(version_check.compare(adapter.version(), digests))
         if warning is not None:
             logger.warning(warning)
+        adapter.refuse_held_prefills(vllm_config)
         chosen = _AsyncHeadwayScheduler if vllm_config.scheduler_config.async_scheduling else _SyncHeadwayScheduler
         return chosen(vllm_config, *args, **kwargs)
 
@@ -157,7 +158,7 @@ class HeadwaySchedulerMethods:
         before = None if self._headway_log is None else set(self.finished_req_ids)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if before is not None:
-            self._headway_log.finished(self.finished_req_ids - before)
+            self._guard(self._headway_log.finished, self.finished_req_ids - before)
         if self._headway_active and scheduler_output.total_num_scheduled_tokens:
             self._guard(self._measured, scheduler_output, self.headway_clock())
         return outputs
@@ -185,9 +186,9 @@ class HeadwaySchedulerMethods:
             if self.headway_errors == 1 or off:
                 then = "the stock order stays from now on" if off else "this step goes in stock order"
                 logger.exception("Headway's policy failed (%d): %s", self.headway_errors, then)
+            # The gate stays as it is: vLLM may be in the middle of its scan. `schedule` opens it.
             self._headway_plan = None
             self._headway = None
-            self.waiting.open()
             return False
 
     def _decide(self: Any, now: float) -> bool:
@@ -226,10 +227,15 @@ class HeadwaySchedulerMethods:
         return True
 
     def _quota(self: Any, request: Any) -> int | None:
-        """Return the tokens that a prefill may take in this step; None: no limit by the policy."""
+        """Return the tokens that a prefill may take in this step; None: no limit by the policy, or it has failed."""
+        found: list[int | None] = []
+        if self._headway_plan is not None:
+            self._guard(lambda: found.append(self._planned_quota(request)))
+        return found[0] if found else None
+
+    def _planned_quota(self: Any, request: Any) -> int | None:
+        """Return the quota of a request in the plan of this step."""
         plan = self._headway_plan
-        if plan is None:
-            return None
         quota: int | None = self._headway.quota(plan, request.request_id, request.status == RequestStatus.RUNNING)
         # vLLM gives the slot of an adapter without tokens to requests that it takes past the gate.
         if quota == 0 and request.lora_request is not None and adapter.past_gate(self):
@@ -343,14 +349,13 @@ class HeadwaySchedulerMethods:
         if log is not None:
             free, needed = log.watched(free, needed)
         total_tokens = max(n_blocks // groups * self.block_size, self.max_model_len)
-        pool = ReservedKvPool(n_blocks, total_tokens, free, needed)
+        pool = ReservedKvPool(n_blocks, total_tokens, free, needed, self.block_size)
         least = self.cache_config.block_size if self.need_mamba_block_aligned_split else 1
         config = self._headway_settings.scheduler_config(
             adapter.most_active(self),
             self.max_num_scheduled_tokens,
             max(least, self.num_prefill_lookahead),
             self.parallel_config.pipeline_parallel_size,
-            self.block_size,
         )
         self._headway_report = PrefillReport(self._headway_latency, config, self.max_model_len)
         policy = IterationPolicy(config, self._headway_latency, pool)

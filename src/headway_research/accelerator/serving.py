@@ -284,11 +284,6 @@ def sarathi(chunk: int, most: int = 128) -> SchedulerConfig:
         chunking=f"static:{chunk}",
         max_num_seqs=most,
         max_num_batched_tokens=max(chunk, 8192),
-        long_tokens=1 << 40,
-        long_iterations=0.0,
-        kv_headroom=0.0,
-        least_gain=0.0,
-        stretch=0.0,
     )
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.medha import MedhaConfig
 from headway.policy.placement.registry import make_placement
 from headway.policy.placement.view import ClusterInstance
 from headway.sim.cluster.build import cluster_of, run_cluster
@@ -104,7 +105,7 @@ def _tetris(point: CombinedPoint) -> CombinedResult:
     base = tetris_setting.prefill_cluster("8b")
     mixed = point.system in ("FIFO", "JSQ-Medha")
     policy = "fcfs" if point.system in ("FIFO", "PecSched") else "lars"
-    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, newcomer_wait_s=0.0, useful_share=1.0)
+    config = SchedulerConfig(policy=policy, t_target_s=ALONE_S, medha=MedhaConfig(space_sharing=policy == "lars"))
     model = tetris_setting.instance_latency(base.spans)  # type: ignore[arg-type]
     instances = [
         ClusterInstance(id=i, node=i // 8, role="mixed" if mixed else "prefill", capacity=1 << 22) for i in range(16)
@@ -153,8 +154,7 @@ def scenario(system: str, regime: pecsched_setting.Regime, window_s: float) -> d
         "policy": "lars",
         "chunking": "adaptive",
         "t_target_s": aim_s,
-        "useful_share": 1.0,
-        "newcomer_wait_s": 0.0,
+        "medha": {},
         "max_num_seqs": 512,
     }
     cluster = {**data["cluster"], "placement": PLACEMENTS[system], "options": options}

@@ -44,7 +44,7 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
         "latency": {"source": "fitted"},
         "policy": {
             "mode": mode, "policy": "lars", "max_num_seqs": 512,
-            "t_target_s": stage_target_s(system, mode), "newcomer_wait_s": 0.0,
+            "t_target_s": stage_target_s(system, mode), "medha": {},
         },
         "workload": {
             "preset": "sharegpt-like", "long_preset": "medha-swe-2m", "long_share": long_share, "qps": qps,

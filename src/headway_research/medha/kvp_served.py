@@ -63,7 +63,6 @@ def scenario(name: str, tp: int, stages: int, groups: int, prompt: int, chunk: i
         "latency": {"source": "fitted"},
         "policy": {
             "policy": "fcfs", "chunking": f"static:{chunk}", "max_num_batched_tokens": chunk, "max_num_seqs": 8,
-            "reserve_tokens": 0, "kv_headroom": 0.0,
         },
         "workload": {
             "mix": [{"class": "long", "prompt": f"fixed:{prompt}", "output": f"fixed:{output}"}],

@@ -49,16 +49,18 @@ LONG_SHARE = 0.05
 ENOUGH_S = 10.0
 """Longest P90 of TTFT with which a rate is carried (§6.4: "maintains the P90 latency under 10 seconds")."""
 
+# Medha's rules without space sharing: at most one long prompt in an iteration.
+PLAIN = {"space_sharing": False}
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "FCFS": {"policy": "fcfs", "space_sharing": False},
-    "EDF": {"policy": "edf", "space_sharing": False},
-    "LRS": {"policy": "lrs", "space_sharing": False},
-    "SRPT": {"policy": "srpt", "space_sharing": False},
-    "LARS": {"policy": "lars", "space_sharing": False},
-    "Medha": {"policy": "lars", "space_sharing": True},
-    "Sarathi-512": {"policy": "fcfs", "chunking": "static:512", "pipeline_schedule": "microbatch"},
-    "Sarathi-2048": {"policy": "fcfs", "chunking": "static:2048", "pipeline_schedule": "microbatch"},
-    "non-preemptive": {"policy": "fcfs", "chunking": "whole"},
+    "FCFS": {"policy": "fcfs", "medha": PLAIN},
+    "EDF": {"policy": "edf", "medha": PLAIN},
+    "LRS": {"policy": "lrs", "medha": PLAIN},
+    "SRPT": {"policy": "srpt", "medha": PLAIN},
+    "LARS": {"policy": "lars", "medha": PLAIN},
+    "Medha": {"policy": "lars", "medha": {}},
+    "Sarathi-512": {"policy": "fcfs", "chunking": "static:512", "pipeline_schedule": "microbatch", "medha": PLAIN},
+    "Sarathi-2048": {"policy": "fcfs", "chunking": "static:2048", "pipeline_schedule": "microbatch", "medha": PLAIN},
+    "non-preemptive": {"policy": "fcfs", "chunking": "whole", "medha": PLAIN},
     "LoongServe": {},
     "LoongServe+Reserv": {},
 }
@@ -118,7 +120,6 @@ def scenario(system: str, mode: Mode, qps: float, long_share: float, window_s: f
     policy = {
         "mode": mode,
         "t_target_s": stage_target_s(mode),
-        "newcomer_wait_s": 0.0,
         "max_num_seqs": 512,
         **SYSTEMS[system],
     }
@@ -162,7 +163,7 @@ def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: f
             "pools": [{"role": "mixed", "count": 8, "tp": 2, "per_node": 4}],
             "masters": "all",
         },
-        "policy": {"policy": "fcfs", "max_num_seqs": 512, "t_target_s": 0.055, "newcomer_wait_s": 0.0},
+        "policy": {"policy": "fcfs", "max_num_seqs": 512, "t_target_s": 0.055, "medha": PLAIN},
     }
     return data
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.perf.latency.table_latency import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.workload import TraceRequest
@@ -56,14 +57,12 @@ def latency() -> TableLatency:
 def finish_times(policy: str, mode: Mode) -> dict[str, float]:
     """When each request's prefill is done."""
     # paper mode orders only: space sharing comes after the example (§4.2)
-    order_only: dict[str, Any] = {"space_sharing": False} if mode == "paper" else {}
+    sharing = mode != "paper" and policy == "lars"
     config = SchedulerConfig.named(
         mode,
         policy=policy,
         t_target_s=QUANTUM_S + 1e-9,
-        newcomer_wait_s=0.0,
-        long_iterations=0.0,
-        **order_only,  # 100 tokens, not 99
+        medha=MedhaConfig(space_sharing=sharing, long_iterations=0.0),
     )
     requests = [TraceRequest(0.0, 100_000, 1, klass="long")]
     requests += [TraceRequest(ARRIVAL_S, 5_000, 1, klass="short")] * 2

@@ -179,7 +179,7 @@ def scenario(name: str, system: str, mode: Mode, regime: Regime, window_s: float
             "max_num_seqs": 256,
             # the unit of "takes many iterations": not the machine's, so that figures are those of one setting
             "t_target_s": 0.055,
-            "newcomer_wait_s": 0.0,
+            "medha": {"space_sharing": False},
         },
         "workload": {
             "preset": TRACES.get(regime, (0.0, "pecsched-short"))[1],

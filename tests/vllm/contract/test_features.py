@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
+from headway.policy.iteration.chunk_allocation import even_rows
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
-from headway.policy.iteration.chunk_allocation import even_rows
 from headway.sim.replay import read_log, replay
 from headway.vllm import adapter
 
@@ -148,7 +148,7 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     steps: dict[bool, int] = {}
     for plugged_graphs in (False, True):
-        settings = {"t_target_ms": 30, "even_rows": False, "log": str(tmp_path / f"log{plugged_graphs}")}
+        settings = {"t_target_ms": 30, "log": str(tmp_path / f"log{plugged_graphs}")}
         engine = make(graphs=sizes, settings=settings)
         if not plugged_graphs:
             engine.scheduler._headway_graphs = []
@@ -161,7 +161,7 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
     assert steps[True] <= steps[False]
 
 
-@pytest.mark.parametrize("settings", [{}, {"even_rows": False}])
+@pytest.mark.parametrize("settings", [{}])
 def test_on_a_cpu_the_sizes_of_steps_recur_unless_told_otherwise(make: Make, settings: dict[str, bool]) -> None:
     engine = make(settings={"t_target_ms": 30, **settings})
     rows = sizes_beside_a_decode(engine)

@@ -101,8 +101,8 @@ def simulated(world: World) -> tuple[list[dict[str, int]], dict[str, tuple[float
         long_prefill_token_threshold_adaptive=world.adaptive, async_scheduling=world.asynchronous,
         enable_prefix_caching=world.caching, priorities=world.priorities,
         plugged=None if world.stock else VllmSettings.model_validate(
-            {"t_target_ms": world.t_target_ms, "policy": world.policy, "even_rows": True}
-        ).scheduler_config(world.max_num_seqs, world.batched_tokens, 1, 1, BLOCK),
+            {"t_target_ms": world.t_target_ms, "policy": world.policy}
+        ).scheduler_config(world.max_num_seqs, world.batched_tokens, 1, 1),
     )  # fmt: skip
     latency = BinaryLatency()
     instance = InstanceSpec(

@@ -71,7 +71,7 @@ def test_as_many_tokens_are_computed_as_by_stock(make: Make, asynchronous: bool)
 
 
 def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
-    engine = make(settings={"t_target_ms": 40, "newcomer_wait_ms": 0})
+    engine = make(settings={"t_target_ms": 40})
     engine.add("chat", 100, 400)
     engine.until(engine.now + 1.0)
     engine.add("long", 24_000, 4)

@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
+from headway.policy.iteration.config import LONG_TOKENS
 from headway.policy.iteration.prefill import PrefillState
 
 _MOST_IN_FLIGHT = 64
@@ -51,7 +52,7 @@ class SloCounts:
                 self._in_flight[step] = [pair for pair in completed if pair[0].request.id != request_id]
             return
         state, request, first_s = entry
-        slo, kind = state.request.slo, "long" if state.is_long else "short"
+        slo, kind = state.request.slo, "long" if state.prompt > LONG_TOKENS else "short"
         missed = []
         if slo.ttft_s is not None and first_s - state.request.arrival_s > slo.ttft_s:
             missed.append("missed_ttft")

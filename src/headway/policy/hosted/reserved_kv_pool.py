@@ -25,11 +25,13 @@ class ReservedKvPool:
         total_tokens: int,
         free: Callable[[], int],
         needed: Callable[[str, int], int],
+        reserve_tokens: int,
     ) -> None:
         """`free`: blocks that vLLM could allocate now. `needed(request_id, tokens)`: how many of them a request would
-        take, beside those that it has, for `tokens` tokens in all."""
+        take, beside those that it has, for `tokens` tokens in all. `reserve_tokens`: of a block."""
         self.n_blocks = n_blocks
         self.total_tokens = total_tokens
+        self.reserve_tokens = reserve_tokens
         self._free = free
         self._needed = needed
         # By request: tokens that its pledge is for, and blocks of it that vLLM has not allocated yet.
@@ -51,9 +53,6 @@ class ReservedKvPool:
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """See `KvPool`."""
         return self._needed(request_id, tokens)
-
-    def most_blocks(self, tokens: int) -> None:
-        """See `KvPool`: blocks of windows and states are counted by vLLM alone."""
 
     def held_blocks(self, request_id: str) -> int:
         """Return the blocks pledged to a request; 0 without a pledge."""

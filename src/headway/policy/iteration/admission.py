@@ -1,14 +1,27 @@
-"""Admission of waiting requests to KV: how many blocks a request reserves, and how many a long one must leave free."""
+"""Admission of waiting requests to KV: how many blocks one reserves, who may pass one that finds no room.
+
+A request enters with blocks for its whole prompt, or not at all. One whose blocks are not free is passed by later ones
+until it has waited `ADMISSION_AGE_S`; then, of those behind it in the order, only small ones pass it, within the
+headroom that large ones leave free for them. A request that computes lost KV again is passed by no new one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Final
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.prefill import PrefillState
+
+KV_HEADROOM: Final = 0.05
+"""Share of the pool that large requests leave free. Those that take less than that are small."""
+ADMISSION_AGE_S: Final = 10.0
+"""A request that found no room for so long is passed by small ones only: it would otherwise wait for ever."""
+MAX_BLOCKED: Final = 32
+"""Most requests without room that one decision looks at: a bound on its time."""
 
 
 def refuse_unservable(request: Request, total_tokens: int) -> None:
@@ -30,68 +43,111 @@ def refuse_unservable(request: Request, total_tokens: int) -> None:
 
 
 class KvBlockAdmission:
-    """Admission to one KV pool. A request enters with blocks for its whole prompt pledged, or not at all."""
+    """Admission to one KV pool: the requests that hold KV, and one decision's walk through those that do not."""
 
     def __init__(self, config: SchedulerConfig, pool: KvPool) -> None:
-        self._config = config
         self._pool = pool
+        self._reserve_tokens = pool.reserve_tokens
         self._total_tokens = pool.total_tokens
-        self._headroom_blocks = int(config.kv_headroom * pool.n_blocks)
+        self._headroom_blocks = int(KV_HEADROOM * pool.n_blocks) if config.leaves_headroom else 0
         # A request that other groups hold shards of was asked about in their decisions, which have counts of their own.
-        self.answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
+        self._answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
         # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
+        # A large request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
+        self.reserved_for: PrefillState | None = None
+        self._max_holders = config.max_num_seqs
         # Decisions so far.
-        self.decisions = 0
-        # Free blocks of the pool in the current decision.
+        self._decisions = 0
+        # Of the current decision: free blocks, requests that found no room, and blocks that small requests may take
+        # while a large one has waited too long (None: no such limit).
         self.free_blocks = 0
-        # Blocks of short holders, at most the headroom; None: to be counted again.
-        self._short: int | None = None
+        self._blocked = 0
+        self._spare: int | None = None
+        # Whether no further request without KV enters in this decision.
+        self.closed = False
+        # Blocks of small holders, at most the headroom; None: to be counted again.
+        self._small: int | None = None
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether the pool looks up prefixes, so that `waits_for_prefix` may be true."""
-        return self._pool.cache is not None
-
-    def decide(self) -> None:
-        """Begin a decision: blocks in use may have changed since the last one."""
-        self.decisions += 1
-        self.free_blocks = self._pool.free_blocks
-        if self._pool.holders_grow:
-            self._short = None
+    # -- holders ------------------------------------------------------------------------------------------------
 
     def hold(self, state: PrefillState) -> None:
         """Note that a request holds KV."""
         state.holds_kv = True
         self.holders[state.request.id] = state
-        self._short = None
+        self._small = None
 
     def release(self, request_id: str) -> None:
         """Note that a request holds no KV any more, if it did."""
         if self.holders.pop(request_id, None) is not None:
-            self._short = None
+            self._small = None
 
-    def fits(self, state: PrefillState) -> bool:
-        """Whether the pool has the blocks of a request, with the headroom it must leave, in this decision."""
-        free, blocks = self.free_blocks, self.blocks(state)
-        if not state.is_long:
-            return blocks <= free
-        return blocks <= free and blocks + self._headroom(state, blocks, free) <= free
+    # -- one decision -------------------------------------------------------------------------------------------
 
-    def all_fit(self, most_known: int) -> bool:
-        """Whether in this decision the pool surely has room for any waiting request of at most so many known tokens.
+    def decide(self, now: float, admits_new: bool) -> None:
+        """Begin a decision: blocks in use may have changed since the last one."""
+        self._decisions += 1
+        self.free_blocks = self._pool.free_blocks
+        if self._pool.holders_grow:
+            self._small = None
+        self._blocked = 0
+        self.closed = not admits_new or len(self.holders) >= self._max_holders
+        self._spare = None if self.reserved_for is None else self._spare_blocks(self.reserved_for)
 
-        False where the pool cannot tell without being asked about each."""
-        most = self._pool.most_blocks(min(most_known + self._config.reserve_tokens, self._total_tokens))
-        return most is not None and most + self._headroom_blocks <= self.free_blocks
+    def has_room(self, state: PrefillState, now: float) -> bool:
+        """Whether a request without KV may begin: asked in order of urgency, once in a decision."""
+        # Mostly the pool's last answer still holds, and is too many.
+        blocks = self.blocks(state)
+        free = self.free_blocks
+        # An answer does not stand still for it.
+        limited = self._spare is not None and not state.generated
+        if limited and (self._large(blocks) or blocks > (self._spare or 0)):
+            return self._refuse(state, now)
+        if blocks > free or (self._headroom_blocks and blocks + self._headroom(state, blocks, free) > free):
+            return self._refuse(state, now)
+        if limited:
+            self._spare = (self._spare or 0) - blocks
+        return True
+
+    def _refuse(self, state: PrefillState, now: float) -> bool:
+        """Note that a request finds no room, and whether others may pass it. Returns False."""
+        self._blocked += 1
+        if state.skipped_since is None:
+            state.skipped_since = now
+        if state.generated:
+            # A client reads its answer: whatever becomes free is for it.
+            self.closed = True
+        elif self._spare is None and now - state.skipped_since >= ADMISSION_AGE_S:
+            self._spare = self._spare_blocks(state)
+        self.closed = self.closed or self._blocked >= MAX_BLOCKED or self._spare == 0
+        return False
+
+    def enter(self, state: PrefillState) -> bool:
+        """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
+        name, blocks = state.request.id, self.blocks(state)
+        headroom = self.headroom(state, blocks) if self._headroom_blocks else 0
+        if not self._pool.pledge(name, self._entry_tokens(state), headroom):
+            state.asked_again = 0
+            return False
+        self.free_blocks = self._pool.free_blocks
+        state.skipped_since = None
+        self.hold(state)
+        self.closed = self.closed or len(self.holders) >= self._max_holders
+        return True
 
     def blocks(self, state: PrefillState) -> int:
         """Return how many free blocks a request would take to enter: the pool's answer while it holds."""
-        if state.asked_again > self.decisions:
+        if state.asked_again > self._decisions:
             return state.needed_blocks
         blocks = self._pool.needed_blocks(state.request.id, self._entry_tokens(state))
-        state.needed_blocks, state.asked_again = blocks, self.decisions + self.answers_hold
+        state.needed_blocks, state.asked_again = blocks, self._decisions + self._answers_hold
         return blocks
+
+    def headroom(self, state: PrefillState, blocks: int) -> int:
+        """Return how many blocks must stay free if this request takes `blocks` more; 0 for a small one."""
+        if self._pool.holders_grow:
+            self._small = None
+        return self._headroom(state, blocks, self._pool.free_blocks)
 
     def waits_for_prefix(self, state: PrefillState, ahead: Container[str]) -> bool:
         """Whether a request without KV had better begin in a later iteration, for the sake of its cached prefix.
@@ -106,65 +162,48 @@ class KvBlockAdmission:
             return False
         return hit != state.scheduled or cache.computed_by(name) in ahead or cache.restored(name)
 
-    def enter(self, state: PrefillState) -> bool:
-        """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
-        tokens = self._entry_tokens(state)
-        name = state.request.id
-        # Only a long request leaves headroom: for others its blocks need not be counted.
-        headroom = self.headroom(state, self.blocks(state)) if state.is_long else 0
-        if not self._pool.pledge(name, tokens, headroom):
-            state.asked_again = 0
-            return False
-        self.free_blocks = self._pool.free_blocks
-        state.skipped_since = None
-        self.hold(state)
-        return True
-
-    def spare_blocks(self, state: PrefillState) -> int:
-        """Return how many blocks short requests may still take ahead of `state`, which was skipped for too long.
-
-        0: none may pass. While shorts hold no more than the headroom together, the long request enters no later than
-        without them, since it leaves that headroom free anyway."""
-        headroom = self._headroom_blocks
-        # If the request and the headroom exceed the whole pool, shorts beside it would delay it.
-        concurrent = self.blocks(state) + headroom <= self._pool.n_blocks
-        return headroom - self._short_blocks() if state.is_long and concurrent else 0
-
-    def headroom(self, state: PrefillState, blocks: int) -> int:
-        """Return how many blocks must stay free if this request takes `blocks` more; 0 for a short one."""
-        if self._pool.holders_grow:
-            self._short = None
-        return self._headroom(state, blocks, self._pool.free_blocks)
+    def _large(self, blocks: int) -> bool:
+        return blocks > self._headroom_blocks
 
     def _headroom(self, state: PrefillState, blocks: int, free: int) -> int:
         """Return `headroom` beside `free` free blocks."""
         # In an empty pool there is nothing to leave headroom for: a prompt as large as the pool must fit.
-        if not (state.is_long and self.holders):
+        if not (self._large(blocks) and self.holders):
             return 0
         headroom = self._headroom_blocks
         left = free - blocks
-        # Once skipped, blocks that shorts hold count towards the headroom: a stream of shorts must not keep it out.
+        # Once skipped, blocks that small ones hold count towards the headroom: a stream of them must not keep it out.
         if state.skipped_since is not None and 0 <= left < headroom:
-            return headroom - self._short_blocks()
+            return headroom - self._small_blocks()
         return headroom
 
-    def _entry_tokens(self, state: PrefillState) -> int:
-        """Return the tokens to reserve on entry: all known tokens, and `reserve_tokens` of output, within limits."""
-        most = state.prompt + state.request.max_output_tokens
-        # `total_tokens` does not change: a look-up through the pool is much of this.
-        # Of two at a time: machine code for it calls no function.
-        tokens = min(min(state.known + self._config.reserve_tokens, most), min(self._total_tokens, state.limit))
-        return max(1, tokens)
+    def _spare_blocks(self, state: PrefillState) -> int:
+        """Return how many blocks small requests may still take ahead of `state`, which was skipped for too long.
 
-    def _short_blocks(self) -> int:
-        """Return the blocks that short holders have together, at most the headroom."""
-        if self._short is None:
-            self._short, most = 0, self._headroom_blocks
-            for name, state in self.holders.items():
-                if not state.is_long:
-                    self._short += self._pool.held_blocks(name)
+        0: none may pass. While small ones hold no more than the headroom together, the large request enters no later
+        than without them, since it leaves that headroom free anyway."""
+        headroom, blocks = self._headroom_blocks, self.blocks(state)
+        # If the request and the headroom exceed the whole pool, small ones beside it would delay it.
+        concurrent = blocks + headroom <= self._pool.n_blocks
+        return headroom - self._small_blocks() if self._large(blocks) and concurrent else 0
+
+    def _small_blocks(self) -> int:
+        """Return the blocks that small holders have together, at most the headroom."""
+        if self._small is None:
+            self._small, most = 0, self._headroom_blocks
+            for name in self.holders:
+                held = self._pool.held_blocks(name)
+                if not self._large(held):
+                    self._small += held
                     # More makes no difference: stop counting.
-                    if self._short >= most:
-                        self._short = most
+                    if self._small >= most:
+                        self._small = most
                         break
-        return self._short
+        return self._small
+
+    def _entry_tokens(self, state: PrefillState) -> int:
+        """Return the tokens to reserve on entry: all known ones and the pool's reserve for output, within limits."""
+        most = state.prompt + state.request.max_output_tokens
+        # Of two at a time: machine code for it calls no function.
+        tokens = min(min(state.known + self._reserve_tokens, most), min(self._total_tokens, state.limit))
+        return max(1, tokens)

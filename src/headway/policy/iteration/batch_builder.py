@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
+from headway.policy.iteration.admission import ADMISSION_AGE_S
 from headway.policy.iteration.decodes import DecodeSet
 from headway.policy.iteration.group_state import BatchInFlight, GroupState
 from headway.policy.iteration.prefill import WHOLE
@@ -63,7 +64,7 @@ class BatchBuilder:
         # `microbatch`: a prompt's next chunk enters after the previous one has left the last stage.
         skip = self._prefills_in_flight() if config.pipeline_schedule == "microbatch" else ()
         # A transfer that has waited too long for blocks goes before new requests, which would take those blocks.
-        admits_new = not state.staged_kv.blocked(now, config.admission_age_s)
+        admits_new = not state.staged_kv.blocked(now, ADMISSION_AGE_S)
         decision = policy.pick(load, now, budget_s, skip, admits_new, shorts_elsewhere)
         chunks = []
         for quota in decision.quotas:

@@ -30,7 +30,7 @@ class BatchCompletion:
             raise InvariantError(f"batch {batch_id} may run {batch.repeat} times, not {repeats}")
         if elapsed_s is not None:
             state.policy.observed(batch.load, elapsed_s)
-        state.policy.charge(batch.load, elapsed_s, now)
+        state.policy.ended_iteration(now)
         if repeats > 1:
             # `commit` has counted the first.
             state.count_iterations(repeats - 1)

@@ -1,32 +1,52 @@
 """Decide what one engine instance computes next: which prefills get how many tokens, next to the running decodes.
 
-The policy sees requests as token counts and latency targets, and KV as numbers of blocks. It has no block tables,
-batches, executors or clock, and never waits. Used by Headway's own scheduler and by plug-ins for other engines.
+`IterationPolicy.pick` is the decision: order the waiting prefills, then fill the iteration's time in that order, and
+reserve KV for each that begins. The policy sees requests as token counts and latency targets, and KV as numbers of
+blocks. It has no block tables, batches, executors or clock, and never waits. Used by Headway's own scheduler and by
+plug-ins for other engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from typing import Final, NamedTuple
 
 import msgspec
 
-from headway.core.request import Request
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
+from headway.core.request import BACKGROUND_PRIORITY, Request
+from headway.perf.latency.base import BatchLoad, LatencyModel, one_chunk_s
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import KvBlockAdmission
-from headway.policy.iteration.candidates import PrefillCandidates, RemoteCost
-from headway.policy.iteration.chunk_allocation import ChunkAllocation, is_bounded, pack, rules_of
-from headway.policy.iteration.chunking_strategies import make_chunking
-from headway.policy.iteration.compute_share import ComputeShare
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.chunking_strategies import is_empty, make_chunking
+from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
+from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkAllocation, ChunkRequest, IterationFill
 from headway.policy.iteration.iteration_budget import IterationBudget
 from headway.policy.iteration.kv_pool import KvPool
-from headway.policy.iteration.ordering import UrgencyLine
-from headway.policy.iteration.predicted_ttft import predicted_ttft_s, prefill_speed
-from headway.policy.iteration.prefill import LONG, SEVERAL_ITERATIONS, PrefillState
-from headway.policy.iteration.queue import make_queue
-from headway.policy.iteration.urgency import UrgencyOrder
+from headway.policy.iteration.medha import LONG, MedhaRules
+from headway.policy.iteration.ordering import OrderingPolicy, PrefillFacts, UrgencyLine, make_policy
+from headway.policy.iteration.predicted_ttft import prefill_speed
+from headway.policy.iteration.prefill import WHOLE, PrefillState
+from headway.policy.iteration.queue import LadderQueue, LineQueue, WaitingQueue
+
+BACKGROUND_EVERY: Final = 128
+"""Iterations of other work after which a background request has tokens in one of them, where it otherwise has
+iterations of its own: fewer than 1 in 100 gaps between tokens of other requests are longer for it."""
+_LAST: Final = 1 << 62
+"""An order of arrival behind all others."""
+BACKGROUND_GAIN: Final = 2.0
+"""An iteration of a background request may take so many times what one of its tokens takes."""
+
+
+class RemoteCost(NamedTuple):
+    """What other KV groups add to a chunk of a request whose earlier shards they hold."""
+
+    past: int
+    """Tokens of the largest of these shards."""
+    reserved_s: float
+    """Seconds by which the busiest of these groups is ahead of the owner group, and the fixed exchange cost."""
+    exchange_s_per_row: float
+    """Seconds to exchange one row with all of these groups."""
 
 
 class IterationDecision(msgspec.Struct, frozen=True, gc=False):
@@ -58,28 +78,188 @@ class IterationPolicy:
         other KV groups add to a chunk of a request whose earlier shards they hold; None: the instance is one group."""
         self.config = config
         self.latency = latency
-        self.chunking = make_chunking(config.chunking, config.subtract_times)
+        self.chunking = make_chunking(config.chunking, config.literal)
         aim_s = reference_aim_s(config, latency)
-        times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
-        self.urgency = UrgencyOrder(config, times, aim_s)
-        self.relegation = self.urgency.relegation
-        # None: prefills may have all the time that budgets leave them.
-        self.compute_share = ComputeShare(config.prefill_share) if config.prefill_share < 1 else None
+        self.prefill_times = prefill_times or PrefillCache(latency, aim_s, max(config.min_chunk, 16))
         self.budget = IterationBudget(config, latency)
         self.targets = self.budget.targets
-        self.queue = make_queue(self.urgency.policy.parallel)
         self.admission = KvBlockAdmission(config, pool)
         self.holders = self.admission.holders
-        self.candidates = PrefillCandidates(config, self.queue, self.admission, remote_cost, self.budget.background_s)
+        # None: the ladder orders.
+        self._lines: OrderingPolicy | None = make_policy(config.policy)
+        self.queue: WaitingQueue = LadderQueue() if self._lines is None else LineQueue(self._lines.parallel)
+        rules = config.medha_rules
+        self.medha = None if rules is None else MedhaRules(rules, self.prefill_times, aim_s, config.t_target_s)
+        self._remote_cost = remote_cost
         self._pool = pool
-        self._rules = rules_of(config, aim_s)
-        self._slack_margin = self._rules.slack_margin
-        self._bounded = is_bounded(self.chunking)
         self._states: dict[str, PrefillState] = {}
         self._entered = 0
         self._iterations = 0
         # The last iteration in which any prefill got tokens.
         self._advanced = 0
+        # The prefill that was cut last: the length of efficient chunks depends on its context.
+        self._cut: PrefillState | None = None
+
+    # -- the decision -------------------------------------------------------------------------------------------
+
+    def pick(
+        self,
+        load: BatchLoad,
+        now: float,
+        budget_s: float | None = None,
+        skip: Collection[str] = (),
+        admits_new: bool = True,
+        shorts_elsewhere: bool = False,
+    ) -> IterationDecision:
+        """Choose the prefill tokens of the next iteration, whose decodes are `load` (`latency.base.decode_load`).
+
+        KV of requests that get their first tokens has been pledged by the pool on return. `budget_s`: longest
+        iteration, seconds; None: `budget_s(now)`. `skip`: requests that can take no tokens in this iteration.
+        `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short prefills wait in other groups of
+        the same lockstep batch, so that under Medha's rules a long one here yields time."""
+        queue, admission, medha = self.queue, self.admission, self.medha
+        if not len(queue):
+            return IterationDecision([], load)
+        cache = self._pool.cache
+        if cache is not None:
+            for request_id, cached in cache.drain_changes():
+                self._set_cached(self._states[request_id], cached)
+        if budget_s is None:
+            budget_s = self.budget_s(now) if self.chunking.timed else 0.0
+        order = queue.ordered(now, lambda: prefill_speed(self.latency, load, budget_s))
+        admission.decide(now, admits_new)
+        config = self.config
+        fill = IterationFill(
+            load, budget_s, config.max_num_batched_tokens, config.min_chunk, self.chunking, self.latency,
+            self.budget.chunks, medha is None,
+        )  # fmt: skip
+        if medha is not None:
+            medha.begin(load, self.latency, queue, not admission.closed and admission.free_blocks > 0, shorts_elsewhere)
+        # Requests with KV that were offered, for prefixes that they compute.
+        ahead = set[str]()
+        for place, state in enumerate(order):
+            if state is None:
+                continue
+            if admission.closed or not (admission.free_blocks or state.holds_kv):
+                # No further request begins: only those that hold KV are left.
+                for begun in queue.begun_from(place):
+                    if fill.full:
+                        break
+                    self._offer(begun, fill, now, skip, ahead)
+                break
+            self._offer(state, fill, now, skip, ahead)
+            if fill.full:
+                break
+        if medha is not None:
+            self._use_yielded_time(medha, fill)
+        return IterationDecision(fill.quotas, fill.load)
+
+    def _offer(
+        self, state: PrefillState, fill: IterationFill, now: float, skip: Collection[str], ahead: set[str]
+    ) -> None:
+        """Add a chunk of a request to the iteration, if it has KV or there is room for it, and time for its tokens."""
+        request, admission, medha = state.request, self.admission, self.medha
+        if skip and request.id in skip:
+            return
+        if not state.holds_kv:
+            if self._pool.cache is not None and admission.waits_for_prefix(state, ahead):
+                return
+            if not admission.has_room(state, now):
+                return
+        elif self._pool.cache is not None:
+            ahead.add(request.id)
+        if medha is not None and not medha.may_have(state):
+            return
+        ask = self._ask(state, fill, now)
+        if ask is None:
+            return
+        tokens, attention_s = state.interrupted, 0.0
+        if tokens:
+            # It goes on where an arrival has interrupted it, with a chunk of the same size.
+            attention_s = one_chunk_s(self.latency, ask.past, tokens)
+        else:
+            tokens, attention_s = fill.size(ask)
+        if tokens <= 0:
+            fill.refuse(ask.budget_s == fill.budget_s)
+            if medha is not None:
+                medha.refused(state)
+            return
+        # Reserve KV last: a request that gets no time must not hold blocks.
+        if not state.holds_kv:
+            if not admission.enter(state):
+                return
+            self.queue.note_begun(state, True)
+            ahead.add(request.id)
+        fill.add(request.id, tokens, attention_s, ask.past)
+        if tokens < state.remaining:
+            self._cut = state
+        if medha is not None:
+            medha.has_long |= state.medha_size == LONG
+
+    def _ask(self, state: PrefillState, fill: IterationFill, now: float) -> ChunkRequest | None:
+        """Return a prefill as it is offered to an iteration; None: it can have no token in it."""
+        remaining, past, budget_s, medha = state.remaining, state.scheduled, fill.budget_s, self.medha
+        counts = state.holds_kv or state.request.priority >= BACKGROUND_PRIORITY
+        # A request that has not begun counts from the last progress of any prefill.
+        stalled = self._iterations - (state.last_progress if counts else self._advanced)
+        if state.request.priority >= BACKGROUND_PRIORITY:
+            return self._ask_background(state, fill, now, stalled)
+        state.interrupted = 0
+        completes, exchange_s, longest_s = True, 0.0, 0.0
+        if medha is not None:
+            budget_s = medha.longest_s(state, budget_s, now)
+        if state.limit != WHOLE:
+            # Within the shard: a chunk never crosses its edge, and attends from its first token on.
+            completes = remaining <= state.room
+            remaining, past = min(remaining, state.room), past - state.base
+            # 0: its shard is full and no group has taken over yet.
+            if remaining <= 0:
+                return None
+            if state.base and self._remote_cost is not None:
+                remote = self._remote_cost(state.request.id)
+                # Shards are attended concurrently: attention takes as long as over the largest.
+                past, exchange_s = max(past, remote.past), remote.exchange_s_per_row
+                budget_s -= remote.reserved_s
+        if medha is not None and completes:
+            longest_s = medha.completing_s(state, budget_s)
+        return ChunkRequest(
+            past, remaining, budget_s, stalled >= PROGRESS_EVERY, self._efficient and state.limit == WHOLE,
+            medha is None or not medha.yields(state), longest_s, exchange_s,
+        )  # fmt: skip
+
+    def _ask_background(
+        self, state: PrefillState, fill: IterationFill, now: float, stalled: int
+    ) -> ChunkRequest | None:
+        """Return a background request as it is offered: no client waits for it, so its iterations are short."""
+        alone = self.config.interruptible_layers > 0 and stalled < BACKGROUND_EVERY
+        if alone and not is_empty(fill.load):
+            return None
+        if not alone:
+            state.interrupted = 0
+        longest_s = self.budget.background_s(now, alone)
+        # A prompt for which a client waits has its iterations to itself: after a long context one token is long.
+        if fill.quotas and longest_s < fill.budget_s:
+            return None
+        # Each pass reads the whole context: below this most of the time would go there.
+        alone_s = self.latency.rows_s(1) + one_chunk_s(self.latency, state.scheduled, 1)
+        budget_s = min(fill.budget_s, max(longest_s, BACKGROUND_GAIN * alone_s))
+        return ChunkRequest(state.scheduled, state.remaining, budget_s, stalled >= PROGRESS_EVERY)
+
+    def _use_yielded_time(self, medha: MedhaRules, fill: IterationFill) -> None:
+        """Give the smallest chunk to the first request that found no time, if the iteration would otherwise be empty.
+
+        A long request yields time to shorts; where none could use it (no KV, for instance), the instance would idle
+        although work waits."""
+        state = medha.skipped
+        if state is None or fill.quotas or not is_empty(fill.load):
+            return
+        if not state.holds_kv:
+            if not self.admission.enter(state):
+                return
+            self.queue.note_begun(state, True)
+        past, remaining = state.scheduled - state.base, min(state.remaining, state.room)
+        tokens = min(max(self.config.min_chunk, 1), remaining, fill.room)
+        fill.add(state.request.id, tokens, one_chunk_s(self.latency, past, tokens), past)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -97,16 +277,15 @@ class IterationPolicy:
         """Add a request whose state the caller has made, in order of arrival.
 
         With KV and one token left to compute it decodes at once."""
-        state.size = self.urgency.size(state.request)
-        # `assess` sets the deadline, which a request that decodes at once reports too.
-        line = self.urgency.assess(state)
+        # A request that decodes at once reports its deadline too.
+        self._assess(state)
         state.decoding = state.holds_kv and state.remaining == 1
         self.budget.arrived(state, idle=not self._states)
-        self._insert(state, line)
+        self._insert(state)
 
     def transfer_in(self, state: PrefillState) -> None:
         """Add a request that has `ended` in another group's policy. It keeps its deadline and isolated time."""
-        self._insert(state, None if state.decoding else self.urgency.line(state))
+        self._insert(state)
 
     def moved(self, request_id: str, scheduled: int) -> None:
         """Set the cursor of a prefill: tokens up to `scheduled` are computed or in flight.
@@ -117,54 +296,44 @@ class IterationPolicy:
         # +1: `began` has not yet counted the iteration that is being built.
         state.last_progress = self._advanced = self._iterations + 1
         state.interrupted = 0
-        before_s = state.work_s
-        if state.is_long:
-            self.urgency.mark_active(state, self.queue)
+        if self.medha is not None and state.medha_size == LONG:
+            before, self.medha.active = self.medha.active, state
+            if before is not None and before is not state and before.slot >= 0:
+                self._update(before)
         if state.remaining == 0:
             self.queue.remove(state)
         else:
-            self.queue.update(state, self.urgency.line(state))
-        if self.relegation is not None:
-            self.relegation.worked(state, before_s - (state.work_s if state.remaining else 0.0))
+            self._update(state)
 
     def interrupted(self, request_id: str, start: int, tokens: int) -> None:
         """Set the cursor of a prefill back to `start`: a chunk of so many tokens was interrupted, and goes on later."""
         state = self._states[request_id]
-        before_s = state.work_s if state.remaining else 0.0
         state.scheduled, state.interrupted = start, tokens
-        line = self.urgency.line(state)
-        if state.slot < 0:
-            self.queue.add(state, line)
-        else:
-            self.queue.update(state, line)
-        if self.relegation is not None:
-            self.relegation.worked(state, before_s - state.work_s)
+        self._update(state)
 
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
-        self.budget.begin(self._states[request_id], self._iterations, self._long_context)
+        self.budget.begin(self._states[request_id], self._iterations, self._context)
 
     def lost(self, request_id: str, known_tokens: int) -> None:
         """Queue a request whose KV is gone: all its `known_tokens`, generated ones included, are computed again."""
         state = self._states[request_id]
+        if state.slot >= 0:
+            self.queue.remove(state)
         state.generated = known_tokens - state.prompt
         state.scheduled = state.base = state.interrupted = 0
-        if state.request.cached_tokens:
-            self._count_cached_part(state)
         # Its age in the admission queue starts anew: it had its turn.
         state.skipped_since = None
         self.targets.end(state)
         state.asked_again = 0
-        if state.holds_kv:
-            self.admission.release(request_id)
-            if state.slot >= 0:
-                # A half-done prefill is in the queue; a decode (slot < 0) was not counted there.
-                self.queue.note_begun(state, False)
-            state.holds_kv = False
-        if state.slot >= 0:
-            self.queue.update(state, self.urgency.line(state))
-        else:
-            self.queue.add(state, self.urgency.line(state))
+        self.admission.release(request_id)
+        state.holds_kv = False
+        if state.request.cached_tokens:
+            # The cached part of a prompt is work again, and short work may have become long.
+            state.total_s = max(state.total_s, self._work_s(state))
+            if self.medha is not None:
+                state.medha_size = self.medha.size(state, 0)
+        self._enqueue(state)
 
     def withdraw(self, request_id: str) -> None:
         """Give a request no more tokens: it was aborted in flight. It keeps its KV until `ended`."""
@@ -177,53 +346,15 @@ class IterationPolicy:
         state = self._states.pop(request_id)
         if state.slot >= 0:
             self.queue.remove(state)
-        if state is self.urgency.active_long:
-            self.urgency.active_long = None
-        if self.relegation is not None:
-            self.relegation.left(state)
+        if self.medha is not None and state is self.medha.active:
+            self.medha.active = None
+        if state is self._cut:
+            self._cut = None
         if state.decoding:
             self.targets.leave(state)
         self.admission.release(request_id)
 
     # -- iterations ---------------------------------------------------------------------------------------------
-
-    def pick(
-        self,
-        load: BatchLoad,
-        now: float,
-        budget_s: float | None = None,
-        skip: Collection[str] = (),
-        admits_new: bool = True,
-        shorts_elsewhere: bool = False,
-    ) -> IterationDecision:
-        """Choose the prefill tokens of the next iteration, whose decodes are `load` (`latency.base.decode_load`).
-
-        KV of requests that get their first tokens has been pledged by the pool on return. `budget_s`: longest
-        iteration, seconds; None: `budget_s(now)`. `skip`: requests that can take no tokens in this iteration.
-        `admits_new`: whether requests without KV may begin. `shorts_elsewhere`: short prefills wait in other groups of
-        the same lockstep batch, so a long one here yields time."""
-        if not len(self.queue):
-            self._rules.slack_margin = self._slack_margin
-            return IterationDecision([], load)
-        if self._pool.cache is not None:
-            for request_id, cached in self._pool.cache.drain_changes():
-                self._set_cached(self._states[request_id], cached)
-        if self.compute_share is not None and not self.compute_share.grants(load.decodes):
-            return IterationDecision([], load)
-        # Other chunking ignores the time.
-        if self.chunking.timed:
-            self._rules.t_target_s = self.budget_s(now) if budget_s is None else budget_s
-        if self.relegation is not None:
-            speed = prefill_speed(self.latency, load, self._rules.t_target_s)
-            self.relegation.choose(now, self.queue, speed, self.urgency.line)
-        self.admission.decide()
-        candidates = self.candidates.at(now, self._iterations, self._advanced, skip, admits_new)
-        if candidates == ():
-            return IterationDecision([], load)
-        yields_from = self.candidates.yields_from = self.yields_from(shorts_elsewhere, skip)
-        admit, pass_over = self._admit, self.candidates.pass_over
-        quotas, load = pack(load, candidates, yields_from, self._rules, self.chunking, self.latency, admit, pass_over)
-        return IterationDecision(quotas, load)
 
     def began(self, iterations: int = 1) -> None:
         """Count scheduled iterations, with or without prefills."""
@@ -233,129 +364,128 @@ class IterationPolicy:
         """Pass the measured seconds of an iteration to the latency model, which may learn from it."""
         self.latency.observe(load, seconds)
         # Cached isolated times and efficient chunks follow the corrected model.
-        self.budget.observed(self.urgency.prefill_times.refresh())
+        self.budget.observed(self.prefill_times.refresh())
 
-    def charge(self, load: BatchLoad, seconds: float | None, now: float) -> None:
-        """Charge an iteration that ended at `now` to the share of its class; measured seconds, None: as predicted."""
+    def ended_iteration(self, now: float) -> None:
+        """Note that an iteration has ended."""
         self.budget.arrivals.busy(now)
-        share = self.compute_share
-        if share is None:
-            return
-        prefilled = load.tokens > load.decodes
-        contended = load.decodes > 0 and (prefilled or len(self.queue) > 0)
-        share.charge(prefilled, contended, load_s(self.latency, load) if seconds is None else seconds, now)
-        if share.automatic and contended and len(self.queue):
-            oldest = min(self.queue, key=lambda state: state.order)
-            share.adjust(now - oldest.request.arrival_s, oldest.work_s, now)
-
-    def predicted_ttft_s(self, request: Request, decodes: BatchLoad, now: float) -> float:
-        """Return when a new request would have its first token, seconds after its arrival, beside these decodes."""
-        newcomer = PrefillState(request, self._entered)
-        newcomer.size = self.urgency.size(request)
-        line = self.urgency.assess(newcomer)
-        config = self.config
-        yields = (config.rho_min, config.rho_max) if config.shares_space else None
-        waiting = []
-        for state in self.queue:
-            before_s = state.work_s
-            waiting.append((state, self.urgency.line(state)))
-            # Where the latency model has learned, its slack moves, and its place in the queue does not.
-            self._rules.slack_margin += 2.0 * abs(state.work_s - before_s) / max(state.total_s, 1e-9)
-        speed = prefill_speed(self.latency, decodes, self.budget_s(now))
-        return predicted_ttft_s(newcomer, line, waiting, speed, now, yields)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    def order(self, now: float) -> Iterator[PrefillState]:
-        """Yield waiting and half-done prefills, most urgent first. Consume it before the policy is changed.
+    def order(self, now: float) -> list[PrefillState]:
+        """Return waiting and half-done prefills, most urgent first.
 
         `skipped_since` is set for those that are blocked for lack of KV."""
-        return self.queue.ordered(now)
+        return self.queue.current(now)
 
     def budget_s(self, now: float) -> float:
         """Return the longest next iteration, seconds, that running decodes and a possible newcomer allow."""
-        return self.budget.seconds(now, self._iterations, self._long_context)
+        return self.budget.seconds(now, self._iterations, self._context)
+
+    def predicted_ttft_s(self, request: Request, decodes: BatchLoad, now: float) -> float:
+        """Return when a new request would have its first token, seconds after its arrival, beside these decodes, if
+        none came after it."""
+        newcomer = PrefillState(request, _LAST)
+        self._assess(newcomer)
+        for state in self.queue:
+            # Where the latency model has learned, its work and its place have changed.
+            self._update(state)
+        if isinstance(self.queue, LineQueue):
+            self.queue.set_line(newcomer, self._line(newcomer))
+        speed = prefill_speed(self.latency, decodes, self.budget_s(now))
+        return now - request.arrival_s + (self.queue.work_before_s(newcomer, now, speed) + newcomer.work_s) / speed
+
+    def shorts_wait(self) -> bool:
+        """Whether, under Medha's rules, a prompt waits that could use time of a long one of another KV group."""
+        free = self._pool.free_blocks > 0 and len(self.holders) < self.config.max_num_seqs
+        return self.medha is not None and self.medha.shorts_wait(self.queue, free)
+
+    def yields(self, state: PrefillState) -> bool:
+        """Whether, under Medha's rules, a request left time to smaller ones in the last iteration."""
+        return self.medha is not None and self.medha.yields(state)
 
     @property
-    def _long_context(self) -> int:
-        """Cached tokens of the long prompt that got tokens last and is not complete; 0: there is none."""
-        active = self.urgency.active_long
-        return active.scheduled if active is not None and active.slot >= 0 else 0
-
-    def yields_from(self, shorts_elsewhere: bool = False, skip: Collection[str] = ()) -> int:
-        """Return the smallest size of prompts that leave part of the next iteration to smaller ones; `LONG` + 1: none.
-
-        A long prompt does while a shorter one waits (Medha §4.3); one of several iterations while one does that takes a
-        single iteration, which would be over long before. `shorts_elsewhere`, `skip`: see `pick`."""
-        config, sizes = self.config, self.queue.sizes
-        if config.shares_space:
-            if sizes[SEVERAL_ITERATIONS] and self.smaller_waits(SEVERAL_ITERATIONS, skip):
-                return SEVERAL_ITERATIONS
-            always = shorts_elsewhere or not config.yield_only_to_shorts
-            if sizes[LONG] and (always or self.smaller_waits(LONG, skip)):
-                return LONG
-        return LONG + 1
-
-    def smaller_waits(self, size: int, skip: Collection[str] = ()) -> bool:
-        """Whether a smaller prompt waits that could use yielded time: it holds KV, or there is a free block to begin.
-
-        `skip`: see `pick`."""
-        queue = self.queue
-        if not any(queue.begun_sizes[:size]):
-            full = len(self.holders) >= self.config.max_num_seqs or self._pool.free_blocks <= 0
-            if full or not any(queue.sizes[:size]):
-                return False
-        return not skip or any(state.size < size and state.request.id not in skip for state in queue)
+    def late(self) -> int:
+        """Waiting requests that will be late, so that others are in time (ladder)."""
+        return self.queue.late if isinstance(self.queue, LadderQueue) else 0
 
     @property
     def waiting_s(self) -> float:
         """Sum of the predicted isolated seconds left of all waiting and half-done prefills."""
         return sum(state.work_s for state in self.queue)
 
-    def _insert(self, state: PrefillState, line: UrgencyLine | None) -> None:
-        """Register a request, in the queue with its urgency line, or as a decode (`line` None)."""
-        name = state.request.id
-        self._states[name] = state
+    # -- details ------------------------------------------------------------------------------------------------
+
+    @property
+    def _context(self) -> int:
+        """Cached tokens of the prompt that was cut last and is not complete; 0: there is none."""
+        cut = self._cut
+        return cut.scheduled if cut is not None and cut.slot >= 0 else 0
+
+    @property
+    def _efficient(self) -> bool:
+        """Whether chunks that are cut must be efficient: no target between tokens was asked for."""
+        return self.medha is None and self.config.t_target_s is None and not self.targets.asked
+
+    def _assess(self, state: PrefillState) -> None:
+        """Set a new request's isolated time, and when its first token is due."""
+        state.total_s = state.work_s = self._work_s(state)
+        ttft_s = state.request.slo.ttft_s
+        if ttft_s is None:
+            ttft_s = max(DEADLINE_BASE_S, DEADLINE_FACTOR * state.total_s)
+        state.deadline_s = state.request.arrival_s + ttft_s
+        if self.medha is not None:
+            state.medha_size = self.medha.size(state, state.scheduled)
+
+    def _work_s(self, state: PrefillState) -> float:
+        """Return the isolated seconds left; above 0, since policies divide by it."""
+        return max(1e-6, self.prefill_times.remaining_s(state.known, state.scheduled))
+
+    def _line(self, state: PrefillState) -> UrgencyLine:
+        """Return the line of a request under an order other than the ladder."""
+        assert self._lines is not None
+        line = self._lines.line(PrefillFacts(state.request.arrival_s, state.deadline_s, state.total_s, state.work_s))
+        return line if self.medha is None else self.medha.line(state, line)
+
+    def _insert(self, state: PrefillState) -> None:
+        """Register a request, in the queue or as a decode."""
+        self._states[state.request.id] = state
         state.asked_again = 0
         state.last_progress = self._iterations
         if state.holds_kv:
             self.admission.hold(state)
         # Decodes take part in every iteration and never queue.
-        if state.decoding or line is None:
-            self.budget.begin(state, self._iterations, self._long_context)
+        if state.decoding:
+            self.budget.begin(state, self._iterations, self._context)
         else:
-            self.queue.add(state, line)
+            self._enqueue(state)
 
-    def _count_cached_part(self, state: PrefillState) -> None:
-        """Count the cached part of a prompt as work again: its KV is lost, and short work may have become long."""
-        queued = state.slot >= 0
-        if queued:
-            self.queue.remove(state)
-        state.size = self.urgency.size_of_work(state.known, 0)
-        line = self.urgency.line(state)
-        state.total_s = max(state.total_s, state.work_s)
-        if queued:
-            self.queue.add(state, line)
+    def _enqueue(self, state: PrefillState) -> None:
+        """Put a request into the queue, at the place that its work left gives it."""
+        state.work_s = self._work_s(state)
+        if isinstance(self.queue, LineQueue):
+            self.queue.set_line(state, self._line(state))
+        self.queue.add(state)
+
+    def _update(self, state: PrefillState) -> None:
+        """Follow the work left of a request in the queue; one that is not goes there."""
+        if state.slot < 0:
+            self._enqueue(state)
+            return
+        state.work_s = self._work_s(state)
+        if isinstance(self.queue, LineQueue):
+            self.queue.set_line(state, self._line(state))
+        self.queue.update(state)
 
     def _set_cached(self, state: PrefillState, cached: int) -> None:
-        """Let work, class and, before its first output, deadline of a waiting request follow its uncached tokens."""
+        """Let the work and, before its first output, deadline of a waiting request follow its uncached tokens."""
         if state.holds_kv or state.slot < 0 or cached == state.scheduled:
             return
-        # It is counted by class in the queue.
         self.queue.remove(state)
         state.asked_again = 0
         state.set_cached(cached)
-        state.size = self.urgency.size_of_work(state.known, cached)
-        line = self.urgency.line(state) if state.generated else self.urgency.assess(state)
-        self.queue.add(state, line)
-
-    def _admit(self, request_id: str) -> bool:
-        """Pledge KV to a request that is about to get its first tokens. False: there is not enough."""
-        state = self._states[request_id]
-        if not state.holds_kv:
-            if not self.admission.enter(state):
-                return False
-            self.queue.note_begun(state, True)
-        # `whole` asks for one more candidate before it finds the iteration full: let it be any.
-        self.candidates.long_taken |= state.is_long and self._bounded
-        return True
+        if not state.generated:
+            self._assess(state)
+        elif self.medha is not None:
+            state.medha_size = self.medha.size(state, cached)
+        self._enqueue(state)

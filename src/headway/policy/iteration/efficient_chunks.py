@@ -15,6 +15,9 @@ NEWCOMER_EFFICIENCY = 0.85
 """The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
 ALONE_EFFICIENCY = 0.98
 """The same where newcomers are rare: longer iterations would gain a prompt next to nothing."""
+USEFUL_SHARE = 0.99
+"""A configured target gives no longer iterations than those whose chunks reach this share of the best rate: a prompt
+would gain nothing, and others would wait."""
 _GROWTH = 1.25
 # No iteration is longer by default, so no longer one sets the best rate.
 _LONGEST_COMPARED_S = 1.0
@@ -33,10 +36,12 @@ class EfficientChunks:
         # By context (its bit length): the rate in tokens/s and the seconds of each size.
         self._points: dict[int, list[tuple[float, float]]] = {}
         self._aims: dict[tuple[int, float], float] = {}
+        self._least: dict[int, int] = {}
 
     def clear(self) -> None:
         """Drop cached times, after the latency model has changed."""
         self._points.clear()
+        self._least.clear()
         self._aims.clear()
 
     def aim_s(self, context: int, share: float) -> float:
@@ -50,13 +55,25 @@ class EfficientChunks:
         bucket = max(context, _LEAST_CONTEXT).bit_length()
         aim = self._aims.get((bucket, share))
         if aim is None:
-            points = self._points.get(bucket)
-            if points is None:
-                points = self._points[bucket] = self._measure(1 << (bucket - 1))
+            points = self._points_of(bucket)
             enough = share * max(rate for rate, _ in points)
             seconds = next(seconds for rate, seconds in points if rate >= enough)
             aim = self._aims[bucket, share] = max(seconds, LEAST_AIM_S)
         return aim
+
+    def least_tokens(self, context: int) -> int:
+        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens.
+
+        A rough model does not say: 0."""
+        if self._latency.rough:
+            return 0
+        bucket = max(context, _LEAST_CONTEXT).bit_length()
+        least = self._least.get(bucket)
+        if least is None:
+            points = self._points_of(bucket)
+            enough = DECODE_EFFICIENCY * max(rate for rate, _ in points)
+            least = self._least[bucket] = self._sizes[next(i for i, (rate, _) in enumerate(points) if rate >= enough)]
+        return least
 
     def alone_s(self, context: int) -> float:
         """Return the iteration, seconds, beyond which a lone prompt gains next to nothing.
@@ -74,12 +91,18 @@ class EfficientChunks:
 
     def useful_target_s(self, config: SchedulerConfig, context: int) -> float:
         """Return `target_s`, bounded by a rough model too: a prompt would gain nothing by more, and others wait."""
-        configured_s, share = config.t_target_s, config.useful_share
+        configured_s = config.t_target_s
         if configured_s is None:
             return self.aim_s(context, DECODE_EFFICIENCY)
-        if configured_s <= LEAST_AIM_S or share >= 1:
+        if configured_s <= LEAST_AIM_S or config.exact_target:
             return configured_s
-        return min(configured_s, self.useful_s(context, share))
+        return min(configured_s, self.useful_s(context, USEFUL_SHARE))
+
+    def _points_of(self, bucket: int) -> list[tuple[float, float]]:
+        points = self._points.get(bucket)
+        if points is None:
+            points = self._points[bucket] = self._measure(1 << (bucket - 1))
+        return points
 
     def _measure(self, context: int) -> list[tuple[float, float]]:
         points = []

@@ -65,7 +65,7 @@ class GroupState:
             shard_table.states.append(self)
         remote_cost = shard_table.remote_cost if shard_table is not None else None
         self.policy = IterationPolicy(config, latency, block_manager, prefill_times, remote_cost)
-        self.growth = KvGrowth(config, block_manager, self.policy.admission)
+        self.growth = KvGrowth(block_manager, self.policy.admission)
         self.staged_kv = StagedKv(block_manager)
         self.sequences: dict[str, SequenceState] = {}
         # Decodes that the next batch takes, all of them.

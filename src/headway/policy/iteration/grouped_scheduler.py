@@ -31,7 +31,6 @@ from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.lockstep import LockstepBatch
 from headway.policy.iteration.prefill import WHOLE
-from headway.policy.iteration.relegation import RelegationChoice
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.shard_placement import ShardPlacement
 from headway.policy.iteration.shard_table import ShardTable
@@ -63,15 +62,10 @@ def group_policies(scheduler: InstanceScheduler) -> list[IterationPolicy]:
     return [group.policy for group in groups if isinstance(group, Scheduler)]
 
 
-def relegations(scheduler: InstanceScheduler) -> list[RelegationChoice]:
-    """Return the choice of late requests of each KV group; empty where none are chosen (`relegation`)."""
-    return [policy.relegation for policy in group_policies(scheduler) if policy.relegation is not None]
-
-
 class GroupedScheduler:
     """Implement `InstanceScheduler` over one `Scheduler` a group.
 
-    Nothing waits for ever. The oldest long request that has found no next shard for `admission_age_s` keeps others (but
+    Nothing waits for ever. The oldest long request that has found no next shard for `ADMISSION_AGE_S` keeps others (but
     for short ones, within the headroom) from entering the groups it waits for, and the youngest long request that waits
     as well is evicted. When nothing runs, the youngest long request that holds KV is evicted.
     """
@@ -92,7 +86,7 @@ class GroupedScheduler:
         aim_s = reference_aim_s(config, latency)
         times = PrefillCache(ShardedModel(latency, self.shard_tokens), aim_s, max(config.min_chunk, 16))
         self.shard_table = ShardTable()
-        self._placement = ShardPlacement(self.shard_table, config.admission_age_s)
+        self._placement = ShardPlacement(self.shard_table)
         self.groups = [
             Scheduler(config, latency, block_manager, index, self._placement, times)
             for index, block_manager in enumerate(self.block_managers)

@@ -17,6 +17,8 @@ from headway.policy.iteration.efficient_chunks import NEWCOMER_EFFICIENCY, Effic
 from headway.policy.iteration.prefill import PrefillState
 from headway.policy.iteration.tbt_targets import TbtTargets
 
+LEAST_GAIN = 3.0
+"""An iteration may take so many times what it costs to run one token, lest chunks pay for overhead."""
 LONGEST_WAIT_S = 1.0
 """Longest iteration by default, however rare arrivals are, seconds."""
 _WAIT_SHARE = 0.05
@@ -76,8 +78,7 @@ class ArrivalGaps:
         """Return the expected interval, seconds; 0 before any arrival."""
         if self._until_s is None:
             return 0.0
-        self.busy(now)
-        quiet_s = self._until_s - self._idle_s - self._last_s
+        quiet_s = max(self._until_s, now) - self._idle_s - self._last_s
         # Without such an arrival the time that the engine was busy is all there is to go by.
         return max(min(self._gaps), quiet_s / _QUIET) if self._gaps else quiet_s
 
@@ -91,8 +92,8 @@ def newcomer_s(config: SchedulerConfig, chunks: EfficientChunks, context: int, e
     if config.stages > 1:
         # A batch behind this one may hold a prompt's end, whose request decodes next.
         return aim_s
-    if config.newcomer_wait_s is not None:
-        return max(aim_s, config.newcomer_wait_s)
+    if config.exact_target:
+        return aim_s
     rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s, chunks.alone_s(context))
     return max(aim_s, chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
 
@@ -103,7 +104,7 @@ class IterationBudget:
     def __init__(self, config: SchedulerConfig, latency: LatencyModel) -> None:
         self._config = config
         self._latency = latency
-        self._chunks = EfficientChunks(latency, config.max_num_batched_tokens)
+        self.chunks = EfficientChunks(latency, config.max_num_batched_tokens)
         self.arrivals = ArrivalGaps()
         self.targets = TbtTargets(config)
         # Shortest budget, seconds; None: the latency model may have learned since.
@@ -126,20 +127,20 @@ class IterationBudget:
         an efficient chunk depends."""
         config = self._config
         if not self.targets.members:
-            bound_s = newcomer_s(config, self._chunks, context, self.arrivals.expected_s(now))
+            bound_s = newcomer_s(config, self.chunks, context, self.arrivals.expected_s(now))
         elif config.t_target_s is not None:
             bound_s = self.targets.least(self._aim_s(context))
         else:
             aims_s = self._aims_s.get(context.bit_length())
             if aims_s is None:
-                aims_s = self._aim_s(context), self._chunks.aim_s(context, NEWCOMER_EFFICIENCY)
+                aims_s = self._aim_s(context), self.chunks.aim_s(context, NEWCOMER_EFFICIENCY)
                 self._aims_s[context.bit_length()] = aims_s
             bound_s = self.targets.allowed(now, iteration, *aims_s)
         # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
         # prefills.
         floor_s = self._floor_s
         if floor_s is None:
-            floor_s = self._floor_s = config.least_gain * self._latency.rows_s(1)
+            floor_s = self._floor_s = 0.0 if config.literal else LEAST_GAIN * self._latency.rows_s(1)
         return max(bound_s, floor_s)
 
     def background_s(self, now: float, alone: bool) -> float:
@@ -147,19 +148,16 @@ class IterationBudget:
         arrivals and decodes wait for the iteration's end.
 
         `alone`: there is nothing else in it, and an arrival waits for the end of a layer only."""
-        config = self._config
-        if config.background_wait_s is not None:
-            return config.background_wait_s
         longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
-        return longest_s * _LAYER_SHARE * config.interruptible_layers if alone else longest_s
+        return longest_s * _LAYER_SHARE * self._config.interruptible_layers if alone else longest_s
 
     def observed(self, changed: bool) -> None:
         """Follow a latency model that has learned. `changed`: noticeably."""
         self._floor_s = None
         if changed:
-            self._chunks.clear()
+            self.chunks.clear()
             self._aims_s.clear()
 
     def _aim_s(self, context: int) -> float:
         """Return the target between two tokens, seconds."""
-        return self._chunks.target_s(self._config, context)
+        return self.chunks.target_s(self._config, context)

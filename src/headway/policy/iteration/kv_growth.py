@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from headway.kv.block_manager import BlockManager, KvLease
 from headway.policy.iteration.admission import KvBlockAdmission
-from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.sequence import SequenceState
 
 
 class KvGrowth:
     """Growth within one group's blocks."""
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager, admission: KvBlockAdmission) -> None:
-        self._reserve_tokens = config.reserve_tokens
+    def __init__(self, block_manager: BlockManager, admission: KvBlockAdmission) -> None:
+        self._reserve_tokens = block_manager.reserve_tokens
         self._block_manager = block_manager
         self._admission = admission
 
     def grow(self, sequence: SequenceState) -> bool:
-        """Grow a decode's lease, by `reserve_tokens` if possible, else by one token.
+        """Grow a decode's lease, by the pool's `reserve_tokens` if possible, else by one token.
 
         False: no block, or the shard is full."""
         lease = sequence.lease

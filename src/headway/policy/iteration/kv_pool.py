@@ -28,6 +28,8 @@ class KvPool(Protocol):
     when the request ends or loses its KV.
     """
 
+    reserve_tokens: int
+    """Tokens reserved beyond what is known, and grown by on demand."""
     answers_hold: int
     """Decisions for which an answer of `needed_blocks` about a request without KV may be used; 0: it is asked again."""
     holders_grow: bool
@@ -51,9 +53,6 @@ class KvPool(Protocol):
 
     def needed_blocks(self, request_id: str, tokens: int) -> int:
         """Return how many more blocks a request needs for `tokens` tokens in all."""
-
-    def most_blocks(self, tokens: int) -> int | None:
-        """Return the most that `needed_blocks` answers for so many tokens or fewer; None: that depends."""
 
     def held_blocks(self, request_id: str) -> int:
         """Blocks that a request holds or has been pledged; 0 for an unknown one."""

@@ -14,8 +14,7 @@ from headway.core.batch import Batch, Chunk, RemoteAttention
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.parts import assist_s, batch_loads
 from headway.perf.latency.shard_exchange import ShardExchangeCost
-from headway.policy.iteration.candidates import RemoteCost
-from headway.policy.iteration.prefill import LONG
+from headway.policy.iteration.decision import RemoteCost
 from headway.policy.iteration.scheduler import Scheduler
 from headway.policy.iteration.sequence import SequenceState
 
@@ -74,7 +73,7 @@ class LockstepBatch:
             for group in self.groups
             if any(self._owner[name][1] == group.group for name in waits)
         }
-        shorts = any(group.policy.smaller_waits(LONG) for group in self.groups)
+        shorts = any(group.policy.shorts_wait() for group in self.groups)
         # Lockstep groups end together: the shortest budget of any bounds all.
         least_s = min(group.policy.budget_s(now) for group in self.groups)
         # Owners of spanning prefills first (their chunks load all holders), the least recently served one leading.

@@ -1,13 +1,14 @@
-"""Order of waiting prefills. A policy gives each request a *line* in time.
+"""Orders of waiting prefills beside the ladder, each as a *line* in time.
 
 urgency(now) = intercept - slope * now, and the smallest goes first. FCFS, EDF, LRS, SRPT and LARS are all lines, which
-only change when a request's own progress does: no comparator computes keys, no policy reads a clock, and one vector
-operation orders a thousand waiting requests.
+only change when a request's own progress does: no policy reads a clock, and one vector operation orders all requests.
+The default, `ladder`, is no line: the place of a request depends on all others (`headway.policy.ladder`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Final, Protocol
 
 import msgspec
 
@@ -51,30 +52,49 @@ def relative_slack(facts: PrefillFacts, now: float) -> float:
     return (facts.deadline_s - now - facts.remaining_s) / max(facts.total_s, 1e-9)
 
 
-POLICIES = ("fcfs", "edf", "lrs", "srpt", "preflow", "lars")
+class _LineOrder:
+    """An order given by a function."""
+
+    def __init__(self, name: str, parallel: bool, line: Callable[[PrefillFacts], UrgencyLine]) -> None:
+        self.name = name
+        self.parallel = parallel
+        self.line = line
 
 
-def make_policy(name: str) -> OrderingPolicy:
-    """Return the policy of that name, or of the class at that path. Raises ConfigError with the names that exist."""
+def _lars(facts: PrefillFacts) -> UrgencyLine:
+    # rho = (deadline - remaining) / total - now / total. A fully cached prompt has no work: avoid division by 0.
+    total = max(facts.total_s, 1e-9)
+    return UrgencyLine((facts.deadline_s - facts.remaining_s) / total, 1.0 / total)
+
+
+LADDER: Final = "ladder"
+"""The default."""
+_ORDERS: Final[dict[str, OrderingPolicy]] = {
+    order.name: order
+    for order in (
+        _LineOrder("fcfs", True, lambda facts: UrgencyLine(facts.arrival_s, 0.0)),
+        # Earliest deadline first: fine below saturation, a convoy once long prompts are late (Medha §4.1).
+        _LineOrder("edf", True, lambda facts: UrgencyLine(facts.deadline_s, 0.0)),
+        # Least remaining slack: a + d - t - w(t), whatever the length of the request (Medha §4.1).
+        _LineOrder("lrs", True, lambda facts: UrgencyLine(facts.deadline_s - facts.remaining_s, 1.0)),
+        # Shortest remaining prefill time first.
+        _LineOrder("srpt", True, lambda facts: UrgencyLine(facts.remaining_s, 0.0)),
+        # Length-aware relative slack (Medha §4.1), with its sign: late ones by how late they are for their size.
+        _LineOrder("lars", False, _lars),
+    )
+}
+POLICIES = (LADDER, *_ORDERS)
+
+
+def make_policy(name: str) -> OrderingPolicy | None:
+    """Return the policy of that name, or of the class at that path; None for the ladder.
+
+    Raises ConfigError with the names that exist."""
     if is_dotted(name):
         return _own_policy(name)
-    # Imported here: the policies import this module.
-    from headway.policy.iteration import edf, fcfs, lars, lrs, preflow, srpt
-
-    known: dict[str, OrderingPolicy] = {
-        policy.name: policy
-        for policy in (
-            fcfs.FcfsPolicy(),
-            edf.EdfPolicy(),
-            lrs.LrsPolicy(),
-            srpt.SrptPolicy(),
-            preflow.PreflowPolicy(),
-            lars.LarsPolicy(),
-        )
-    }
-    if name not in known:
+    if name not in POLICIES:
         raise ConfigError(f"unknown scheduling policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return known[name]
+    return _ORDERS.get(name)
 
 
 def _own_policy(path: str) -> OrderingPolicy:

@@ -7,15 +7,9 @@ from typing import Final
 from msgspec.structs import replace
 
 from headway.core.request import Request
-from headway.policy.iteration.ordering import PrefillFacts
 
 WHOLE: Final = 1 << 62
 """The shard limit of a request whose KV lies in one group."""
-ONE_ITERATION: Final = 0
-"""Size of a prompt that takes at most one usual iteration alone; cached tokens do not count."""
-SEVERAL_ITERATIONS: Final = 1
-"""Of one that takes more, and is not long."""
-LONG: Final = 2
 
 
 class PrefillState:
@@ -33,14 +27,16 @@ class PrefillState:
         "interrupted",
         "last_progress",
         "limit",
+        "medha_size",
         "needed_blocks",
         "order",
         "prompt",
+        "rank",
         "request",
         "scheduled",
-        "size",
         "skipped_since",
         "slot",
+        "steps",
         "total_s",
         "work_s",
     )
@@ -49,7 +45,8 @@ class PrefillState:
         self.request = request
         # Order of arrival: breaks ties; the request with the largest is the youngest, evicted first.
         self.order = order
-        self.size = ONE_ITERATION
+        # Steps of the ladder that it has climbed, and its size under Medha's rules.
+        self.steps = self.medha_size = 0
         self.prompt = request.prompt_tokens
         # Output tokens, all of which are computed again when the KV is lost.
         self.generated = 0
@@ -61,8 +58,8 @@ class PrefillState:
         # Most tokens of the shard in this group.
         self.limit = WHOLE
         self.decoding = False
-        # Place in the queue; negative: not in it.
-        self.slot = -1
+        # Slot in the queue; negative: not in it. And its place in the queue's last order.
+        self.slot, self.rank = -1, 0
         # The last iteration in which it got tokens.
         self.last_progress = 0
         # Tokens of its next chunk, which an arrival interrupted: some of its layers are computed. 0: there is none.
@@ -77,10 +74,6 @@ class PrefillState:
         self.work_s = 0.0
         # When the first token is due.
         self.deadline_s = 0.0
-
-    @property
-    def is_long(self) -> bool:
-        return self.size == LONG
 
     @property
     def known(self) -> int:
@@ -100,6 +93,3 @@ class PrefillState:
         """Set how many tokens of the prompt are cached. Only for a request that holds no KV."""
         self.request = replace(self.request, cached_tokens=tokens)
         self.scheduled = tokens
-
-    def facts(self, remaining_s: float) -> PrefillFacts:
-        return PrefillFacts(self.request.arrival_s, self.deadline_s, self.total_s, remaining_s)

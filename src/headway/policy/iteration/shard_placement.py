@@ -11,6 +11,7 @@ from collections.abc import Container
 from headway.core.events import RequestEvent
 from headway.kv.block_manager import KvLease
 from headway.kv.kv_shards import KvShardLease
+from headway.policy.iteration.admission import ADMISSION_AGE_S
 from headway.policy.iteration.group_state import GroupState
 from headway.policy.iteration.sequence import SequenceState
 from headway.policy.iteration.shard_table import ShardTable
@@ -19,9 +20,8 @@ from headway.policy.iteration.shard_table import ShardTable
 class ShardPlacement:
     """Shards of the requests of one instance, over all of its groups."""
 
-    def __init__(self, table: ShardTable, admission_age_s: float) -> None:
+    def __init__(self, table: ShardTable) -> None:
         self.table = table
-        self._admission_age_s = admission_age_s
         # Preemptions while scheduling, returned by the next `complete` or `lost`.
         self.pending_events: list[RequestEvent] = []
 
@@ -70,11 +70,11 @@ class ShardPlacement:
         stuck = [s for s in table.longs.values() if s.lease is not None and s.skipped_since is not None]
         oldest = min(stuck, key=lambda s: s.order, default=None)
         since = now if oldest is None or oldest.skipped_since is None else oldest.skipped_since
-        late = oldest is not None and now - since >= self._admission_age_s
+        late = oldest is not None and now - since >= ADMISSION_AGE_S
         held = set(table.holders(oldest)) if oldest is not None else set()
         for state in table.states:
             # Groups that hold a shard of it already cannot take the next one: no reason to close them.
-            state.policy.candidates.reserved_for = oldest if late and state.group not in held else None
+            state.policy.admission.reserved_for = oldest if late and state.group not in held else None
         # Two long requests may wait for each other's blocks: evict the youngest, never the oldest.
         if late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)

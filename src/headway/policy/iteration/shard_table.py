@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from headway.policy.iteration.candidates import RemoteCost
+from headway.policy.iteration.decision import RemoteCost
 from headway.policy.iteration.sequence import SequenceState
 
 if TYPE_CHECKING:

@@ -66,6 +66,11 @@ class TbtTargets:
             else:
                 del self._gaps[-aim_s]
 
+    @property
+    def asked(self) -> bool:
+        """Whether a request that decodes has asked for a longest gap."""
+        return bool(self._gaps)
+
     def least(self, t_target_s: float) -> float:
         """Return the shortest gap target, at most `t_target_s`."""
         return min(t_target_s, min(self._gaps)) if self._gaps else t_target_s

@@ -177,8 +177,8 @@ def with_longer_iterations(plan: ClusterPlan, lengths: tuple[int, int]) -> tuple
         usual_s, step_s = PrefillCache(latency, aim_s, least).total_s(long), longest_s
         while step_s > aim_s and PrefillCache(latency, step_s, least).total_s(long) < (1 - _GAIN) * usual_s:
             step_s /= 2
-        if step_s > aim_s and config.t_target_s is None and config.newcomer_wait_s is None:
-            config = replace(config, t_target_s=step_s, newcomer_wait_s=step_s, useful_share=1.0)
+        if step_s > aim_s and config.t_target_s is None:
+            config = replace(config, t_target_s=step_s)
             left = min(left, PrefillCache(latency, step_s, least).total_s(long) / usual_s)
         # No two prompts begin alike: a prefix cache would only be filled and emptied.
         engines.append(replace(engine, config=config, prefix_cache=None))

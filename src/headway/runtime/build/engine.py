@@ -29,7 +29,7 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.recorded import describe
 from headway.perf.latency.shard_exchange import exchange_of
 from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.config import LONG_TOKENS, SchedulerConfig
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.policy.iteration.grouped_scheduler import make_scheduler
 from headway.policy.iteration.prefix_caches import make_prefix_cache
@@ -163,7 +163,7 @@ def _engine(
         weights_bytes=built.weights_bytes,
         kv_bytes=built.kv_bytes,
         eos_token_ids=eos_ids(Path(config.model)),
-        long_tokens=schedule.long_tokens,
+        long_tokens=LONG_TOKENS,
         processor=built.processor or processor_name(),
         kernels=built.kernels,
         threads=built.thread_choice,

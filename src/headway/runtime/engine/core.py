@@ -21,8 +21,9 @@ from headway.core.request import Request
 from headway.core.span import Span
 from headway.perf.hardware.utilisation import AttentionWork
 from headway.perf.latency.recorded import describe
+from headway.policy.iteration.admission import KV_HEADROOM
 from headway.policy.iteration.base import InstanceScheduler
-from headway.policy.iteration.grouped_scheduler import relegations
+from headway.policy.iteration.grouped_scheduler import group_policies
 from headway.policy.iteration.predicted_ttft import refuse_late
 from headway.runtime.engine.iteration_sampler import IterationSampler
 from headway.runtime.engine.output_tracker import ScheduledOutput
@@ -61,9 +62,7 @@ class EngineCore:
         sends them after the step's deltas and empties the list."""
         self._clock = clock
         self._log = log
-        self.prefixes = PrefixLookups(
-            scheduler.block_managers[0], scheduler.latency, info.t_target_s, scheduler.config.kv_headroom
-        )
+        self.prefixes = PrefixLookups(scheduler.block_managers[0], scheduler.latency, info.t_target_s, KV_HEADROOM)
         self._live: dict[str, ScheduledOutput] = {}
         self._timeouts: list[tuple[float, str, float]] = []
         self._batches: dict[int, tuple[Batch, float]] = {}
@@ -332,7 +331,6 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot for metrics."""
-        relegated = relegations(self.scheduler)
         caches = [manager.cache for manager in self.scheduler.block_managers if manager.cache is not None]
         return EngineStats(
             prefix_queries_total=sum(cache.queried_tokens for cache in caches),
@@ -345,8 +343,7 @@ class EngineCore:
             kv_tokens_total=sum(block_manager.total_tokens for block_manager in self.scheduler.block_managers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             recovering=self.recovering,
-            relegated=sum(len(each.late) for each in relegated),
-            relegated_total=sum(each.chosen_total for each in relegated),
+            late=sum(policy.late for policy in group_policies(self.scheduler)),
             **self._stats,  # type: ignore[arg-type]
         )
 

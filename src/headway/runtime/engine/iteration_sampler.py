@@ -35,9 +35,8 @@ class IterationSampler:
     def __init__(self, scheduler: InstanceScheduler) -> None:
         self._scheduler = scheduler
         self._policies = group_policies(scheduler)
-        # By batch in flight: when it was decided, and what prompts yielded (`yields_from`), for each group.
-        self._decided: dict[int, tuple[float, list[int]]] = {}
-        self._yields_from = [policy.yields_from() for policy in self._policies]
+        # By batch in flight: when it was decided.
+        self._decided: dict[int, float] = {}
         self._samples: list[IterationSample] = []
         # Place in `_samples` of the newest of each (group, stage).
         self._newest: dict[tuple[int, int], int] = {}
@@ -55,15 +54,13 @@ class IterationSampler:
     def note(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Take in an event of the log."""
         if kind == "schedule":
-            self._decided[fields["id"]] = (fields["at_s"], self._yields_from)
+            self._decided[fields["id"]] = fields["at_s"]
         elif kind == "batch":
             self._batch(fields)
         elif kind == "interrupt":
             del self._decided[fields["id"]]
         elif kind == "lost":
             self._decided.clear()
-        # As of now: the next decision is made by it.
-        self._yields_from = [policy.yields_from() for policy in self._policies]
 
     def take(self) -> EngineSamples:
         """Return what was collected since the last call."""
@@ -79,14 +76,11 @@ class IterationSampler:
         ][:MOST_WAITING]
 
     def _batch(self, event: Mapping[str, Any]) -> None:
-        decided_s, yields_from = self._decided.pop(event["id"], (event["at_s"], self._yields_from))
+        decided_s = self._decided.pop(event["id"], event["at_s"])
         for group, decodes, chunks, stages in event["parts"]:
             rows = decodes + sum(tokens for _, _, tokens in chunks)
             policy = self._policies[group] if group < len(self._policies) else None
-            sampled = tuple(
-                _chunk(policy, yields_from[group], rows, len(self._policies) > 1, chunk)
-                for chunk in chunks[:MOST_CHUNKS]
-            )
+            sampled = tuple(_chunk(policy, rows, len(self._policies) > 1, chunk) for chunk in chunks[:MOST_CHUNKS])
             for stage, (start_s, end_s) in enumerate(stages):
                 # The end as requests see it: tokens are stamped with the batch's time.
                 until_s = event["at_s"] if stage == len(stages) - 1 else end_s
@@ -107,9 +101,7 @@ class IterationSampler:
         self._samples.append(sample)
 
 
-def _chunk(
-    policy: IterationPolicy | None, yields_from: int, rows: int, sharded: bool, chunk: tuple[str, int, int]
-) -> ChunkSample:
+def _chunk(policy: IterationPolicy | None, rows: int, sharded: bool, chunk: tuple[str, int, int]) -> ChunkSample:
     """Return the sample of a chunk (request, first token, tokens), after its iteration."""
     name, start, tokens = chunk
     state = None if policy is None else policy.holders.get(name)
@@ -117,7 +109,7 @@ def _chunk(
     remaining = tokens if state is None or state.decoding else max(tokens, state.known - start)
     limit = "rest of the prompt"
     if policy is not None and state is not None:
-        limit = limit_of_chunk(policy.config, tokens, remaining, rows, state.size >= yields_from, sharded)
+        limit = limit_of_chunk(policy.config, tokens, remaining, rows, sharded)
     return ChunkSample(name, start, tokens, remaining, limit)
 
 

@@ -130,10 +130,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     attention_pairs_total: float = 0.0
     refused_late_total: int = 0
     """Requests refused because they would be late and asked for that (`Slo.refuse_late`)."""
-    relegated: int = 0
-    """Waiting requests that are given up so that others are in time (`policy.iteration.relegation`)."""
-    relegated_total: int = 0
-    """Times that a request was given up so."""
+    late: int = 0
+    """Waiting requests that will be late, so that others are in time (`headway.policy.ladder`)."""
     preemptions_total: int = 0
     recomputed_tokens_total: int = 0
     busy_s_total: float = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.config import LONG_TOKENS, SchedulerConfig
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample
 from headway.serving.live.feed import FollowedRequest, InstanceLoad, LiveFeed
 from headway.serving.live.log_player import Happening
@@ -28,13 +28,13 @@ class ClusterRecording:
         self._run = run
         starts = [event for events in run.batches.values() for event in events if event["event"] == "start"]
         try:
-            self._config = SchedulerConfig(**starts[0]["config"]) if starts else SchedulerConfig()
+            self._config = SchedulerConfig.of_fields(starts[0]["config"]) if starts else SchedulerConfig()
         except TypeError as error:
             raise ConfigError(f"the settings of an instance's log cannot be read: {error}") from error
 
     def new_feed(self) -> LiveFeed:
         """See `RecordedRun`."""
-        feed = LiveFeed(self._config.policy, self._config.t_target_s, self._config.long_tokens)
+        feed = LiveFeed(self._config.policy, self._config.t_target_s, LONG_TOKENS)
         feed.instances = [InstanceLoad(one.id, one.role, "log") for one in self._run.instances]
         return feed
 
@@ -73,7 +73,7 @@ class ClusterRecording:
 
     def _life(self, life: ClusterRequestLife) -> Iterator[Happening]:
         request = life.request
-        kind = "long" if request.prompt_tokens > self._config.long_tokens else "short"
+        kind = "long" if request.prompt_tokens > LONG_TOKENS else "short"
         slo = request.slo
 
         def arrive(feed: LiveFeed) -> None:
@@ -179,9 +179,7 @@ class _InstanceBatches:
 
     def _chunk(self, rows: int, name: str, start: int, tokens: int) -> ChunkSample:
         remaining = max(tokens, self._prompts.get(name, 0) - start)
-        return ChunkSample(
-            name, start, tokens, remaining, limit_of_chunk(self._config, tokens, remaining, rows, False, False)
-        )
+        return ChunkSample(name, start, tokens, remaining, limit_of_chunk(self._config, tokens, remaining, rows, False))
 
 
 def _transfer(feed: LiveFeed, name: str, moved: KvTransfer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headway.perf.latency.prefill_cache import PrefillCache
+from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, LONG_TOKENS
 from headway.policy.iteration.efficient_chunks import reference_aim_s
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample
 from headway.serving.live.feed import FollowedRequest, InstanceLoad, LiveFeed
@@ -28,7 +29,7 @@ class EngineRecording:
     def new_feed(self) -> LiveFeed:
         """See `RecordedRun`."""
         config = self._run.config
-        feed = LiveFeed(config.policy, config.t_target_s, config.long_tokens)
+        feed = LiveFeed(config.policy, config.t_target_s, LONG_TOKENS)
         feed.instances = [InstanceLoad(0, self._run.engine, "log", 0, self._run.kv_tokens * config.kv_parallel)]
         return feed
 
@@ -42,13 +43,13 @@ class EngineRecording:
 
     def assess(self, request: FollowedRequest) -> None:
         """Set the work that is left and, where no latency was asked for, the policy's own deadline
-        (`policy.iteration.urgency`)."""
-        config, prompt = self._run.config, request.prompt_tokens
+        (`policy.iteration.config`)."""
+        prompt = request.prompt_tokens
         request.work_s = self._times.remaining_s(prompt, request.computed)
         if request.due_s is None:
             cached = self._run.requests[request.id].cached_tokens
             alone_s = self._times.remaining_s(prompt, cached)
-            request.due_s = request.arrival_s + max(config.deadline_base_s, config.deadline_factor * alone_s)
+            request.due_s = request.arrival_s + max(DEADLINE_BASE_S, DEADLINE_FACTOR * alone_s)
 
     def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
         """See `RecordedRun`."""

@@ -50,7 +50,6 @@ def explain_request(
         ],
         feed.policy,
         feed.aim_s,
-        longs={one.id for one in known.values() if one.prompt_tokens > feed.long_tokens},
         transfers=transfers,
     )
     return explain_record(record, around_it, request.worst_gap)

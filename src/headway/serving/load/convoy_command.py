@@ -45,7 +45,7 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
     )
     help_text = "with several --url: start no further round of convoys that would end later (default %(default)s)"
     add("--seconds", type=float, default=120.0, help=help_text)
-    add("--policies", default="lars,fcfs", help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)")
+    add("--policies", default="ladder,fcfs", help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)")
     add("--max-model-len", type=tokens, help="for the servers (default: what the long prompt needs)")
     add("--server-args", default="", help="further arguments for `headway serve`, as one string")
     add("--server-command", help="start this instead of `headway serve`")

@@ -1,4 +1,4 @@
-"""Notation of a scheduling policy and its chunking on a command line: `lars`, `fcfs`, `fcfs+static:512`."""
+"""Notation of a scheduling policy and its chunking on a command line: `ladder`, `fcfs`, `fcfs+static:512`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from headway.core.errors import ConfigError
 
 DEFAULT_CHUNKING = {
+    "ladder": "adaptive",
     "fcfs": "whole",
     "lars": "adaptive",
     "edf": "adaptive",
     "lrs": "adaptive",
     "srpt": "adaptive",
-    "preflow": "adaptive",
 }
 """Chunking of a policy that is named without one: whole prompts for the baseline, a time budget for the others."""
 

@@ -146,9 +146,7 @@ def _words(one: LifeInterval) -> str:
         case "own token":
             return f"{count} with it{beside and f', beside {beside}'}"
         case "no KV":
-            return f"no free KV blocks; {count} of {beside or 'nothing'}"
-        case "relegated":
-            return f"given up for the time, so that others are in time; {count} of {beside or 'nothing'}"
+            return f"{one.rule or 'no free KV blocks'}; {count} of {beside or 'nothing'}"
         case "computed again":
             return f"its KV was freed; {count} of {beside or 'nothing'}"
         case _:

@@ -89,6 +89,7 @@ class PluggedPolicy:
             max(spec.usable_blocks * spec.block_size, spec.longest_request),
             lambda: blocks.free_blocks - watermark,
             self._needed_blocks,
+            spec.block_size,
         )
         return PolicyDriver(IterationPolicy(self._config, self._latency, pool), pool)
 

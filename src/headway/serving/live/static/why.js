@@ -3,12 +3,12 @@ import { colourOf, count, make, seconds, shortName, theme } from "./format.js";
 
 const COLOURS = {
   "own chunk": () => theme("short"), "own token": () => theme("accent"), "KV transfer": () => theme("transfer"),
-  "under way": () => "#8d99a6", "no KV": () => "#CC79A7", relegated: () => "#8a6d1f", "computed again": () => "#7a5cc4", engine: () => theme("line"),
+  "under way": () => "#8d99a6", "no KV": () => "#CC79A7", "computed again": () => "#7a5cc4", engine: () => theme("line"),
 };
 const WORDS = {
   "own chunk": "its own prefill", "own token": "its own decode", "KV transfer": "its KV on the way to another instance",
   "under way": "the iteration under way when it came", "no KV": "no free KV blocks",
-  relegated: "given up for the time, so that others are in time", "computed again": "its KV was freed; others ran", engine: "no iteration ran",
+  "computed again": "its KV was freed; others ran", engine: "no iteration ran",
 };
 
 const biggest = (one) => one.beside.reduce((most, each) => (each.tokens > most.tokens ? each : most), { request: "", tokens: 0 });
