@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def pytest_configure(config: Any) -> None:
     import vllm.v1.core.sched.async_scheduler as asynchronous
     import vllm.v1.core.sched.scheduler as synchronous
 
-    from headway.policy.hosted.settings import VllmSettings
+    from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
     from headway.vllm import scheduler as plugged
 
     settings = json.loads(os.environ[SETTINGS])
@@ -102,11 +101,9 @@ def pytest_configure(config: Any) -> None:
         return WithSettings
 
     if settings == UNLIMITED:
-        made = VllmSettings.scheduler_config
         # Nor is a block set aside for a prompt's first outputs: some of these tests fill the pool to the last block.
-        VllmSettings.scheduler_config = lambda self, *limits: replace(
-            made(self, *limits), reserve_tokens=0, useful_share=1.0
-        )
+        made = ReservedKvPool.__init__
+        ReservedKvPool.__init__ = lambda self, *given: made(self, *given[:-1], 0)
 
     synchronous.Scheduler = with_settings(plugged._SyncHeadwayScheduler)
     asynchronous.AsyncScheduler = with_settings(plugged._AsyncHeadwayScheduler)
