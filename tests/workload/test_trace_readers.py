@@ -94,6 +94,63 @@ def test_headway_traces_are_sorted_and_have_optional_columns(tmp_path: Path) -> 
     assert read_trace(write(tmp_path, OURS_JSON)).requests == (TraceRequest(0.0, 7, 3, "x"),)
 
 
+def test_bailian_has_seconds_and_blocks_of_16_tokens(tmp_path: Path) -> None:
+    rows = (
+        '{"chat_id": 1, "parent_chat_id": -1, "timestamp": 61.5, "input_length": 40, "output_length": 9, '
+        '"type": "text", "turn": 1, "hash_ids": [7, 8, 9]}\n'
+        '{"chat_id": 2, "timestamp": 63.0, "input_length": 20, "output_length": 9, "type": "file", '
+        '"hash_ids": [7, 5]}\n'
+    )
+    trace = read_trace(write(tmp_path, rows))
+    first, second = trace.requests
+    assert (trace.format, first.arrival_s, second.arrival_s) == ("bailian", 0.0, 1.5)
+    assert (first.klass, second.klass) == ("text", "file")
+    assert first.text is not None
+    assert second.text is not None
+    assert first.text.keys(16)[:1] == second.text.keys(16)[:1]
+    assert len(first.text.keys(16)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "burstgpt",
+            ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,API\n"
+             "7.5,GPT-4,1087,230,1317,Conversation log\n"),
+        ),
+        (
+            "servegen",
+            ('{"timestamp": 5.0, "input_tokens": 472, "output_tokens": 18}\n'
+             '{"timestamp": 7.5, "input_tokens": 1087, "output_tokens": 230}\n'),
+        ),
+        (
+            "headway",
+            ('[{"arrival_s": 5, "prompt_tokens": 472, "output_tokens": 18}, '
+             '{"arrival_s": 7.5, "prompt_tokens": 1087, "output_tokens": 230}]'),
+        ),
+        (
+            "azure",
+            ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 02:00:00.5+02:00,472,18\n"
+             "2024-05-10T00:00:03Z,1087,230\n"),
+        ),
+    ],
+)  # fmt: skip
+def test_other_formats_are_read(tmp_path: Path, name: str, text: str) -> None:
+    trace = read_trace(write(tmp_path, text))
+    assert (trace.format, trace.requests) == (name, (TraceRequest(0.0, 472, 18), TraceRequest(2.5, 1087, 230)))
+
+
+def test_parquet_is_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = {"timestamp": [61.5, 63.0], "input_length": [40, 20], "output_length": [9, 8], "chat_id": [1, 2],
+             "hash_ids": [[7, 8, 9], [7, 5]]}  # fmt: skip
+    parquet.write_table(pyarrow.table(table), tmp_path / "trace")
+    trace = read_trace(tmp_path / "trace")
+    assert (trace.format, trace.requests[1].prompt_tokens, trace.requests[1].arrival_s) == ("bailian", 20, 1.5)
+
+
 def test_gzip_is_recognised_by_magic_bytes_not_by_name(tmp_path: Path) -> None:
     file = tmp_path / "packed"
     file.write_bytes(gzip.compress(AZURE.encode()))
@@ -104,6 +161,15 @@ def test_gzip_is_recognised_by_magic_bytes_not_by_name(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("", ["holds no requests", "expected the columns"]),
+        ("arrival_s,prompt_tokens,output_tokens,cached_tokens\n1,5,3,6\n", [":2:", "cached_tokens is 6, above"]),
+        ("arrival_s,prompt_tokens,output_tokens,think_s\n1,5,3,-3\n", [":2:", "think_s is -3: a request cannot"]),
+        ("arrival_s,prompt_tokens,output_tokens,prompt_tokens\n1,5,3,6\n", [":1:", "prompt_tokens is there 2 times"]),
+        ('{"timestamp": 1, "timestamp": 2, "input_length": 1, "output_length": 1}\n', [":1:", "a name is repeated"]),
+        (
+            '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}\n',
+            [":1:", "are 1 blocks of 512"],
+        ),
+        ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]', [":1:", "ShareGPT", "not lengths"]),
         ("a,b\n1,2\n", [":2:", "unknown columns (a, b)", "ContextTokens", "input_length"]),
         ("arrival_s,prompt_tokens,output_tokens\n1,2\n", [":2:", "2 cells under 3 columns"]),
         ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,x,3\n", [":3:", "'x'", "output_tokens"]),

@@ -62,8 +62,13 @@ def rescale_time(requests: Iterable[TraceRequest], factor: float) -> Requests:
 def rescale_to_rate(requests: Sequence[TraceRequest], rate_rps: float) -> Requests:
     """Stretch time so that the mean rate, of n - 1 gaps, is `rate_rps`; rebased."""
     ordered = rebase(requests)
-    if len(ordered) < 2 or ordered[-1].arrival_s == 0:
+    if len(ordered) < 2:
         return ordered
+    if ordered[-1].arrival_s == 0:
+        raise ConfigError(
+            f"all {len(ordered)} requests arrive at the same time, which cannot be stretched to {rate_rps:g} a second: "
+            "draw arrivals at that rate (poisson, gamma, constant), or leave the rate out"
+        )
     return rescale_time(ordered, (len(ordered) - 1) / ordered[-1].arrival_s / rate_rps)
 
 
