@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -171,15 +172,15 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Number and columns of each row of a Parquet file."""
     try:
-        import pyarrow.parquet
+        parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise TraceError(
             f"{path}: is Parquet, which pyarrow reads: pip install pyarrow, or convert it to CSV"
         ) from None
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        batches = parquet.ParquetFile(path).iter_batches()
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except pyarrow.ArrowException as problem:
+    except ValueError as problem:  # of which all errors of pyarrow's format are
         raise TraceError(f"{path}: cannot be read as Parquet: {problem}") from None
 
 
