@@ -26,10 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("headway.cli.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
     "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
-    "reproduce": ("headway_research.reproduce", "a paper's claims beside what comes out here"),
+    "reproduce": ("headway_research.reproduce", "reproduce the papers' figures: their numbers beside ours"),
     "accel": (
         "headway_research.accelerator.command",
-        "what on-chip memory and an idle HBM channel are worth, on a machine of your own",
+        "simulate on-chip KV prefetching on an accelerator",
     ),
     "trace": ("headway.cli.trace", "a server's event log as a trace for ui.perfetto.dev, one lane a stage"),
     "examples": ("headway.cli.examples", "the example files that come with the package: listed, or copied"),

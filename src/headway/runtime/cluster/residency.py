@@ -53,7 +53,8 @@ class LiveResidency:
         attempt.wanted = group
         if attempt.finished:
             self._over(attempt)
-        # Something is under way that reports its end, and `wanted` is looked at then; a halt cannot be taken back.
+        # A transfer, a step or a pause is in progress; its completion handler re-reads `wanted`. A pause cannot be
+        # cancelled.
         elif attempt.halts or attempt.gathers or attempt.running:
             attempt.stopping = attempt.halts
         elif attempt.at is not None:

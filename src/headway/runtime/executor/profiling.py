@@ -47,7 +47,7 @@ FULL = ProfileGrid(
 
 
 _LONG_SHARE = 0.02
-"""Of the budget: a longer run over a deep history is left out."""
+"""Skip a measurement that would take more than this share of the time budget."""
 
 
 class MeasureFunction(Protocol):

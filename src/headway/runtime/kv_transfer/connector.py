@@ -102,11 +102,11 @@ class KvConnector(ABC):
 
     @abstractmethod
     def update_state_after_alloc(self, request: str, place: KvPlace) -> None:
-        """There is room for KV of a request: what comes is written there from now on, until `forget`."""
+        """Reserve slots for the KV of a request: received KV is written there until `forget`."""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: str) -> int | None:
-        """Of how many of the tokens that room was made for all KV is there. None: none was made."""
+        """Return how many of the request's reserved tokens have all their KV; None if nothing is reserved."""
 
     @abstractmethod
     def forget(self, request: str) -> None:

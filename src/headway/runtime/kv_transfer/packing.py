@@ -19,7 +19,7 @@ _WIDE = 8
 
 
 def by_runs(slots: int, runs: int) -> bool:
-    """Whether so many slots in so many runs are copied run by run."""
+    """Whether to copy contiguous ranges one by one (few ranges) rather than gather by index."""
     return slots >= _FEW * runs
 
 

@@ -28,7 +28,7 @@ class FrameKind(IntEnum):
 
 
 class FrameHead(msgspec.Struct, frozen=True, array_like=True):
-    """What stands before a body. `life`, `target_life`: incarnations of sender and receiver."""
+    """Frame header. `life`, `target_life`: incarnations of sender and receiver."""
 
     source: int
     life: int
@@ -44,7 +44,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ReceiveTicket:
-    """Of a message that is expected from `end`: it is there."""
+    """Completion handle of a receive from peer `end`."""
 
     def __init__(self, end: int) -> None:
         self._end = end
@@ -52,7 +52,7 @@ class ReceiveTicket:
         self._over = threading.Event()
 
     def wait(self, look: Callable[[], None] | None = None, every_s: float = 0.02) -> None:
-        """Return when it is there; raise PeerLostError when it will not be.
+        """Return when the message has arrived; raise PeerLostError when the connection is lost.
 
         `look` is called every `every_s` seconds meanwhile; what it raises ends the wait.
         """
@@ -70,7 +70,7 @@ class ReceiveTicket:
 
 
 class SendTicket:
-    """Of a message that leaves: its body may be changed."""
+    """Completion handle of a send. When it is done, the caller may reuse the buffer."""
 
     def __init__(self, connection: PeerConnection, tracker: zmq.MessageTracker) -> None:
         self._connection, self._tracker = connection, tracker

@@ -4,9 +4,9 @@ Messages belong to a *scope*, the request that they are about. Two ways to recei
 next message of one of its lanes; a *pushed* message is given to a handler. A message that comes before it is expected
 is kept.
 
-A pair of ends has a *term*: all that is sent says in which. An end that loses its connection begins the next term with
-a greeting, at which the other end begins it too; messages of earlier terms are dropped, and every `PeerStream` of one
-raises PeerLostError. So nothing is repeated, and nothing is missing in the midst of a term.
+Every connection between two peers has a *term*, an epoch number sent in each header. After a reconnect one peer greets
+the other with the next term, older messages are dropped, and every `PeerStream` of an older term raises PeerLostError.
+So within a term no message is repeated and none is missing.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class PeerNetwork:
 
 
 class PeerStream:
-    """What one scope uses between some ends, for as long as none of the connections has ended."""
+    """One request's stream to a set of peers; it raises PeerLostError once a connection closes."""
 
     def __init__(self, scope: str, connections: Mapping[int, PeerConnection]) -> None:
         self.scope = scope

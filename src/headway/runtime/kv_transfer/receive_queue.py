@@ -84,12 +84,12 @@ class ReceiveQueue:
         self._lost: list[KvLost] = []
 
     def open(self, request: str, place: KvPlace) -> None:
-        """From now on what comes of a request is kept."""
+        """Keep the KV that arrives for a request from now on."""
         with self._gate:
             self._boxes[request] = _RequestPlace(place)
 
     def close(self, request: str) -> None:
-        """What still comes is dropped; nothing is written any more once this has returned."""
+        """Drop further messages of the request. After return, no thread writes to its slots."""
         with self._gate:
             box = self._boxes.pop(request, None)
         if box is not None:

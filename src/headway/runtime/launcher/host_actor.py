@@ -49,13 +49,13 @@ class ProcessLaunch(NamedTuple):
     serial: int
     """Names the process for good."""
     number: int
-    """Of the instance, or of the rank."""
+    """Number of the instance or of the rank."""
     endpoint: str
     """Where its server or engine listens."""
     settings: bytes
     """An EngineConfig, or a RankConfig, as JSON."""
     module: str
-    """Of its entry point."""
+    """Python module that the process runs."""
 
 
 class HostActor:

@@ -48,12 +48,12 @@ _LONG_PAUSES = (3.0, 10.0)
 
 
 class _CalibrationRecords(NamedTuple):
-    """Requests by what they met."""
+    """Requests by the load that they ran under."""
 
     busy: list[RequestRecord]
-    """Of several users at once."""
+    """Requests of several users at once."""
     alone: list[RequestRecord]
-    """Of one user, each long after the answer before it."""
+    """Requests of one user, each sent a while after the previous answer."""
 
 
 def calibrate_live(
