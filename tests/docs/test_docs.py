@@ -138,7 +138,7 @@ def test_docs_do_not_grow_back():
     pages = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
     written = [word for page in pages if GENERATED not in page for word in page.split()]
     # The bars of tables are no words.
-    assert sum(any(map(str.isalnum, word)) for word in written) < 17_500
+    assert sum(any(map(str.isalnum, word)) for word in written) < 16_100
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
