@@ -145,6 +145,22 @@ def test_instances_that_decode_compute_whole_prompts_and_short_ones_join_a_long_
     assert policy.on_event(asked("third", 20_000), ClusterSnapshot(state, 0.0)) == []
 
 
+def test_of_unequal_instances_a_prompt_waits_for_a_fast_one_as_long_as_it_ends_there_first() -> None:
+    found = []
+    for free_s in (1.0, 6.0):
+        # instance 1 takes three times as long as the mean
+        context = PolicyContext(
+            latency=PerToken(),
+            shape=cluster().shape,
+            whole_prompts=True,
+            relative_s=lambda instance, tokens: 3.0 if instance else 1.0,
+        )
+        policy, state = make_placement("ladder", context), state_of(2, 0)
+        busy(state, free_s, 0)
+        found.append([group_of(each) for each in policy.on_event(asked("one", 2000), ClusterSnapshot(state, 0.0))])
+    assert found == [[], [(1,)]]
+
+
 def test_priorities_are_strict() -> None:
     policy, state = made(), state_of(1)
     busy(state, 3.0, 0)

@@ -235,19 +235,20 @@ class LadderPlacement(PlacementPolicy):
         # when the first group that may be paused ends by itself
         freed_s = min((each.end_s for each in self._running.values()), default=math.inf)
         available = len(instances) - sum(len(each.group) for each in self._running.values())
-        if moment.open or any(self._may_pause(each, now) for each in self._running.values()):
-            for name, prompt in list(self._order(now, len(instances))):
-                if name in self._paused:
-                    actions += self._resume(name, moment)
-                elif name in self._waiting:
-                    placed = self._place(prompt, moment, view) if without < _LOOK else []
-                    actions += placed
-                    if not placed:
-                        without += 1
-                        ahead_s += prompt.work_s
-                        end_s = now + ahead_s / available if available else math.inf
-                        if not paused and prompt.due_s < min(end_s, freed_s):
-                            paused = self._pause_for(prompt, moment, freed_s - now)
+        may_pause = any(self._may_pause(each, now) for each in self._running.values())
+        for name, prompt in list(self._order(now, len(instances))) if moment.open or may_pause else ():
+            if name in self._paused:
+                actions += self._resume(name, moment)
+            elif name in self._waiting:
+                placed = self._place(prompt, moment, view) if without < _LOOK and moment.open else []
+                actions += placed
+                if placed:
+                    continue
+                without += 1
+                ahead_s += prompt.work_s
+                end_s = now + ahead_s / available if available else math.inf
+                if may_pause and not paused and prompt.due_s < min(end_s, freed_s):
+                    paused = self._pause_for(prompt, moment, freed_s - now)
         if self._waiting or self._paused:
             self._wake_s = moment.next_s
         return [*actions, *paused]
@@ -270,6 +271,7 @@ class LadderPlacement(PlacementPolicy):
             return []
         self._running[name] = self._paused.pop(name)
         paused.end_s = start_s + paused.left_s
+        moment.take_group(paused.group, max(paused.end_s, moment.now + _LEAST_WAKE_S), 0)
         self._ordered_s = -1.0
         return [ResumeRequest(name)]
 
@@ -355,8 +357,13 @@ class LadderPlacement(PlacementPolicy):
     def _start(self, prompt: Prompt, instance: int, view: ClusterSnapshot) -> PrefixStart:
         """Return how a prompt begins on one instance."""
         if prompt.prefix is None:
-            return PrefixStart(None, self._sizing.seconds(prompt, prompt.request.cached_tokens, 1, 1))
-        return cheapest_start(prompt.request, prompt.cached, instance, view, self._context)
+            start = PrefixStart(None, self._sizing.seconds(prompt, prompt.request.cached_tokens, 1, 1))
+        else:
+            start = cheapest_start(prompt.request, prompt.cached, instance, view, self._context)
+        relative_s = self._context.relative_s
+        if relative_s is None:
+            return start
+        return start._replace(seconds=start.seconds * relative_s(instance, prompt.request.prompt_tokens))
 
     def _groups(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot, least: int) -> Iterator[Choice]:
         """Yield the costs of groups: on what is free and not kept, and before the time until which it is kept."""
@@ -365,8 +372,7 @@ class LadderPlacement(PlacementPolicy):
         if not moment.decodes:
             least = max(2, least)
         price, tokens = self._price(moment), prompt.request.prompt_tokens
-        for kept in (False, True):
-            free = FreeInstances(view, moment.kept_free_s() if kept else moment.free_s())
+        for kept, free in enumerate(moment.free()):
             for choice in self._sizing.choices(prompt, free, view, price, least):
                 if not all(moment.has_room(i, tokens // len(choice.group)) for i in choice.group):
                     continue
@@ -446,6 +452,7 @@ class _Moment:
         self.decodes = view.with_role("decode")
         self.kept_s: dict[int, float] = {}  # idle instances that a prompt before waits with, until it begins
         self.kept_until_s: dict[int, float] = {}  # when that one will have ended
+        self._free: list[FreeInstances] = []  # empty: to be found anew
         self._taken: dict[int, int] = {}  # KV tokens that were given or claimed at this moment
 
     @property
@@ -453,7 +460,7 @@ class _Moment:
         """Whether an instance can take a prompt now."""
         if not self.decodes:
             return len(self._in_groups) < len(self.ahead_s)
-        return any(ahead_s <= _AHEAD_S for ahead_s in self.ahead_s.values())
+        return any(ahead_s <= _AHEAD_S and i not in self._in_groups for i, ahead_s in self.ahead_s.items())
 
     @property
     def next_s(self) -> float:
@@ -481,6 +488,14 @@ class _Moment:
     def kept_free_s(self) -> dict[int, float]:
         """Return the instances that are free until another group begins."""
         return {i: self.now for i in self.kept_s if self.ahead_s[i] <= 0.0}
+
+    def free(self) -> list[FreeInstances]:
+        """Return what groups may be made of: instances in order of when they are free, and those that are kept."""
+        if not self._free:
+            kept = self.kept_free_s()
+            self._free = [FreeInstances(self._view, self.free_s())]
+            self._free += [FreeInstances(self._view, kept)] if kept else []
+        return self._free
 
     def least_size(self, tokens: int) -> int:
         """Return how many instances the KV of a prompt needs at least."""
@@ -518,6 +533,7 @@ class _Moment:
 
     def keep(self, group: Sequence[int], start_s: float, end_s: float) -> None:
         """Let a prompt have these instances from `start_s` to `end_s`."""
+        self._free = []
         for i in group:
             if i not in self.ahead_s:
                 continue
@@ -525,11 +541,13 @@ class _Moment:
             self.kept_until_s[i] = max(end_s, self.kept_until_s.get(i, 0.0))
 
     def take(self, instance: int, end_s: float, tokens: int) -> None:
+        self._free = []
         if instance in self.ahead_s:
             self.ahead_s[instance] = end_s - self.now
         self._taken[instance] = self._taken.get(instance, 0) + tokens
 
     def take_group(self, group: Sequence[int], end_s: float, tokens: int) -> None:
+        self._free = []
         for i in group:
             self.ahead_s[i] = end_s - self.now
             self._taken[i] = self._taken.get(i, 0) + tokens // len(group)

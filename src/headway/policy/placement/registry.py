@@ -7,7 +7,7 @@ is a class named by its dotted path, with its options' type as its attribute `Op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Literal
 
@@ -86,6 +86,9 @@ class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
     whole_prompts: bool = False
     """Whether each prompt is computed and decoded in the scheduler of one instance: servers behind HTTP, and live
     instances of role mixed."""
+
+    relative_s: Callable[[int, int], float] | None = None
+    """Time of a prompt on an instance, by (instance, tokens), over the mean of all; None: they are equal."""
 
     def exchanges_heads(self, tp: int, members: int) -> bool:
         """Return whether instances of `tp` ranks, `members` of them in a node, can compute Ulysses attention."""

@@ -42,7 +42,12 @@ def rules_of(file: ClusterFile, model: str, rates: MachineRates) -> HttpClusterR
     base = RingLatency(roofline(shape, rates), shape, between.inside, between.across, source=source)
     latency = LearnedLatency(base)
     context = PolicyContext(
-        latency=latency, shape=shape, rows=file.span_rows, copies_prefixes=False, whole_prompts=True
+        latency=latency,
+        shape=shape,
+        rows=file.span_rows,
+        copies_prefixes=False,
+        whole_prompts=True,
+        relative_s=latency.relative,
     )
     facts = EngineInfo(
         model=model_name(model),

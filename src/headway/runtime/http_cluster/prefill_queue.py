@@ -38,6 +38,10 @@ class LearnedLatency(GroupLatency):
             return self._reported_ratio(instance, tokens) * self._factors.get(instance, 1.0)
         return sum(self.factor(each, tokens) for each in known) / len(known) if known else 1.0
 
+    def relative(self, instance: int, tokens: int) -> float:
+        """Return an instance's factor for prompts of so many tokens over the mean of all."""
+        return self.factor(instance, tokens) / max(self.factor(None, tokens), 1e-9)
+
     def _reported_ratio(self, instance: int | None, tokens: int) -> float:
         """Return what an instance predicts over what the model does; 1 where it predicts nothing."""
         points = None if instance is None else self._reported.get(instance)
