@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.build.engine import assemble
+from headway.core.request import SamplingParams
+from headway.runtime.assembly.engine import assemble
 from headway.runtime.embedded import model_path
 from headway.runtime.embedded.passkey import make_document
 from headway.runtime.engine.config import EngineConfig

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.faults import Bystander, connection, model
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 FIELDS = ("prompt", "messages", "stop", "logit_bias", "user", "stop_token_ids", "tokens", "input", "x", "slo")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/contexts")

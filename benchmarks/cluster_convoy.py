@@ -22,13 +22,13 @@ import numpy as np
 import yaml
 from tests.helpers.timed_cluster import scenario_of, spec_of, timed_cluster
 
-from headway.core.sampling import SamplingParams
-from headway.core.scratch_folder import ScratchFolder
+from headway.core.files import ScratchFolder
+from headway.core.request import SamplingParams
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.serving.load.machine import machine
+from headway.serving.load.prompts import machine
+from headway.sim.build import requests_of
 from headway.sim.cluster.build import placement_of
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.requests import requests_of
 from headway.sim.workload import TraceRequest
 
 FCFS = {"policy": "fcfs", "chunking": "static:4096", "max_num_batched_tokens": 4096}

@@ -36,26 +36,33 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.core.sampling import SamplingParams
-from headway.core.scratch_folder import ScratchFolder
+from headway.core.files import ScratchFolder
+from headway.core.request import SamplingParams
 from headway.core.settings import resolve
-from headway.runtime.build import cluster_rules
-from headway.runtime.build.cluster_replay import replay_log
+from headway.runtime.assembly import cluster
+from headway.runtime.assembly.cluster import replay_log
+from headway.runtime.assembly.instances import launcher
 from headway.runtime.cluster.client import ClusterClient
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, nodes_of
-from headway.runtime.cluster.launch import launcher
-from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.engine.instance_protocol import FromInstance, KvArrived, ResumeSpan, SpanTaskDone, SpanTaskPaused
-from headway.runtime.engine.protocol import EngineClient, EngineInfo, SubmitRequest
-from headway.serving.cluster_settings import instance_configs
-from headway.serving.load.machine import machine
-from headway.serving.serve_settings import ServeSettings
-from headway.sim.cluster.result import GanttBar
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.engine.protocol import (
+    EngineClient,
+    EngineInfo,
+    FromInstance,
+    KvArrived,
+    ResumeSpan,
+    SpanTaskDone,
+    SpanTaskPaused,
+    SubmitRequest,
+)
+from headway.serving.load.prompts import machine
+from headway.serving.serve_settings import ServeSettings, instance_configs
+from headway.sim.cluster.state import GanttBar
 from headway.sim.replay import read_log
 from headway.sim.report.perfetto import engine_timeline
 from headway.sim.report.plots import gantt_figure
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.traces import read_trace
 from headway.sim.workload.transforms import classify, clip_lengths, rescale_to_rate, slice_by
 
 APART = [{"count": 2, "role": "prefill"}, {"count": 1, "role": "decode"}]
@@ -211,11 +218,11 @@ def started(name: str, model: str, options: argparse.Namespace, folder: Path) ->
         Watched(number, role, node, 0, config, launcher(number, folder))
         for number, (role, node, config) in enumerate(zip(roles, nodes_of(file), configs, strict=True))
     ]
-    decisions = cluster_rules.open_log(str(log))
+    decisions = cluster.open_log(str(log))
     client = Watcher(
         instances,
-        cluster_rules.links(file),
-        lambda infos: cluster_rules.rules_of(file, model, infos, decisions),
+        cluster.links(file),
+        lambda infos: cluster.rules_of(file, model, infos, decisions),
         placement=placement,
         backends=file.backends,
     )

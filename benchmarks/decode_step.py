@@ -15,9 +15,9 @@ import time
 import torch
 from tests.helpers.random_weights import random_decoder, reference_config
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.attention.base import BatchSegment
-from headway.runtime.engine.numerics import settle
+from headway.core.request import SamplingParams
+from headway.runtime.attention.backend import BatchSegment
+from headway.runtime.engine.config import settle
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.sampling import make_state, sample
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from headway.serving.load.server_process import SERVE, ServerProcess
+from headway.serving.load.convoy import SERVE, ServerProcess
 
 QUIET_S = 2.0
 JOURNAL = tempfile.TemporaryDirectory()

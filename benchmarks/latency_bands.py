@@ -1,4 +1,4 @@
-"""How many held-out rows the error bands of `perf.latency.error_band` hold, for `python -m benchmarks.latency_fit`.
+"""How many held-out rows the error bands of `perf.latency.fitted` hold, for `python -m benchmarks.latency_fit`.
 
 Twice: with the bands that ship, which were set from these very rows, and with bands set from all groups but the one
 tested, which is what a new model, head count, device or grid meets. Two dies have profiles, so a derived band is set
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks import latency_fit as fit
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.latency.error_band import BEYOND_BANDS, INSIDE_BANDS, beyond_share
-from headway.perf.latency.operators.collective import ring_all_reduce_ms
-from headway.perf.latency.operators.derived import DERIVED_BANDS
+from headway.perf.hardware import accelerator
+from headway.perf.latency.fitted import BEYOND_BANDS, INSIDE_BANDS, beyond_share
+from headway.perf.latency.operators.device_fit import DERIVED_BANDS
+from headway.perf.latency.operators.linear import ring_all_reduce_ms
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
 from headway_research.fit.readers import (
     COLLECTIVE,

@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware import accelerator
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
-from headway.perf.latency.operators.derived import DeviceScaling
-from headway.perf.latency.operators.device_fit import preferred_source
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.operators.device_fit import DeviceScaling, EngineAssumptions, preferred_source
 from headway.perf.latency.operators.linear import LAYERS
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway_research.fit.operators import (

@@ -22,8 +22,8 @@ from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, simulate
-from headway.sim.metrics.definitions import tbt_s, ttft_s
-from headway.sim.runner import run_in_processes
+from headway.sim.metrics import tbt_s, ttft_s
+from headway.sim.sweep import run_in_processes
 from headway.sim.workload import TraceRequest
 from headway_research.base import PlotPanel
 from headway_research.plot import draw

@@ -23,24 +23,20 @@ import msgspec
 import numpy as np
 
 from headway.cli.main import main as headway
-from headway.core.cpu_affinity import CORES
-from headway.perf.hardware.processor import processor_name
-from headway.perf.latency import store
-from headway.planning.demand_watch import values_of
+from headway.core.machine import CORES
+from headway.perf.device import processor_name
+from headway.perf.latency import table as store
 from headway.planning.question import LatencyDemand, PlanQuestion, parse_question
 from headway.planning.search import PlanSearch
-from headway.planning.simulate import SimulationJob, measure, workload_of
+from headway.planning.simulate import SimulationJob, measure, values_of, workload_of
 from headway.runtime.embedded import model_path
-from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
-from headway.serving.load.endpoint import first_model
-from headway.serving.load.live_calibration import learned_table, overhead_of
-from headway.serving.load.open_loop import run_open_loop
+from headway.serving.load.calibration import learned_table, overhead_of
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, first_model, run_open_loop
+from headway.serving.load.convoy import ServerProcess
 from headway.serving.load.prompts import PromptPool
-from headway.serving.load.server_process import ServerProcess
 from headway.sim.calibration import scales_of
 from headway.sim.metrics import RequestRecord
-from headway.sim.replay import read_log, replay
-from headway.sim.replayed_run import ReplayedRun
+from headway.sim.replay import ReplayedRun, read_log, replay
 from headway.sim.workload import TraceRequest
 
 KV_TOKENS = 200_000

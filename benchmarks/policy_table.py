@@ -18,21 +18,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.policy_choice import comparison
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, simulate
-from headway.sim.metrics.definitions import tbt_s, ttft_s
-from headway.sim.metrics.record import RequestRecord
-from headway.sim.runner import run_in_processes
+from headway.sim.metrics import RequestRecord, tbt_s, ttft_s
+from headway.sim.sweep import run_in_processes
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.traces import read_trace
 
 SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "policy-table.md"

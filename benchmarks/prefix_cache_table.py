@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.sim.build import run_scenario, workload_of
-from headway.sim.runner import run_in_processes
 from headway.sim.scenario import Scenario, parse_scenario
-from headway.sim.workload.prompt_text import shared_tokens
+from headway.sim.sweep import run_in_processes
+from headway.sim.workload.traces import shared_tokens
 
 SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
 CONVERSATIONS = SHARED / "mooncake-conversation" / "conversation_0-2400s.jsonl.gz"

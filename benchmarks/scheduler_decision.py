@@ -15,16 +15,15 @@ import random
 import statistics
 import time
 
-from headway.cli.machine_findings import is_compiled
+from headway.cli.doctor import is_compiled
 from headway.core.batch import Batch
-from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.request import Request, Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.hardware import ModelShape
+from headway.perf.latency.table import MachineRates, roofline
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
-from headway.serving.load.machine import machine
+from headway.serving.load.prompts import machine
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
 RATES = MachineRates(

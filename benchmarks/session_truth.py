@@ -24,27 +24,21 @@ import numpy as np
 
 from benchmarks.agent_sessions import read_sessions
 from headway.cli.main import main as headway
-from headway.core.cpu_affinity import CORES
-from headway.perf.hardware.processor import processor_name
-from headway.perf.latency.serving_overhead import HostedLatency
+from headway.core.machine import CORES
+from headway.perf.device import processor_name
+from headway.perf.latency.table import HostedLatency
 from headway.runtime.embedded import model_path
-from headway.serving.load.client import LoadClient, TargetEndpoint
-from headway.serving.load.closed_loop import run_closed_loop
-from headway.serving.load.endpoint import first_model
-from headway.serving.load.goodput import GoodputTargets
-from headway.serving.load.live_calibration import overhead_of
-from headway.serving.load.load_jobs import job_of
-from headway.serving.load.prompts import PromptPool
-from headway.serving.load.server_process import ServerProcess
-from headway.serving.load.text_prompts import TextPrompts
+from headway.serving.load.calibration import overhead_of
+from headway.serving.load.client import LoadClient, TargetEndpoint, first_model, run_closed_loop
+from headway.serving.load.convoy import ServerProcess
+from headway.serving.load.load import GoodputTargets, job_of
+from headway.serving.load.prompts import PromptPool, TextPrompts
 from headway.sim.build import instance_of, run_of, run_scenario, workload_of
 from headway.sim.calibration import corrected_table, scales_of
-from headway.sim.metrics import RequestRecord
-from headway.sim.metrics.definitions import ttft_s
-from headway.sim.replay import read_log, replay
-from headway.sim.replayed_run import ReplayedRun
+from headway.sim.loop import simulate
+from headway.sim.metrics import RequestRecord, ttft_s
+from headway.sim.replay import ReplayedRun, read_log, replay
 from headway.sim.scenario import Scenario, parse_scenario
-from headway.sim.simulation import simulate
 from headway.sim.workload import TraceRequest
 
 KV_TOKENS = 400_000

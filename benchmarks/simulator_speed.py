@@ -16,15 +16,14 @@ import time
 
 import numpy as np
 
-from headway.cli.machine_findings import is_compiled
+from headway.cli.doctor import is_compiled
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import SchedulerConfig
-from headway.serving.load.machine import machine
+from headway.serving.load.prompts import machine
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import PoissonArrivals
-from headway.sim.workload.presets import preset
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.generate import PoissonArrivals, preset
+from headway.sim.workload.traces import read_trace
 from headway.sim.workload.transforms import with_arrivals
 
 CAPACITY_RPS = 8.0

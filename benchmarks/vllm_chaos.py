@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.vllm_server import VllmServer
-from headway.core.sampling import SamplingParams
-from headway.perf.latency.roofline import MachineRates
-from headway.runtime.build.http_instances import instance_settings, rules_of
+from headway.core.request import SamplingParams
+from headway.perf.latency.table import MachineRates
+from headway.runtime.assembly.instances import instance_settings, rules_of
 from headway.runtime.cluster.cluster_file import cluster_file
+from headway.runtime.cluster.http_client import HttpCluster
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.http_cluster.http_cluster import HttpCluster
-from headway.serving.load.machine import machine
+from headway.serving.load.prompts import machine
 from headway.vllm.latency import EngineFacts, machine_rates
 
 KINDS = ("kill", "stop", "cut", "slow")

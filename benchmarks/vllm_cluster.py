@@ -26,13 +26,19 @@ import numpy as np
 
 from benchmarks.cluster_live import Times, convoy, points, synthetic
 from benchmarks.peers.vllm_server import entered_together, flags_of, vllm_server
-from headway.policy.placement.base import Action, EnqueueRequest, Event, PlacementPolicy, RequestArrived
+from headway.policy.placement.contract import (
+    Action,
+    ClusterSnapshot,
+    EnqueueRequest,
+    Event,
+    PlacementPolicy,
+    RequestArrived,
+)
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
-from headway.policy.placement.view import ClusterSnapshot
-from headway.runtime.build.http_instances import instance_settings, rules_of
+from headway.runtime.assembly.instances import instance_settings, rules_of
 from headway.runtime.cluster.cluster_file import cluster_file
-from headway.runtime.http_cluster.http_cluster import HttpCluster
-from headway.serving.load.machine import machine
+from headway.runtime.cluster.http_client import HttpCluster
+from headway.serving.load.prompts import machine
 from headway.sim.workload import TraceRequest
 from headway.vllm.latency import EngineFacts, machine_rates
 

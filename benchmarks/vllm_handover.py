@@ -25,11 +25,10 @@ from typing import Any
 import aiohttp
 
 from benchmarks.peers.vllm_server import entered_together, vllm_server
-from headway.core.ports import free_port
+from headway.core.machine import free_port
+from headway.runtime.cluster.http_server import LEASE_S, HttpServer, KvHandOver, open_session
 from headway.runtime.embedded import model_path
-from headway.runtime.http_cluster.http_server import HttpServer, open_session
-from headway.runtime.http_cluster.kv_hand_over import LEASE_S, KvHandOver
-from headway.serving.load.machine import machine
+from headway.serving.load.prompts import machine
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 OUTPUT = 16

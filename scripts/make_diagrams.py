@@ -72,7 +72,7 @@ PARTS_ARROWS: list[Arrow] = [
 ]
 
 REQUEST: dict[str, Box] = {
-    "http": (0.0, 3.9, 2.5, 0.9, "serving.app, serving.body\nread, tokenise, refuse", BLUE),
+    "http": (0.0, 3.9, 2.5, 0.9, "serving.app, serving.jobs\nread, tokenise, refuse", BLUE),
     "journal": (0.0, 2.4, 2.5, 0.9, "serving.journal\nwritten before it is sent", BLUE),
     "client": (3.5, 3.9, 2.5, 0.9, "runtime.engine.client\none message, one frame", BLUE),
     "controller": (3.5, 2.4, 2.5, 0.9, "control.controller\n+ policy.placement\ninstance, spans, KV", GREEN),
@@ -85,7 +85,7 @@ REQUEST: dict[str, Box] = {
         0.9,
         6.0,
         0.9,
-        "serving.detokenizer, serving.stops, serving.sse\ntokens to text, stop strings, stream",
+        "serving.text, serving.transport\ntokens to text, stop strings, stream",
         BLUE,
     ),
 }

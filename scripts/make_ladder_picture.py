@@ -7,8 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import SchedulerConfig

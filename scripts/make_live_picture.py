@@ -19,13 +19,10 @@ from scripts.headless_browser import browser, missing_browser
 from tests.helpers.faults import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.serving.live.engine_recording import EngineRecording
-from headway.serving.live.log_player import LogPlayer
-from headway.serving.live.watch import create_app
-from headway.sim.metrics.record import SloTargets
-from headway.sim.replay import replay
-from headway.sim.replayed_run import ReplayedRun
-from headway.sim.simulation import simulate
+from headway.serving.live.watch import EngineRecording, LogPlayer, create_app
+from headway.sim.loop import simulate
+from headway.sim.metrics import SloTargets
+from headway.sim.replay import ReplayedRun, replay
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 

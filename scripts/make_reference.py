@@ -360,8 +360,8 @@ def metrics_page() -> str:
 
 def engine_double() -> Any:
     """What a scrape asks of an engine client, a cluster's included."""
-    from headway.perf.hardware.models import model
-    from headway.perf.hardware.utilisation import UtilisationBase
+    from headway.perf.hardware import model
+    from headway.perf.utilisation import UtilisationBase
     from headway.runtime.engine.protocol import EngineStats
 
     instance: Any = SimpleNamespace(id=0, role="mixed", node=0, state="ready")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SCENARIO = "examples/chat-and-documents.yaml"

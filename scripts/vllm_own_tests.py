@@ -87,7 +87,7 @@ def pytest_configure(config: Any) -> None:
     import vllm.v1.core.sched.async_scheduler as asynchronous
     import vllm.v1.core.sched.scheduler as synchronous
 
-    from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
+    from headway.policy.hosted.driver import ReservedKvPool
     from headway.vllm import scheduler as plugged
 
     settings = json.loads(os.environ[SETTINGS])

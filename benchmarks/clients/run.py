@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.clients.checks import MARK
 from benchmarks.clients.environments import FOLDER, ROOT, UnavailableError, python_of, versions
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 HERE = Path(__file__).resolve().parent
 PAGE = ROOT / "docs" / "reference" / "clients.md"

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from headway.runtime.attention.cpu import CpuBackend
-from headway.serving.load.convoy_json import MEASURES, SCHEMA, value_of
-from headway.serving.load.machine import machine
+from headway.serving.load.convoy import MEASURES, SCHEMA, value_of
+from headway.serving.load.prompts import machine
 from headway.sim.report.plots import COLOURS, MARKERS, check_picture, house_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

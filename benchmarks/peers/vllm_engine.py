@@ -35,8 +35,8 @@ import aiohttp
 import torch
 
 from headway.runtime.attention.cpu import CpuBackend
-from headway.serving.load.machine import machine, versions
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
+from headway.serving.load.prompts import machine, versions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_server import VllmServer, flags_of

@@ -23,10 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_sessions import TracedEngine, as_table
 
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.store import save
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.hardware import ModelShape
+from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline, save
 from headway.sim.workload import TraceRequest
 
 SHAPE = ModelShape(layers=8, hidden=512, q_heads=8, kv_heads=2, head_dim=64, mlp=1536, vocab=4096)

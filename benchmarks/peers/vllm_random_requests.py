@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headway.core.ports import free_port
+from headway.core.machine import free_port
 
 
 def plan(count: int, longest: int, seed: int) -> list[dict[str, Any]]:

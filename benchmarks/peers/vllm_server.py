@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from headway.core.ports import free_port
+from headway.core.machine import free_port
 
 
 def flags_of(run: str) -> list[str]:

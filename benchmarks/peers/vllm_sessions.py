@@ -29,16 +29,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import LatencyModel, decode_load, load_s, one_chunk_s
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.store import save
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline, save
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import PoissonArrivals
-from headway.sim.workload.prompt_text import with_session_texts
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.generate import PoissonArrivals
+from headway.sim.workload.traces import read_trace, with_session_texts
 from headway.sim.workload.transforms import clip_lengths, close_sessions, rescale_to_rate, spread_batches
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)

@@ -26,8 +26,8 @@ from typing import Any
 
 import msgspec
 
-from headway.perf.latency import store
-from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.latency import table as store
+from headway.perf.latency.table import ServingOverhead
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from vllm_server import VllmServer, busy_s, environment, flags_of

@@ -9,9 +9,9 @@ from headway.api.sizing import fitted_latency as fitted_latency
 from headway.api.sizing import measured_latency as measured_latency
 from headway.core.batch import RequestProgress as RequestProgress
 from headway.core.request import Request as Request
+from headway.core.request import SamplingParams as SamplingParams
 from headway.core.request import Slo as Slo
-from headway.core.sampling import SamplingParams as SamplingParams
-from headway.core.span import Span as Span
+from headway.core.request import Span as Span
 from headway.kv.block_manager import BlockManager as BlockManager
 from headway.perf.latency.base import BatchLoad as BatchLoad
 from headway.policy.iteration.config import SchedulerConfig as SchedulerConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs, write_output
+from headway.core.files import check_outputs, write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
 
 
 def _options(arguments: argparse.Namespace, on_progress: Callable[[int, int], None]) -> Any:
-    from headway.cli.options import processes_of, seeds_of
+    from headway.core.settings import processes_of, seeds_of
     from headway_research.base import RunOptions
 
     seeds = seeds_of(arguments.seeds) if arguments.seeds else None

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.runtime.attention import primitive
-from headway.runtime.attention.primitive import attend, merge
+from headway.runtime.attention import backend
+from headway.runtime.attention.backend import attend, merge
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def test_any_split_with_empty_shards_merges_to_the_whole(
 @pytest.mark.parametrize("causal", [False, True])
 def test_both_paths_equal_double_precision(path: str, causal: bool) -> None:
     q, k, v = tensors(1, 2, 4, 33, 33, 64)
-    out, lse = getattr(primitive, path)(q, k, v, causal, None)
+    out, lse = getattr(backend, path)(q, k, v, causal, None)
     wanted, wanted_lse = reference(q, k, v, causal)
     assert torch.allclose(out.double(), wanted, atol=2e-6)
     assert torch.allclose(lse.double(), wanted_lse, atol=1e-5)

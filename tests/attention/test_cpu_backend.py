@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.core.errors import ConfigError
-from headway.runtime.attention.base import BatchSegment, make_backend
+from headway.kv.allocator import cut_ranges
+from headway.runtime.attention.backend import BatchSegment, attend, make_backend
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
-from headway.runtime.attention.primitive import attend
-from headway.runtime.attention.slots import cut_ranges
 
 
 def fragmented(lengths: list[int], block: int, seed: int) -> tuple[list[tuple[tuple[int, int], ...]], int]:

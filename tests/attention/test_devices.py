@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.runtime.attention import primitive
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention import backend as primitive
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 

@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
-from headway.runtime.attention.base import BatchSegment, kernels_of
+from headway.kv.allocator import cut_ranges
+from headway.runtime.attention.backend import BatchSegment, attend, kernels_of
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import GENERAL_DIMS, general_kernels
-from headway.runtime.attention.native_prefill import NativeChunks, attend_native
-from headway.runtime.attention.primitive import attend
-from headway.runtime.attention.slots import cut_ranges
+from headway.runtime.attention.native_calls import NativeChunks, attend_native
 
 FP32 = general_kernels(torch.float32)
 pytestmark = pytest.mark.skipif(FP32 is None, reason="no C++ compiler or no AVX2 here: nothing to test")

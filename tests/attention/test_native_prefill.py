@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import WAYS, use_kernels
 from torch import Tensor
 
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment, attend, merge
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
-from headway.runtime.attention.primitive import attend, merge
 
 pytestmark = pytest.mark.skipif(
     kernels() is None, reason="no C++ compiler or no AVX-512 BF16 here: there are no kernels to test"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.runtime.attention import primitive
-from headway.runtime.attention.base import AttentionBackend, BatchSegment, make_backend
+from headway.runtime.attention import backend as primitive
+from headway.runtime.attention.backend import AttentionBackend, BatchSegment, make_backend
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.sdpa import SdpaBackend

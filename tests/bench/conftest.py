@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.helpers import fake_openai_server
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 FAKE = (sys.executable, str(Path(fake_openai_server.__file__)))
 

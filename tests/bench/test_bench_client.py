@@ -8,9 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headway.core.ports import free_port
-from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, error_message, request_body
-from headway.serving.load.open_loop import run_open_loop
+from headway.core.machine import free_port
+from headway.serving.load.client import (
+    LoadClient,
+    LoadRequest,
+    TargetEndpoint,
+    error_message,
+    request_body,
+    run_open_loop,
+)
 from headway.serving.load.prompts import PromptPool, vocab_size_of
 from headway.sim.metrics import RequestRecord, SloTargets
 

@@ -14,9 +14,14 @@ from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.serving.load import command
-from headway.serving.load.convoy import ConvoyPlan, random_prompts
-from headway.serving.load.policies import PolicySpec, parse_policies
-from headway.serving.load.server_process import ServerError, ServerProcess
+from headway.serving.load.convoy import (
+    ConvoyPlan,
+    PolicySpec,
+    ServerError,
+    ServerProcess,
+    parse_policies,
+    random_prompts,
+)
 
 
 def headway_bench(*words: str) -> int:

@@ -13,7 +13,7 @@ from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError
 from headway.serving.load import command
-from headway.serving.load.goodput import GoodputTargets
+from headway.serving.load.load import GoodputTargets
 from headway.sim.metrics import SloTargets
 
 

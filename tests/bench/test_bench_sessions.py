@@ -11,15 +11,12 @@ import pytest
 from tests.bench.test_bench_load import headway_bench
 
 from headway.core.errors import ConfigError
-from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint
-from headway.serving.load.closed_loop import run_closed_loop
-from headway.serving.load.prompts import PromptPool
-from headway.serving.load.text_prompts import TextPrompts
+from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, run_closed_loop
+from headway.serving.load.prompts import PromptPool, TextPrompts
 from headway.sim.metrics import RequestRecord
 from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.arrivals import PoissonArrivals
-from headway.sim.workload.prompt_text import shared_tokens
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.generate import PoissonArrivals
+from headway.sim.workload.traces import read_trace, shared_tokens
 
 Start = Callable[..., str]
 ROWS = (

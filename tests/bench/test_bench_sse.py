@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.sse import SseEvent, SseParser
-from headway.serving.load.client import LoadRequest
-from headway.serving.load.stream import StreamedAnswer
+from headway.serving.load.client import LoadRequest, StreamedAnswer
 
 STREAM = (
     b': hello\n\ndata: {"a": 1}\r\n\r\n'

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
-from headway.serving.load.live_calibration import overhead_of
+from headway.serving.load.calibration import overhead_of
 from headway.sim.metrics import RequestRecord
-from headway.sim.replayed_run import BatchTimes, ReplayedRun
+from headway.sim.replay import BatchTimes, ReplayedRun
 
 # An iteration takes 10 ms, whatever it holds.
 TABLE = TableLatency(

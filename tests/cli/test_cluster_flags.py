@@ -28,7 +28,7 @@ def test_a_faulty_file_is_refused_in_one_line(
     flags: tuple[str, ...],
     words: str,
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(content)
     assert main(["cluster", str(path), "--dry-run", *flags]) == 2
@@ -42,8 +42,8 @@ def test_a_faulty_file_is_refused_in_one_line(
 def test_more_instances_than_cores_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
-    monkeypatch.setattr("headway.serving.cluster_settings.CORES", (0, 1))
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
+    monkeypatch.setattr("headway.serving.serve_settings.CORES", (0, 1))
     path = tmp_path / "cluster.yaml"
     path.write_text("pools: [{count: 900}]\nplacement: jsq\n")
     assert main(["cluster", str(path), "--dry-run"]) == 0
@@ -56,7 +56,7 @@ def test_more_instances_than_cores_are_said(
 def test_two_hosts_are_tried_without_ray_and_not_served_without_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.report", lambda *_: ["loaded"])
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.cluster_report", lambda *_: ["loaded"])
     path = tmp_path / "cluster.yaml"
     path.write_text(TWO_HOSTS)
     assert main(["cluster", str(path), "--dry-run"]) == 0
@@ -93,12 +93,12 @@ def test_a_wrong_flag_is_one_line_with_the_flag_that_is_spelt_alike(
 def test_a_dry_run_names_idle_pools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.build.dry_run.loaded", lambda config: None)
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.loaded", lambda config: None)
     monkeypatch.setattr(
-        "headway.runtime.build.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"]
+        "headway.runtime.assembly.dry_run.described", lambda core, prefills: ["prefills" if prefills else "decodes"]
     )
     for name in ("measurement", "cluster_plan", "groups", "capacity"):
-        monkeypatch.setattr(f"headway.runtime.build.cluster_dry_run.{name}", lambda *_: [])
+        monkeypatch.setattr(f"headway.runtime.assembly.dry_run.{name}", lambda *_: [])
     path = tmp_path / "cluster.yaml"
     for placement, idle in (("fifo", True), ("fixed-sp", False)):
         size = "long_sp" if placement == "fifo" else "sp"

@@ -9,13 +9,12 @@ import pytest
 
 from headway.core.errors import ConfigError, RequestError
 from headway.core.strict_yaml import load
-from headway.runtime.build import instance_factory
-from headway.runtime.build.cluster_rules import links
-from headway.runtime.build.instance_factory import InstanceFactory
+from headway.runtime.assembly import instances
+from headway.runtime.assembly.cluster import links
+from headway.runtime.assembly.instances import InstanceFactory
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, nodes_of
 from headway.runtime.engine.config import EngineConfig
-from headway.serving.cluster_settings import instance_configs
-from headway.serving.serve_settings import ServeSettings
+from headway.serving.serve_settings import ServeSettings, instance_configs
 
 
 def file_of(*pools: dict[str, Any], **fields: Any) -> ClusterFile:
@@ -82,8 +81,8 @@ def test_a_pool_gets_no_more_instances_than_a_file_may_have(monkeypatch: pytest.
         def __init__(self, number: int, role: str, node: int, pool: int, *_: object) -> None:
             self.number, self.pool, self.state = number, pool, "ready"
 
-    monkeypatch.setattr(instance_factory, "LiveInstance", Made)
-    monkeypatch.setattr(instance_factory, "LARGEST_POOL", 3)
+    monkeypatch.setattr(instances, "LiveInstance", Made)
+    monkeypatch.setattr(instances, "LARGEST_POOL", 3)
     file, config = file_of({"count": 2}, {}), EngineConfig(model="m")
     factory = InstanceFactory(file, [config] * 3, Path("folder"), {})
     there = factory.start_all()

@@ -10,15 +10,14 @@ import msgspec
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.core.span import Strategy
+from headway.core.request import Strategy
 from headway.perf.latency import eq1
-from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.corrected import describe
+from headway.perf.latency.groups import GroupShape, RingLatency
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.recorded import describe
-from headway.perf.latency.ring import RingLatency
-from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.placement.pecsched.group_sizing import StrategyChooser
-from headway.runtime.build.cluster_rules import check_moves, links, live_rules, policy_context, rules_of, shape_of
+from headway.perf.latency.table import TableLatency, TableSource
+from headway.policy.placement.pecsched.long import StrategyChooser
+from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
 from headway.runtime.cluster.client import ClusterRules
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file, idle_pools
 from headway.runtime.engine.protocol import EngineInfo

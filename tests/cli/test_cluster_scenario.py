@@ -16,7 +16,7 @@ from headway import load_scenario, simulate
 from headway.api.cluster_scenario import ClusterScenarios
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.runtime.engine.protocol import EngineInfo
 from headway.sim.build import run_scenario
@@ -43,7 +43,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         info = msgspec.structs.replace(INFO, max_model_len=config.max_model_len or INFO.max_model_len)
         return SimpleNamespace(info=info, scheduler=SimpleNamespace(config=SchedulerConfig(), latency=TABLE))
 
-    monkeypatch.setattr("headway.runtime.build.dry_run.loaded", load)
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.loaded", load)
     return loaded
 
 

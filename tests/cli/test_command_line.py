@@ -161,9 +161,9 @@ def test_the_command_line_works_without_torch(words: list[str]) -> None:
 
 def test_scheduling_and_the_engine_work_without_torch() -> None:
     done = without_torch(
-        "import headway.policy.iteration.scheduler, headway.kv.block_manager, headway.perf.latency.store\n"
+        "import headway.policy.iteration.scheduler, headway.kv.block_manager, headway.perf.latency.table\n"
         "import headway.runtime.engine.core\n"
-        "import headway.runtime.engine.client, headway.perf.hardware.shapes, headway.sim.workload\n"
+        "import headway.runtime.engine.client, headway.perf.hardware, headway.sim.workload\n"
         "import headway.sim.metrics\n"
         "assert 'torch' not in sys.modules\n"
     )

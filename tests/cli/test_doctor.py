@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.cli import machine_findings as m
+from headway.cli import doctor as m
 from headway.cli.main import main
 from headway.runtime.attention import native
 

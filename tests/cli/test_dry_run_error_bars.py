@@ -9,12 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headway.perf.latency.error_band import prefill_band
-from headway.perf.latency.groups import GroupShape
-from headway.perf.latency.shard_exchange import ShardedModel
-from headway.runtime.build.cluster_dry_run import capacity, prompt_lengths, report, with_longer_iterations
-from headway.runtime.build.dry_run import described, loaded
-from headway.runtime.build.measured_cluster import cluster_plan, measurement
+from headway.perf.latency.fitted import prefill_band
+from headway.perf.latency.groups import GroupShape, ShardedModel
+from headway.runtime.assembly.cluster import cluster_plan, measurement
+from headway.runtime.assembly.dry_run import (
+    capacity,
+    cluster_report,
+    described,
+    loaded,
+    prompt_lengths,
+    with_longer_iterations,
+)
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
@@ -69,9 +74,9 @@ def test_a_capacity_search_simulates_few_iterations_also_where_the_context_is_lo
 
 
 def test_pools_are_described_before_the_search(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.build.dry_run.loaded", lambda config: core)
-    monkeypatch.setattr("headway.runtime.build.cluster_dry_run.capacity", lambda plan: pytest.fail("searched"))
-    parts = report(cluster_file({"pools": [{}]}, "cluster.yaml"), CONFIG.model, [CONFIG])
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.loaded", lambda config: core)
+    monkeypatch.setattr("headway.runtime.assembly.dry_run.capacity", lambda plan: pytest.fail("searched"))
+    parts = cluster_report(cluster_file({"pools": [{}]}, "cluster.yaml"), CONFIG.model, [CONFIG])
     assert next(parts).startswith("placement")
     assert "longest context" in next(parts)
     assert "in an idle cluster" in next(parts)

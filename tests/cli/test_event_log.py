@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.core.event_log import open_event_log
+from headway.core.logs import open_event_log
 
-HOLD = "import sys; from headway.core.event_log import open_event_log as o; f = o(sys.argv[1]); f.write(b'a\\n'); "
+HOLD = "import sys; from headway.core.logs import open_event_log as o; f = o(sys.argv[1]); f.write(b'a\\n'); "
 
 
 def test_a_log_of_an_earlier_run_is_kept_beside_the_new_one(tmp_path: Path) -> None:

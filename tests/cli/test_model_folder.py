@@ -8,10 +8,9 @@ import pytest
 from tests.helpers.hub import hub_cache
 
 from headway.cli.command_parser import CommandParser
-from headway.cli.serve import add_arguments, run, settings_of
-from headway.cli.start_settings import StartSettings
+from headway.cli.serve import StartSettings, add_arguments, run, settings_of
 from headway.core.errors import ConfigError
-from headway.serving.model_folder import model_folder
+from headway.serving.launch import model_folder
 
 
 def settings(*words: str) -> StartSettings:

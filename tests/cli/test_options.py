@@ -12,12 +12,23 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from headway.cli.main import main
-from headway.cli.options import add_options, given_flags
 from headway.core.errors import ConfigError
-from headway.core.setting_types import Flag, Number, Text, TextList, TokenCount, WholeNumber
-from headway.core.settings import SettingsModel, overlay, print_config, resolve
+from headway.core.parse import size, tokens
+from headway.core.settings import (
+    Flag,
+    Number,
+    SettingsModel,
+    Text,
+    TextList,
+    TokenCount,
+    WholeNumber,
+    add_options,
+    given_flags,
+    overlay,
+    print_config,
+    resolve,
+)
 from headway.core.strict_yaml import read_yaml
-from headway.core.units import size, tokens
 
 
 class CommandSettings(SettingsModel):

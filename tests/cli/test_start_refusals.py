@@ -10,10 +10,10 @@ import pytest
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.core.settings import resolve
-from headway.runtime.build.dry_run import loaded
+from headway.runtime.assembly.dry_run import loaded
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.launcher import engine_template
+from headway.runtime.launcher import standby
 from headway.serving.serve_settings import ServeSettings
 
 
@@ -63,8 +63,8 @@ def test_a_process_is_started_early_where_there_is_no_gpu(
 ) -> None:
     started: list[bool] = []
     monkeypatch.delenv("HEADWAY_STANDBY", raising=False)
-    monkeypatch.setattr("headway.perf.hardware.device.has_driver", lambda: driver)
-    monkeypatch.setattr(engine_template, "start_early", lambda: started.append(True))
+    monkeypatch.setattr("headway.perf.device.has_driver", lambda: driver)
+    monkeypatch.setattr(standby, "start_early", lambda: started.append(True))
     assert main(["cluster", str(tmp_path / "missing.yaml")]) == 2
     assert started == [True] * (not driver)
     assert gc.isenabled()

@@ -18,23 +18,22 @@ from tests.helpers.conformance_policy import DECODE_PAUSED, HANDED_OVER, PAUSED
 from tests.helpers.greedy_reference import prompt_of
 
 from headway.control.backend import InstanceBackend, SchedulerStats
-from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
-from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import KvSlice
-from headway.core.request import Request
-from headway.core.span import Phase, Span
-from headway.policy.placement.base import (
+from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
+from headway.core.request import Phase, Request, Span
+from headway.policy.placement.contract import (
+    ALL_CAPABILITIES,
+    HTTP_CAPABILITIES,
     Action,
     ActionRefused,
+    Capability,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     PreemptRequest,
     RequestArrived,
     TransferKv,
 )
-from headway.policy.placement.capabilities import ALL_CAPABILITIES, HTTP_CAPABILITIES, Capability
-from headway.policy.placement.view import ClusterState
 
 ROOT = Path(__file__).parents[2]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"

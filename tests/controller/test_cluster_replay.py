@@ -11,25 +11,23 @@ from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import PerToken, cluster
 from tests.helpers.controller_chaos import LAYERS, Chaos, Restless
 
-from headway.control.decision_log import RecordingController
-from headway.control.replay import replay
+from headway.control.log import RecordingController, replay
 from headway.core.errors import ConfigError
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
+    ClusterSnapshot,
     EnqueueRequest,
     Event,
     InstanceJoined,
     PlacementPolicy,
     RatesReplaced,
+    RateTable,
     RequestArrived,
 )
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.policy.placement.tetris_rates import RateTable
-from headway.policy.placement.view import ClusterSnapshot
 from headway.runtime.cluster.policies import PlacementChain
 from headway.sim.cluster.simulation import ClusterSimulation, simulate_cluster
-from headway.sim.noise import NoiseSpec
-from headway.sim.spec import RunSpec
+from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 OPTIONS: dict[str, dict[str, object]] = {

@@ -14,11 +14,12 @@ from tests.helpers.controller_chaos import LAYERS, Chaos
 from tests.helpers.told_policy import Told
 
 from headway.core.errors import InvariantError
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.policy.placement.base import (
+from headway.core.request import Request, Span
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterInstance,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     HoldGranted,
@@ -34,7 +35,6 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
 
 
 @settings(max_examples=40)

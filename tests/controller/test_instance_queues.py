@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.instance_queues import InstanceQueues, QueueEntry
+from headway.control.entries import InstanceQueues, QueueEntry
 
 
 class Bustle:

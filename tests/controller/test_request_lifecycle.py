@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.control.request_lifecycle import TRANSITIONS, RequestLifecycle
+from headway.control.lifecycle import TRANSITIONS, RequestLifecycle
 from headway.core.errors import InvariantError
 
 ANSWER = tuple(range(100, 140))

@@ -8,14 +8,20 @@ from tests.helpers.controller_audit import check
 from tests.helpers.controller_chaos import LAYERS
 
 from headway.control.backend import InstanceBackend, SchedulerStats
-from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
-from headway.control.queue_entries import SpanEntry
-from headway.core.request import Request
-from headway.core.span import Phase, Span
-from headway.perf.hardware.links import NetworkLink
-from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
+from headway.control.entries import ControlledRequest, SpanEntry
+from headway.core.request import Phase, Request, Span
+from headway.perf.hardware import NetworkLink
+from headway.policy.placement.contract import (
+    Action,
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
+    CommitSpans,
+    EnqueueRequest,
+    Event,
+)
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
 

@@ -7,8 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.instance_queues import InstanceQueues, QueueEntry
-from headway.control.timeline import CLOSE_S, FreeTimes
+from headway.control.entries import CLOSE_S, FreeTimes, InstanceQueues, QueueEntry
 
 INSTANCES, LAYERS = 6, 4
 

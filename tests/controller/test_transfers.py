@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.transfer_queue import KvSlice, TransferQueue
+from headway.control.entries import KvSlice, TransferQueue
 
 
 def slice_of(request: str, source: int, target: int, seconds: float) -> KvSlice:

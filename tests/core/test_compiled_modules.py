@@ -16,12 +16,12 @@ from headway.core.errors import InvariantError
 WORLDS = """
 import sys
 import numpy as np
-from headway.cli.machine_findings import is_compiled
+from headway.cli.doctor import is_compiled
 from headway.perf.latency.fitted import fitted
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
-from headway.sim.workload.arrivals import PoissonArrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import PoissonArrivals
+from headway.sim.workload.generate import preset
 
 print(is_compiled(), file=sys.stderr)
 latency = fitted("a100-80gb", "llama-3-8b")

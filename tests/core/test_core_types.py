@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp, RemoteAttention
-from headway.core.clock import ManualClock
+from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, KvOp, ManualClock, RemoteAttention
 from headway.core.errors import (
     CheckpointError,
     ConfigError,
@@ -15,10 +14,9 @@ from headway.core.errors import (
     RequestError,
     UnavailableError,
 )
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.perf.hardware.memory import available_bytes, gib
-from headway.perf.hardware.shapes import ModelShape
+from headway.core.request import Request, Span
+from headway.perf.device import available_bytes, gib
+from headway.perf.hardware import ModelShape
 
 
 def test_manual_clock_advances_and_refuses_to_go_back() -> None:

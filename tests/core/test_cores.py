@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core import cpu_affinity as cores
+from headway.core import machine as cores
 
 
 @given(count=st.integers(1, 64), parts=st.integers(1, 80))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs, write_output
+from headway.core.files import check_outputs, write_output
 
 
 def test_missing_folders_are_made_and_the_file_is_written_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.core.scratch_folder import ScratchFolder
+from headway.core.files import ScratchFolder
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def test_close_removes_the_folder_and_may_be_repeated() -> None:
 
 def test_folder_of_a_killed_process_is_removed_and_of_a_live_one_kept(root: Path) -> None:
     code = (
-        "import signal, sys; from headway.core.scratch_folder import ScratchFolder; "
+        "import signal, sys; from headway.core.files import ScratchFolder; "
         "folder = ScratchFolder(sys.argv[1]); print(folder.path, flush=True); signal.pause()"
     )
     child = subprocess.Popen([sys.executable, "-c", code, "headway-engine-"], stdout=subprocess.PIPE, text=True)

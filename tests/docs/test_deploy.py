@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from headway.cli.command_parser import CommandParser
-from headway.cli.options import add_options
-from headway.serving.load.server_process import ServerProcess
+from headway.core.settings import add_options
+from headway.serving.load.convoy import ServerProcess
 from headway.serving.serve_settings import ServeSettings
-from headway.vllm.version_check import KNOWN
+from headway.vllm.plugin import KNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -12,7 +12,7 @@ from tests.docs.test_deploy import pinned
 
 from headway.cli import cluster as cluster_command
 from headway.cli.command_parser import CommandParser
-from headway.policy.placement.capabilities import HTTP_CAPABILITIES, missing_for
+from headway.policy.placement.contract import HTTP_CAPABILITIES, missing_for
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file
 from headway.serving.serve_settings import ServeSettings
 

@@ -105,7 +105,7 @@ def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Pat
 
 @pytest.mark.skipif(not can_compile(), reason="needs mypyc and a C compiler")
 def test_the_installed_policies_are_compiled(installed: Path, tmp_path: Path):
-    code = "import headway.policy.iteration.queue as q, headway.sim.replica as r; print(q.__file__, r.__file__)"
+    code = "import headway.policy.iteration.queue as q, headway.sim.engine as r; print(q.__file__, r.__file__)"
     loaded = run(installed, "python", "-c", code, cwd=tmp_path).split()
     assert all(file.endswith(".so") and Path(file).is_relative_to(installed.parent) for file in loaded)
     assert "compiled policies" in run(installed, "headway", "doctor", cwd=tmp_path)

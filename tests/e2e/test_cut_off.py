@@ -16,7 +16,7 @@ from tests.helpers.greedy_reference import prompt_of
 from tests.helpers.http_probe import metric_reaches, model_of
 from tests.helpers.polling import until
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from headway.cli.main import main
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 WORDS = "The lighthouse keeper writes down every ship that passes. "
 QUESTION = "Which ships did pass?"

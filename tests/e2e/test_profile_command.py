@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.checkpoints import make_tiny
 
 from headway.cli.main import main
-from headway.perf.latency import store
+from headway.perf.latency import table
 
 
 @pytest.mark.long
@@ -23,14 +23,14 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     # The last lines are what the table comes to.
     assert re.search(r"next chunk in iterations of \d+ ms, in tokens:  [\d,]+ after 0", printed.splitlines()[-1])
     iterations = served[1]
-    source = store.load(out, None)
+    source = table.load(out, None)
     assert source.provenance.endswith(f"corrected by {iterations} iterations of serving")
     # What HTTP, processes and the client add to a request, measured at the client.
     assert source.serving is not None
     assert 1e-4 < source.serving.request_s < 1.0
     assert f"a server adds {source.serving.words()}" in printed
     assert main([*command, "--serve-for", "0"]) == 0
-    assert "corrected" not in store.load(out, None).provenance
+    assert "corrected" not in table.load(out, None).provenance
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_table_is_kept_where_nothing_can_be_served(tmp_path: Path, capsys: pyt
     (model / "tokenizer.json").write_text("{")
     assert main([*command, "--serve-for", "1"]) == 0
     assert "could not serve, so the table is as measured" in capsys.readouterr().err
-    assert "corrected" not in store.load(out, None).provenance
+    assert "corrected" not in table.load(out, None).provenance

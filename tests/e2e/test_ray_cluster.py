@@ -16,7 +16,7 @@ from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon, is_running
 from tests.helpers.ray_nodes import RayNodes, ray_nodes
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
 

@@ -24,7 +24,7 @@ from tests.helpers.http_probe import (
 )
 from tests.helpers.process_tree import engine_pid
 
-from headway.serving.load.server_process import ServerError, ServerProcess
+from headway.serving.load.convoy import ServerError, ServerProcess
 
 LONG = pytest.mark.long
 

@@ -14,7 +14,7 @@ from tests.helpers.http_probe import metric, stream
 from tests.helpers.polling import until
 from tests.helpers.process_tree import child_pids, ends_soon, engine_pid
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 PROMPT = [3 + (i * i * 31 + i * 17) % 120 for i in range(700)]
 COUNT = 300

@@ -13,7 +13,7 @@ from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import model_of
 from tests.helpers.process_tree import descendant_pids
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 STREAMS = 256
 SECONDS = 60.0

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from headway.core.cpu_affinity import CORES
-from headway.runtime.executor import compute_threads
-from headway.runtime.executor.compute_threads import BACKOFF_S, WINDOW_S, ComputeThreads
+from headway.core.machine import CORES
+from headway.runtime.executor import measure
+from headway.runtime.executor.measure import BACKOFF_S, WINDOW_S, ComputeThreads
 
 SCRIPT = """
 import os, threading
-from headway.core.cpu_affinity import CORES
-from headway.runtime.executor.compute_threads import ComputeThreads
+from headway.core.machine import CORES
+from headway.runtime.executor.measure import ComputeThreads
 import torch
 
 def cores(): return {int(t): tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
@@ -63,8 +63,8 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fixed: bool = False) -> None:
         self.now, self.waited, self.share = 100.0, 0.0, 0.0
-        monkeypatch.setattr(compute_threads, "_waits_s", lambda _: [self.waited, 0.0])
-        monkeypatch.setattr(compute_threads, "CORES", (0, 1))
+        monkeypatch.setattr(measure, "_waits_s", lambda _: [self.waited, 0.0])
+        monkeypatch.setattr(measure, "CORES", (0, 1))
         monkeypatch.setattr(ComputeThreads, "_find_helpers", lambda _: None)
         self.team = ComputeThreads(2, fixed)
         self.team._shares = [(0,), (1,)]
@@ -143,8 +143,8 @@ def test_the_number_is_chosen_by_measured_times(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, overhead_s: float, waits: float, keep: bool, wanted: str
 ) -> None:
     """A row takes 64 us, by two threads half of that and an overhead; a clock that does not run otherwise."""
-    monkeypatch.setattr(compute_threads.time, "perf_counter", lambda: machine.now)
-    monkeypatch.setattr(compute_threads.time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)
 
     def work(rows: int) -> None:
         several = torch.get_num_threads() > 1
@@ -160,8 +160,8 @@ def test_the_number_is_chosen_by_measured_times(
 
 def test_what_does_not_fit_the_time_is_taken_to_gain_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row takes 64 ms, by two threads half of that and 0.13 s."""
-    monkeypatch.setattr(compute_threads.time, "perf_counter", lambda: machine.now)
-    monkeypatch.setattr(compute_threads.time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)
 
     def work(rows: int) -> None:
         machine.now += rows * 0.064 if torch.get_num_threads() == 1 else rows * 0.032 + 0.13

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.runtime.engine import engine_child as module
+from headway.runtime.engine import process as module
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.process import EngineChild
 
 
 class Corpse(subprocess.Popen[bytes]):

@@ -10,13 +10,12 @@ from msgspec.structs import replace
 from tests.helpers.engine_fixtures import EOS, INFO, Heard, frame, make_core, run, submit
 from tests.helpers.fake_executor import VOCAB, FakeExecutor, answer
 
-from headway.core.clock import ManualClock
+from headway.core.batch import ManualClock
 from headway.core.errors import OverloadedError
-from headway.core.request import Slo
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams, Slo
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.prefix_lookups import rejection_error
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.engine.rejections import rejection_error
 
 
 def clock_of(core: EngineCore) -> ManualClock:

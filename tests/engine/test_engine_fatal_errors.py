@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.process import EngineChild
 from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
 MODULE = "tests.helpers.odd_engine_process"

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 from tests.helpers.engine_fixtures import EOS, INFO, frame, make_core, run
 from tests.helpers.fake_executor import FakeExecutor, answer
 
-from headway.core.sampling import SamplingParams
-from headway.core.span import Phase
+from headway.core.request import Phase, SamplingParams
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 

@@ -21,7 +21,7 @@ from tests.helpers.fake_executor import VOCAB, answer
 from tests.helpers.polling import run_ready_tasks, until
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
@@ -189,7 +189,7 @@ def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words
 
 
 def test_an_engine_that_hangs_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.engine.engine_channel.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("headway.runtime.engine.process.START_TIMEOUT_S", 0.5)
 
     async def test() -> None:
         client = make_client("hangs", worker_timeout_s=1)

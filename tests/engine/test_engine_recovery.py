@@ -10,9 +10,9 @@ from tests.helpers.engine_fixtures import INFO, Heard, frame, make_core, run, su
 from tests.helpers.fake_executor import FakeExecutor, answer
 
 from headway.core.errors import HeadwayError
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
+from headway.runtime.engine.config import GaveUpError, PoisonRequestTracker, RestartLimit
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.engine.restart_limits import GaveUpError, PoisonRequestTracker, RestartLimit
 
 PROMPTS = {"a": [5] * 40, "b": [7, 8, 9], "c": list(range(3, 200))}
 

@@ -15,11 +15,10 @@ from tests.helpers.fake_executor import answer
 from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import UnavailableError
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
-from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.cumulative_counters import accumulate_counters
-from headway.runtime.engine.engine_child import EngineChild
+from headway.runtime.engine.config import EngineConfig, accumulate_counters
+from headway.runtime.engine.process import EngineChild
 from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequest
 
 
@@ -129,7 +128,7 @@ def test_an_engine_that_cannot_be_started_again_ends_what_waits_for_it(monkeypat
         one = stream(client, "a", [1, 2], 10**7)
         await tokens(one, 2)
         draining = asyncio.create_task(client.drain())
-        monkeypatch.setattr("headway.runtime.engine.engine_child.subprocess.Popen", refuse)
+        monkeypatch.setattr("headway.runtime.engine.process.subprocess.Popen", refuse)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="Cannot allocate memory"):
             await tokens(one)

@@ -12,27 +12,27 @@ import pytest
 from tests.helpers.engine_fixtures import frame, make_core, submit
 from tests.helpers.fake_executor import FakeExecutor
 
-from headway.core.clock import ManualClock
+from headway.core.batch import EmittedToken, ManualClock
 from headway.core.errors import UnavailableError
-from headway.core.executor import EmittedToken
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams, SpanTask
 from headway.kv.staged_kv import span_kv_name
-from headway.runtime.cluster.instance_agent import InstanceAgent
+from headway.runtime.cluster.agent import InstanceAgent
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.instance_protocol import (
+from headway.runtime.engine.protocol import (
+    AbortRequest,
     ComputeSpan,
     FromInstance,
     PauseRequest,
+    PeerLostError,
     ResumeSpan,
-    SpanTask,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
+    SubmitRequest,
 )
-from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
 from headway.runtime.engine.service import EngineService
-from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
-from headway.runtime.sequence_parallel.paused_state import PausedState
+from headway.runtime.kv_transfer.peers import PeerNetwork
+from headway.runtime.sequence_parallel.prefill import PausedState
 
 LAYERS = 4
 

@@ -14,8 +14,7 @@ import torch
 from tests.helpers.embedded_engine import answers, engine, submit, token_bytes
 from tests.helpers.marks import quick_first
 
-from headway.core.request import BACKGROUND_PRIORITY
-from headway.core.sampling import SamplingParams
+from headway.core.request import BACKGROUND_PRIORITY, SamplingParams
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from headway.runtime.engine.engine_channel import EngineChannel
-from headway.runtime.engine.iteration_deadline import IterationDeadline, IterationProgress
+from headway.runtime.engine.liveness import IterationDeadline, IterationProgress
+from headway.runtime.engine.process import EngineChannel
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.core.sampling import TokenLogprobs
+from headway.core.request import TokenLogprobs
 from headway.runtime.engine.protocol import OutputDelta
 from headway.serving.journal import JournalCopy, RequestJournal
 

@@ -10,14 +10,13 @@ from tests.helpers.checkpoints import make_tiny
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
+from headway.runtime.assembly import single_process as one_process
+from headway.runtime.assembly.engine import kv_blocks
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.build import single_process as one_process
-from headway.runtime.build.engine import kv_blocks
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.executor.memory_fit import need
-from headway.runtime.executor.rank_layout import places
-from headway.runtime.model.config import read_config
-from headway.runtime.model.fields import read_json
+from headway.runtime.executor.plans import places
+from headway.runtime.executor.profiling import need
+from headway.runtime.model.config import read_config, read_json
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64])

@@ -11,10 +11,9 @@ import pytest
 from tests.helpers.embedded_engine import BLOCK, answers, engine, submit
 from tests.helpers.engine_fixtures import frame
 
-from headway.core.clock import ManualClock
+from headway.core.batch import ManualClock
 from headway.core.errors import ConfigError
-from headway.core.sampling import SamplingParams
-from headway.core.span import Phase
+from headway.core.request import Phase, SamplingParams
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest

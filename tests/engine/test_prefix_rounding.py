@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.embedded_engine import BLOCK, engine
 from tests.helpers.engine_fixtures import frame
 
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_tiny
 
-from headway.core.cpu_affinity import CORES
 from headway.core.errors import ConfigError
-from headway.perf.latency import store
-from headway.perf.latency.table_latency import TableSource
-from headway.runtime.build.engine import build, latency_source, profile_mark
+from headway.core.machine import CORES
+from headway.perf.latency import table
+from headway.perf.latency.table import TableSource
+from headway.runtime.assembly.engine import build, latency_source, profile_mark
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.executor.compute_threads import ComputeThreads
+from headway.runtime.executor.measure import ComputeThreads
 
 
 def _profile(mark: str, threads: int) -> TableSource:
@@ -36,7 +36,7 @@ def test_the_profile_decides_how_many_threads_compute(
     if threads > len(CORES):
         pytest.skip("there is one core")
     # Not XDG_CACHE_HOME, where compiled kernels lie too.
-    monkeypatch.setattr(store, "default_path", lambda mark: tmp_path / f"{crc32(mark.encode())}.json")
+    monkeypatch.setattr(table, "default_path", lambda mark: tmp_path / f"{crc32(mark.encode())}.json")
     before = torch.get_num_threads()
     torch.set_num_threads(min(2, len(CORES)))
     # What a start measures says the opposite.
@@ -52,8 +52,8 @@ def test_the_profile_decides_how_many_threads_compute(
         built = build(config)
         assert built.threads == (2 if threads == 1 and len(CORES) > 1 else 1)
         profile = _profile(profile_mark(config, built), threads)
-        path = tmp_path / "profile.json" if named else store.default_path(profile.fingerprint)
-        store.save(profile, path)
+        path = tmp_path / "profile.json" if named else table.default_path(profile.fingerprint)
+        table.save(profile, path)
         config = EngineConfig(
             model=model, kv_cache_bytes=1 << 20, latency_profile=str(path) if named else "auto", threads=None
         )

@@ -22,28 +22,30 @@ from tests.helpers.fake_ray import FakeRay
 from tests.helpers.polling import eventually
 
 from headway.core.errors import ConfigError
-from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.launch import host_launcher
-from headway.runtime.cluster.live_instance import LiveInstance
+from headway.core.request import SamplingParams
+from headway.runtime.assembly.instances import host_launcher
+from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.embedded import model_path
-from headway.runtime.engine.clock_offsets import by_our_clock
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SpanTaskDone
+from headway.runtime.engine.process import RemoteEngine
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     EndProcess,
     EngineInfo,
     EngineStats,
     IterationOutputs,
+    KvArrived,
     OutputDelta,
+    ReserveKv,
+    SpanTaskDone,
     SubmitRequest,
     join_endpoints,
     split_endpoints,
 )
+from headway.runtime.engine.supervisor import by_our_clock
 from headway.runtime.launcher.host_actor import HostActor, mismatch
+from headway.runtime.launcher.network import guard_client
 from headway.runtime.launcher.ray_hosts import RayHosts
-from headway.runtime.launcher.remote_engine import RemoteEngine
-from headway.runtime.launcher.secret import guard_client
 
 HOST_OF = {0: 0, 1: 1, 2: 2, 3: 2}
 FAKE = "tests.helpers.fake_engine_process"
@@ -275,7 +277,7 @@ def test_a_host_that_does_not_come_back_in_time_fails_its_instances_once(monkeyp
             self.ends.append(number)
 
     monkeypatch.setattr(
-        "headway.runtime.cluster.launch.RemoteEngine",
+        "headway.runtime.assembly.instances.RemoteEngine",
         lambda config, number, hosts: RemoteEngine(config, number, hosts, FAKE),
     )
 

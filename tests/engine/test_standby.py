@@ -22,16 +22,16 @@ from tests.helpers.polling import eventually, until
 from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.core.errors import ConfigError, UnavailableError
-from headway.core.sampling import SamplingParams
-from headway.perf.hardware.device import CudaReport
-from headway.runtime.build import template_process
-from headway.runtime.build.start_measurements import remembered
+from headway.core.request import SamplingParams
+from headway.perf.device import CudaReport
+from headway.runtime.assembly import template_process
+from headway.runtime.assembly.engine import remembered
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.launcher import engine_template
-from headway.runtime.launcher.engine_template import EngineTemplate, ForkedEngine, TemplatePool
+from headway.runtime.launcher import standby as engine_template
+from headway.runtime.launcher.standby import EngineTemplate, ForkedEngine, TemplatePool
 
 FAKE = "tests.helpers.fake_template_process"
 
@@ -189,7 +189,7 @@ def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path
 
 @pytest.mark.long
 def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.launcher.engine_template._ANSWER_S", 0.3)
+    monkeypatch.setattr("headway.runtime.launcher.standby._ANSWER_S", 0.3)
 
     async def test(client: ProcessEngineClient) -> None:
         one = stream(client, "a", [1, 2], 3_000)
@@ -329,7 +329,7 @@ def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch
         def kill(self) -> None:
             self.killed = True
 
-    monkeypatch.setattr("headway.runtime.launcher.engine_template.EngineTemplate", Started)
+    monkeypatch.setattr("headway.runtime.launcher.standby.EngineTemplate", Started)
     pool = TemplatePool()
     one = pool.of(EngineConfig(model="m", standby=True, threads=1))
     assert pool.of(EngineConfig(model="m", standby=True, threads=2, kv_cache_bytes=1 << 20)) is one

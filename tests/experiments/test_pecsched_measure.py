@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headway.sim.cluster.result import ClusterResult
-from headway.sim.metrics.record import RequestRecord
+from headway.sim.cluster.state import ClusterResult
+from headway.sim.metrics import RequestRecord
 from headway.sim.result import SimResult
 from headway_research.base import RunOptions
 from headway_research.pecsched.setting import (

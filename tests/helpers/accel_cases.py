@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from headway.perf.hardware.models import MODELS, model
+from headway.perf.hardware import MODELS, model
 from headway_research.accelerator.machine import (
     BYTES,
     MACHINES,

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, RequestProgress
-from headway.core.events import RequestEvent
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.kv.block_allocator import BlockTables
+from headway.core.request import Request, RequestEvent, Span
+from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import make_eviction
 from headway.kv.prefix_cache import PrefixCache

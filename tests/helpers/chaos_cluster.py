@@ -25,7 +25,7 @@ from tests.helpers.http_probe import model_of
 from tests.helpers.polling import until
 from tests.helpers.process_tree import ends_soon
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 LENGTHS = (2400, 1500, 700, 60, 20, 3)
 MOST = 160

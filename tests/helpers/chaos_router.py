@@ -19,8 +19,8 @@ import msgspec
 from tests.helpers.chaos_links import Links
 
 from headway.cli.main import main
-from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.kv_transfer.peer import PeerAddress
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.engine.protocol import PeerAddress
 
 
 def serve(control: Path, links: Links) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.policy.hosted.running_tally import RunningTally
+from headway.policy.hosted.driver import RunningTally
 
 
 def checked_decodes_of(kept: list[bool]) -> Callable[..., tuple[int, int]]:

@@ -11,14 +11,13 @@ from tests.helpers.fake_instances import FakeCluster
 from tests.helpers.virtual_time import loop_time, pause
 
 from headway.core.errors import RequestError
-from headway.core.sampling import SamplingParams
-from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.models import model
+from headway.core.request import SamplingParams
+from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.contract import ClusterLinks, Role
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.policy.placement.view import ClusterLinks, Role
 from headway.runtime.cluster.client import ClusterClient, ClusterRules
-from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from tests.helpers.process_tree import child_pids
 
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 
 CLUSTER = (sys.executable, "-m", "headway.cli.main", "cluster")
 MIXED = [{"count": 3}]

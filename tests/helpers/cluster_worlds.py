@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 
 from tests.helpers.faults import small_machine
 
-from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.models import model
+from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.base import Action, Event
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot
-from headway.sim.cluster.spec import ClusterSpec
+from headway.policy.placement.contract import Action, ClusterInstance, ClusterLinks, ClusterSnapshot, Event
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.spec import InstanceSpec
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)

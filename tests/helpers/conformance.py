@@ -20,11 +20,11 @@ from tests.helpers.http_probe import complete, leave_after_sending
 from tests.helpers.polling import let_arrive, until
 
 from headway.core.request import Request
-from headway.policy.placement.capabilities import ALL_CAPABILITIES, HTTP_CAPABILITIES, Capability
+from headway.policy.placement.contract import ALL_CAPABILITIES, HTTP_CAPABILITIES, Capability
 from headway.policy.placement.registry import make_placement
-from headway.sim.cluster.simulated_request import SimRequest
 from headway.sim.cluster.simulation import ClusterSimulation
-from headway.sim.event_loop import EventKind
+from headway.sim.cluster.state import SimRequest
+from headway.sim.loop import EventKind
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

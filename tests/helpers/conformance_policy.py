@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.policy.placement.base import (
+from headway.core.request import Request, Span
+from headway.policy.placement.baselines import JoinShortestQueue, JsqOptions
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -26,9 +27,7 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.jsq import JoinShortestQueue, JsqOptions
 from headway.policy.placement.registry import PolicyContext
-from headway.policy.placement.view import ClusterSnapshot
 
 HANDED_OVER, PAUSED, DECODE_PAUSED = 500, 2402, 510
 """Prompt tokens of the requests that are prefilled on instance 0 and decoded on 1; whose prefill on 0 is paused once;

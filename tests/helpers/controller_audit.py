@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.control.controller import ClusterController
-from headway.control.queue_entries import SchedulerEntry, SpanEntry
+from headway.control.entries import SchedulerEntry, SpanEntry
 from headway.core.errors import InvariantError
 
 

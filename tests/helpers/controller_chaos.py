@@ -12,17 +12,18 @@ import msgspec
 from tests.helpers.controller_audit import check
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
-from headway.control.controlled_request import ControlledRequest
 from headway.control.controller import ClusterController
-from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import KvSlice
+from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.core.errors import RequestError
-from headway.core.request import Request
-from headway.core.span import Phase, Span
-from headway.perf.hardware.links import NetworkLink
-from headway.policy.placement.base import (
+from headway.core.request import Phase, Request, Span
+from headway.perf.hardware import NetworkLink
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -42,7 +43,6 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 LAYERS = 8

@@ -5,19 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from headway.control.transfer_queue import KvSlice
-from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
-from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.control.entries import KvSlice
+from headway.core.request import SamplingParams
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.residency import LiveResidency
-from headway.runtime.engine.instance_protocol import (
-    ComputeSpan,
-    SpanTaskDone,
-)
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.runtime.cluster.native_backend import LiveKvMigrations, LiveResidency
+from headway.runtime.cluster.requests import AttemptTable, ClusterRequest, InstanceRegistry, RequestAttempt
+from headway.runtime.engine.protocol import ComputeSpan, OutputDelta, SpanTaskDone, SubmitRequest
 
 
 class RecordingInstances(InstanceRegistry):

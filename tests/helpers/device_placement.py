@@ -21,18 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.sdpa import SdpaBackend
-from headway.runtime.executor import gloo_links as gloo
+from headway.runtime.executor import rank as gloo
 from headway.runtime.executor import worker as worker_module
-from headway.runtime.executor.gloo_links import GlooLinks
-from headway.runtime.executor.group_attention import GroupAttention, RemoteQuery, RemoteRows
 from headway.runtime.executor.measure import measure
-from headway.runtime.executor.rank_layout import place_of
+from headway.runtime.executor.plans import place_of
+from headway.runtime.executor.rank import GlooLinks
 from headway.runtime.executor.single_process import SingleProcessExecutor
-from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.model.checkpoint import CheckpointReader
-from headway.runtime.model.loading import load_decoder
+from headway.runtime.executor.worker import GroupAttention, ModelWorker, RemoteQuery, RemoteRows
+from headway.runtime.model.loading import CheckpointReader, load_decoder
 from headway.runtime.model.sampling import SampledToken
 
 BLOCKS, BLOCK = 64, 8

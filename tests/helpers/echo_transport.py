@@ -10,10 +10,7 @@ import msgspec
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import BatchPlan, PlanDone, ToRank
-from headway.runtime.executor.plan_stream import PlanReader
-from headway.runtime.executor.rank_layout import places
-from headway.runtime.executor.rank_transport import Frame
+from headway.runtime.executor.plans import BatchPlan, Frame, PlanDone, PlanReader, ToRank, places
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.helpers.engine_fixtures import ManualClock, frame
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.build.engine import assemble
+from headway.core.request import SamplingParams
+from headway.runtime.assembly.engine import assemble
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from tests.helpers.fake_executor import VOCAB, FakeExecutor
 
-from headway.core.clock import ManualClock
-from headway.core.event_log import EventSink
-from headway.core.sampling import SamplingParams
+from headway.core.batch import ManualClock
+from headway.core.logs import EventSink
+from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig

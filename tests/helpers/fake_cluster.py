@@ -7,8 +7,8 @@ from typing import Any
 from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import RequestError
-from headway.policy.placement.tetris_rates import RateTable
-from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
+from headway.policy.placement.contract import RateTable
+from headway.runtime.cluster.instances import ClusterReport, InstanceReport
 
 
 def instance(number: int, **fields: Any) -> InstanceReport:

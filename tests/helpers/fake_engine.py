@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from headway.core.errors import UnavailableError
-from headway.core.sampling import TokenLogprobs
-from headway.perf.hardware.models import model
-from headway.perf.hardware.utilisation import UtilisationBase
+from headway.core.request import TokenLogprobs
+from headway.perf.hardware import model
+from headway.perf.utilisation import UtilisationBase
 from headway.runtime.engine.protocol import EngineInfo, EngineState, EngineStats, OutputDelta, SubmitRequest
 
 INFO = EngineInfo(

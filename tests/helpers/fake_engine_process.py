@@ -17,7 +17,7 @@ from tests.helpers.engine_fixtures import INFO, make_core
 from tests.helpers.fake_executor import FakeExecutor
 
 from headway.core.batch import Batch
-from headway.runtime.build.engine_process import child_of
+from headway.runtime.assembly.engine_process import child_of
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
 

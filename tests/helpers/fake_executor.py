@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.core.batch import Batch
+from headway.core.batch import Batch, EmittedToken, StepResult
 from headway.core.errors import LostError
-from headway.core.executor import EmittedToken, StepResult
-from headway.core.sampling import SamplingParams
-from headway.kv.block_allocator import BlockTables
+from headway.core.request import SamplingParams
+from headway.kv.allocator import BlockTables
 
 VOCAB = 1000
 NextToken = Callable[[list[int], int], int]

@@ -15,34 +15,31 @@ import msgspec
 from tests.helpers.fake_engine import INFO
 from tests.helpers.virtual_time import pause
 
-from headway.core.span import cut
+from headway.core.request import SpanTask, cut
 from headway.kv.text_keys import block_keys
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.instance_protocol import (
-    ComputeSpan,
-    FromInstance,
-    KvArrived,
-    MeetPeers,
-    PauseRequest,
-    ReserveKv,
-    ResumeSpan,
-    SendKv,
-    SpanTask,
-    SpanTaskDone,
-    SpanTaskLost,
-    SpanTaskPaused,
-    ToInstance,
-)
 from headway.runtime.engine.protocol import (
     AbortRequest,
     CacheChanges,
+    ComputeSpan,
     EndProcess,
     EngineInfo,
     EngineStats,
     FatalError,
+    FromInstance,
     IterationOutputs,
+    KvArrived,
+    MeetPeers,
     OutputDelta,
+    PauseRequest,
+    ReserveKv,
+    ResumeSpan,
+    SendKv,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
     SubmitRequest,
+    ToInstance,
 )
 
 LAYERS = 4
@@ -100,7 +97,7 @@ class FakeCluster:
     apart: Callable[[FakeProcess, FakeProcess], bool] = lambda one, other: False
 
     def launcher(self, number: int) -> Callable[[EngineConfig, int], FakeProcess]:
-        """See `runtime.cluster.live_instance.Launch`."""
+        """See `runtime.cluster.instances.Launch`."""
 
         def launch(config: EngineConfig, serial: int) -> FakeProcess:
             process = self.processes[number] = FakeProcess(self, number, serial)
@@ -123,7 +120,7 @@ class FakeCluster:
 
 
 class FakeProcess:
-    """See `runtime.engine.engine_child.EngineChild`."""
+    """See `runtime.engine.process.EngineChild`."""
 
     ahead_s = 0.0
     abandoned = False

@@ -13,10 +13,10 @@ from tests.helpers.fake_engine_process import BLOCKS
 from tests.helpers.fake_executor import FakeExecutor
 from tests.helpers.polling import until
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 from headway.core.errors import ConfigError
-from headway.runtime.build.engine_process import IsWanted, MadeEngine, Make
-from headway.runtime.build.template_process import live
+from headway.runtime.assembly.engine_process import IsWanted, MadeEngine, Make
+from headway.runtime.assembly.template_process import live
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.service import EngineService
 

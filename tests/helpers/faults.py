@@ -18,19 +18,15 @@ from typing import Any
 from headway.core.batch import Batch, GroupBatch
 from headway.core.errors import InvariantError
 from headway.core.request import Request, Slo
-from headway.kv.block_allocator import BlockTables
-from headway.perf.latency.shard_exchange import ShardExchangeCost
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.kv.allocator import BlockTables
+from headway.perf.latency.groups import ShardExchangeCost
+from headway.perf.latency.table import TableLatency, TableSource
+from headway.policy.iteration.budget import LEAST_GAIN, LONGEST_WAIT_S, reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.efficient_chunks import reference_aim_s
-from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.medha import MedhaConfig
-from headway.sim.decode_cohorts import DecodeTrack
-from headway.sim.noise import NoiseSource, NoiseSpec
-from headway.sim.pipeline import StageLink
-from headway.sim.replica import SimulatedEngine
-from headway.sim.running_batch import RunningBatch
-from headway.sim.spec import InstanceSpec
+from headway.sim.cohorts import DecodeTrack
+from headway.sim.engine import RunningBatch, SimulatedEngine
+from headway.sim.spec import InstanceSpec, NoiseSource, NoiseSpec, StageLink
 from headway.sim.workload import TraceRequest
 
 BLOCK = 16

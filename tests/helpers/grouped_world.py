@@ -17,16 +17,14 @@ from tests.helpers.scheduler_simulation import is_long
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, GroupBatch, RemoteAttention, RequestProgress
-from headway.core.events import RequestEvent
-from headway.core.request import Request, Slo
-from headway.core.span import Span
-from headway.kv.block_allocator import BlockTables
+from headway.core.request import Request, RequestEvent, Slo, Span
+from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.shard_exchange import ShardExchangeCost
+from headway.perf.latency.groups import ShardExchangeCost
+from headway.policy.iteration.budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.grouped_scheduler import GroupedScheduler
-from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
-from headway.policy.iteration.prefill import WHOLE
+from headway.policy.iteration.groups import GroupedScheduler
+from headway.policy.iteration.requests import WHOLE
 
 BLOCK = 16
 

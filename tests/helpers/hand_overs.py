@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 from tests.helpers.instance_world import World, frame
 
-from headway.core.sampling import SamplingParams
-from headway.core.span import Phase
-from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv, SpanTaskLost
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
+from headway.core.request import Phase, SamplingParams
+from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:

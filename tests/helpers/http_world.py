@@ -1,4 +1,4 @@
-"""A cluster of token servers, as an engine: for tests of `headway.runtime.http_cluster`."""
+"""A cluster of token servers, as an engine: for tests of `headway.runtime.cluster`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from tests.helpers.token_server import TokenServer
 
-from headway.core.sampling import SamplingParams
-from headway.perf.latency.roofline import MachineRates
-from headway.runtime.build.http_instances import instance_settings, rules_of
+from headway.core.request import SamplingParams
+from headway.perf.latency.table import MachineRates
+from headway.runtime.assembly.instances import instance_settings, rules_of
 from headway.runtime.cluster.cluster_file import ClusterFile
+from headway.runtime.cluster.http_client import HttpCluster
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.http_cluster.http_cluster import HttpCluster
 
 RATES = MachineRates(linear_flops=1e10, attention_flops=1e10, bandwidth=1e10, name="a made-up machine")
 

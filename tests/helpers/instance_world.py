@@ -20,26 +20,22 @@ import zmq
 from tests.helpers.polling import let_arrive
 from tests.helpers.process_tree import listener_pid
 
-from headway.core.sampling import SamplingParams
-from headway.core.span import Strategy
+from headway.core.request import SamplingParams, SpanTask, Strategy
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
-from headway.runtime.engine.instance_protocol import (
-    ComputeSpan,
-    FromInstance,
-    MeetPeers,
-    PeerAddress,
-    SpanTask,
-    SpanTaskDone,
-    SpanTaskPaused,
-)
 from headway.runtime.engine.protocol import (
     HEARTBEAT_SUFFIX,
     AbortRequest,
+    ComputeSpan,
     EngineInfo,
     EngineStats,
     FatalError,
+    FromInstance,
     IterationOutputs,
+    MeetPeers,
     OutputDelta,
+    PeerAddress,
+    SpanTaskDone,
+    SpanTaskPaused,
     SubmitRequest,
 )
 
@@ -51,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(EngineInfo | IterationOutputs | FatalError | 
 
 def instance_main(endpoint: str, config: bytes) -> None:
     """A process that a fork server starts, which is quicker than a new interpreter."""
-    from headway.runtime.build.engine_process import child_of, main
+    from headway.runtime.assembly.engine_process import child_of, main
 
     os._exit(main(endpoint, child_of(os.getppid()), msgspec.json.decode(config, type=EngineConfig)))
 
@@ -331,10 +327,10 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "headway.runtime.build.engine_process",
-            "headway.runtime.build.single_process",
-            "headway.runtime.build.instance",
-            "headway.runtime.sequence_parallel.span_executor",
+            "headway.runtime.assembly.engine_process",
+            "headway.runtime.assembly.single_process",
+            "headway.runtime.assembly.instance",
+            "headway.runtime.sequence_parallel.spans",
         ]
     )
     return context

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.kv.slot_ranges import slots_of
+from headway.kv.allocator import slots_of
+from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer.connector import (
     Bytes,
     KvConnector,
@@ -20,8 +21,8 @@ from headway.runtime.kv_transfer.connector import (
     SaveKv,
     make_connector,
 )
-from headway.runtime.kv_transfer.peer_connector import PeerConnector
-from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
+from headway.runtime.kv_transfer.local import PeerConnector
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 LAYERS, SLOTS, VECTOR = 3, 96, 8
 

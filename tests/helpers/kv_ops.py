@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.core.batch import KvOp
-from headway.kv.block_allocator import BlockTables
+from headway.kv.allocator import BlockTables
 
 
 def apply_ops(tables: BlockTables, ops: tuple[KvOp, ...]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, one_chunk_s, solve_tokens
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
 RATES = MachineRates(linear_flops=4e14, attention_flops=3.5e14, bandwidth=2.8e12, fixed_s=1e-3)

@@ -9,11 +9,10 @@ from typing import Any
 from tests.helpers.faults import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.runtime.engine.iteration_sampler import IterationSampler
+from headway.runtime.engine.core import IterationSampler
 from headway.serving.live.feed import FollowedRequest, LiveFeed
-from headway.sim.replay import _ReplayState, replay
-from headway.sim.replayed_run import ReplayedRun
-from headway.sim.simulation import simulate
+from headway.sim.loop import simulate
+from headway.sim.replay import ReplayedRun, _ReplayState, replay
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
 

@@ -11,9 +11,7 @@ import uvicorn
 from tests.helpers.live_feeds import logged_events
 from tests.helpers.polling import until
 
-from headway.serving.live.engine_recording import EngineRecording
-from headway.serving.live.log_player import LogPlayer
-from headway.serving.live.watch import create_app
+from headway.serving.live.watch import EngineRecording, LogPlayer, create_app
 from headway.sim.replay import replay
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
-from headway.core.event_log import EventSink
+from headway.core.logs import EventSink
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.executor.multi_process import MultiProcessExecutor

@@ -10,13 +10,12 @@ import logging
 
 from tests.helpers.engine_fixtures import make_core
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 from headway.core.errors import ConfigError, LostError
-from headway.runtime.build.engine_process import IsWanted, live
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.assembly.engine_process import IsWanted, live
+from headway.runtime.engine.config import EngineConfig, GaveUpError
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import OutputDelta
-from headway.runtime.engine.restart_limits import GaveUpError
 from headway.runtime.engine.service import EngineService
 
 LATER = {

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.core.request import Request
-from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.models import model
+from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
+from headway.policy.placement.contract import ClusterInstance, ClusterLinks, ClusterState
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterState
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)

@@ -12,8 +12,7 @@ from typing import Any
 from tests.helpers.scheduler_simulation import World
 
 from headway.core.batch import Batch, Chunk, RequestProgress
-from headway.core.events import RequestEvent
-from headway.core.span import Span
+from headway.core.request import RequestEvent, Span
 from headway.kv.block_manager import KvLease
 from headway.perf.latency.base import LatencyModel, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.config import DecoderConfig, RopeConfig
 from headway.runtime.model.decoder import DecoderModel
-from headway.runtime.model.linear import PackedLinear
-from headway.runtime.model.rope_config import RopeConfig
-from headway.runtime.model.weights import DecoderWeights, LayerWeights
+from headway.runtime.model.weights import DecoderWeights, LayerWeights, PackedLinear
 
 
 def reference_config(max_model_len: int = 131072) -> DecoderConfig:

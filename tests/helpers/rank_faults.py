@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 from tests.helpers.rank_serving import Ask, make_core
 
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
+from headway.runtime.engine.config import RestartLimit
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.engine.restart_limits import RestartLimit
-from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.executor.multi_process import MultiProcessExecutor, ProcessTransport
+from headway.runtime.executor.plans import RankConfig
 
 BLOCKS, BLOCK = 128, 8
 TIMEOUT_S = 1.5

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.executor.multi_process import MultiProcessExecutor, ProcessTransport
+from headway.runtime.executor.plans import RankConfig
 
 KV_BLOCKS = 64
 

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.core.clock import ManualClock
-from headway.core.event_log import EventSink
-from headway.core.executor import Executor
-from headway.core.sampling import SamplingParams
+from headway.core.batch import Executor, ManualClock
+from headway.core.logs import EventSink
+from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
+from headway.policy.iteration.admission import make_prefix_cache
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.policy.iteration.prefix_caches import make_prefix_cache
+from headway.policy.iteration.groups import make_scheduler
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 

@@ -29,22 +29,28 @@ from tests.helpers.virtual_time import run
 
 import headway
 from headway.control.controller import ClusterController
-from headway.core.sampling import SamplingParams
-from headway.policy.placement.fixed_sp import FixedSp
-from headway.runtime.build.engine_process import WallClock
-from headway.runtime.cluster.instance_agent import InstanceAgent
-from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
-from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.engine.instance_protocol import ComputeSpan, ReserveKv, SendKv, SpanTask
-from headway.runtime.engine.protocol import EndProcess, SubmitRequest, join_endpoints
+from headway.core.request import SamplingParams, SpanTask
+from headway.policy.placement.baselines import FixedSp
+from headway.runtime.assembly.engine_process import WallClock
+from headway.runtime.cluster.agent import InstanceAgent, KvConnectorScheduler
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.cluster.native_backend import LiveKvMigrations
+from headway.runtime.engine.protocol import (
+    ComputeSpan,
+    EndProcess,
+    PeerAddress,
+    ReserveKv,
+    SendKv,
+    SubmitRequest,
+    join_endpoints,
+)
 from headway.runtime.engine.service import EngineService
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.peer_connector import PeerConnector
-from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
-from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.sequence_parallel.span_executor import SpanExecutor
+from headway.runtime.kv_transfer.local import PeerConnector
+from headway.runtime.kv_transfer.peers import PeerNetwork
+from headway.runtime.kv_transfer.port import KvPort
+from headway.runtime.sequence_parallel.spans import SpanExecutor
 
 POINTS: dict[type, tuple[str, ...]] = {
     ClusterController: ("arrive",),

@@ -15,7 +15,7 @@ from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 from tests.helpers.virtual_time import pause
 
 from headway.core.errors import RequestError
-from headway.policy.placement.view import Role
+from headway.policy.placement.contract import Role
 from headway.runtime.cluster.client import ClusterClient
 
 SP = {"long_tokens": 40, "long_sp": 2}
@@ -42,7 +42,7 @@ _SPLIT: list[tuple[Role, ...]] = [
 _ANY: list[tuple[Role, ...]] = [("mixed",) * 4, ("prefill",) * 3 + ("decode",), ("mixed", "mixed", "prefill", "decode")]
 _MOST_CUTS = 2
 """One more, and it may be that a pair was started again in vain, and one of it is given up
-(`runtime.cluster.peer_health`)."""
+(`runtime.cluster.membership`)."""
 _PATIENCE_S = 600.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tests.helpers.instance_world import Part, World
 from tests.helpers.span_answers import Expected, check_answer
 
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}

@@ -16,16 +16,14 @@ from tests.helpers.scheduling_book import Book
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, RequestProgress
-from headway.core.events import RequestEvent
-from headway.core.request import BACKGROUND_PRIORITY, Request
-from headway.core.span import Span
-from headway.kv.block_allocator import BlockTables
+from headway.core.request import BACKGROUND_PRIORITY, Request, RequestEvent, Span
+from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
+from headway.policy.iteration.budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.fill import PROGRESS_EVERY
-from headway.policy.iteration.iteration_budget import LEAST_GAIN, LONGEST_WAIT_S
 from headway.policy.iteration.scheduler import Scheduler
 
 BLOCK = 16

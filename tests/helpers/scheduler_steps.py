@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, RequestProgress
-from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.request import Request, Span
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler

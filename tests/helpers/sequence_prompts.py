@@ -10,19 +10,16 @@ import torch
 from tests.helpers.virtual_sequence_ranks import on_ranks
 from torch import Tensor
 
-from headway.core.span import Strategy
-from headway.runtime.attention.base import BatchSegment
+from headway.core.request import Strategy
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
 from headway.runtime.model.shard import ModelShard
-from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.kv_shard import KvShard
-from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered
+from headway.runtime.sequence_parallel.attention import KvShard, TensorTransport
+from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, Order, SpGroup, gathered
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
-from headway.runtime.sequence_parallel.tokens import Order
-from headway.runtime.sequence_parallel.transport import TensorTransport
+from headway.runtime.sequence_parallel.schedule import ChunkPlan
 
 DECODES = 6
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}

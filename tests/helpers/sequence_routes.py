@@ -8,10 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from tests.helpers.random_weights import reference_config
 
-from headway.core.span import Strategy
-from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.layout import KvLayout, moves
-from headway.runtime.sequence_parallel.tokens import ORDERS
+from headway.core.request import Strategy
+from headway.runtime.sequence_parallel.layout import ORDERS, ChunkSpec, KvLayout, SpGroup, moves
 
 SMALL_CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
                  vocab_size=50)  # fmt: skip

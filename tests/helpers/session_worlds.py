@@ -11,7 +11,7 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.prompt_text import PromptText, with_session_texts
+from headway.sim.workload.traces import PromptText, with_session_texts
 
 BLOCK = 16
 

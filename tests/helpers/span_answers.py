@@ -9,14 +9,8 @@ import pytest
 from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.engine.instance_protocol import (
-    ComputeSpan,
-    PauseRequest,
-    ResumeSpan,
-    SpanTaskDone,
-)
-from headway.runtime.engine.protocol import OutputDelta
+from headway.core.request import SamplingParams
+from headway.runtime.engine.protocol import ComputeSpan, OutputDelta, PauseRequest, ResumeSpan, SpanTaskDone
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from headway.core.errors import ConfigError
 from headway.core.strict_yaml import read_yaml
 from headway.policy.placement.registry import make_placement
+from headway.runtime.assembly.instances import launcher
 from headway.runtime.cluster.client import ClusterClient, ClusterRules
-from headway.runtime.cluster.launch import launcher
-from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.instances import LiveInstance
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import EngineInfo
+from headway.sim.build import requests_of
 from headway.sim.cluster.build import cluster_of
-from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.requests import requests_of
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.scenario import Scenario, parse_scenario
 
 _PROCESS = "tests.helpers.timed_engine_process"

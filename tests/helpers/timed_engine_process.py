@@ -17,13 +17,12 @@ from tests.helpers.timed.runs import TimedSpanExecutor
 from tests.helpers.timed.times import ClusterTimes
 from tests.helpers.timed_cluster import scenario_of, spec_of
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 from headway.kv.block_manager import BlockManager
-from headway.policy.iteration.efficient_chunks import reference_aim_s
-from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.runtime.build.engine_process import IsWanted, live
-from headway.runtime.cluster.instance_agent import InstanceAgent
-from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
+from headway.policy.iteration.budget import reference_aim_s
+from headway.policy.iteration.groups import make_scheduler
+from headway.runtime.assembly.engine_process import IsWanted, live
+from headway.runtime.cluster.agent import InstanceAgent, KvConnectorScheduler
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.policy.placement.base import Action, Event
-from headway.policy.placement.view import ClusterSnapshot
+from headway.policy.placement.contract import Action, ClusterSnapshot, Event
 
 
 class Told:

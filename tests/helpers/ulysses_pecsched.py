@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.policy.placement.base import Action, CommitSpans, Event
-from headway.policy.placement.pecsched.options import PecSchedOptions
-from headway.policy.placement.pecsched.policy import PecSched
-from headway.policy.placement.view import ClusterSnapshot
+from headway.policy.placement.contract import Action, ClusterSnapshot, CommitSpans, Event
+from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 
 
 class UlyssesPecSched(PecSched):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 
 
 class Linear(LatencyModel):

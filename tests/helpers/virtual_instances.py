@@ -11,23 +11,23 @@ import numpy as np
 from tests.helpers.rank_serving import make_core
 from tests.helpers.virtual_ranks import VirtualWorld
 
-from headway.core.clock import ManualClock
-from headway.core.sampling import SamplingParams
-from headway.core.span import Phase
+from headway.core.batch import ManualClock
+from headway.core.request import Phase, SamplingParams
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.cluster.instance_agent import InstanceAgent
-from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
-from headway.runtime.engine.instance_protocol import (
+from headway.runtime.cluster.agent import InstanceAgent, KvConnectorScheduler
+from headway.runtime.engine.protocol import (
+    AbortRequest,
     FromInstance,
     KvArrived,
     MeetPeers,
+    OutputDelta,
+    PeerAddress,
     ReserveKv,
     SendKv,
+    SubmitRequest,
 )
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
-from headway.runtime.executor.rank_config import RankPeer
-from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer, MultiRankPeers
-from headway.runtime.kv_transfer.peer import PeerAddress
+from headway.runtime.executor.plans import RankPeer
+from headway.runtime.kv_transfer.multi_rank import MultiRankKvTransfer, MultiRankPeers
 
 BLOCKS, BLOCK = 64, 8
 

@@ -15,17 +15,12 @@ import torch
 from torch import Tensor
 
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.messages import EndProcess, FromRank, InstanceFromRank
+from headway.runtime.engine.protocol import EndProcess
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.rank_config import RankPeer
-from headway.runtime.executor.rank_layout import RankPosition, places
-from headway.runtime.executor.rank_loop import RankLoop, _encoder, failure
-from headway.runtime.executor.rank_transport import Frame
-from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.rank_transfer import RankKvTransfer
-from headway.runtime.model.config import read_config
-from headway.runtime.model.fields import read_json
+from headway.runtime.executor.plans import Frame, FromRank, InstanceFromRank, RankPeer, RankPosition, places
+from headway.runtime.executor.rank import RankKvTransfer, RankLoop, _encoder, failure
+from headway.runtime.executor.worker import GroupAttention, ModelWorker
+from headway.runtime.model.config import read_config, read_json
 from headway.runtime.model.loading import load_decoder
 
 WAIT_S = 60.0

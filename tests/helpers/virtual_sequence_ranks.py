@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from headway.runtime.sequence_parallel.transport import MessageStream
+from headway.runtime.sequence_parallel.attention import MessageStream
 
 WAIT_S = 20.0
 T = TypeVar("T")

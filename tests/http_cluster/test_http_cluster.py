@@ -15,8 +15,8 @@ from tests.helpers.token_server import TokenServer, greedy
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
 from headway.core.request import Slo
 from headway.kv.text_keys import TextKeys
-from headway.runtime.cluster.cached_keys import AssumedKeys
-from headway.runtime.http_cluster.http_cluster import HttpCluster
+from headway.runtime.cluster.http_client import HttpCluster
+from headway.runtime.cluster.instances import AssumedKeys
 
 PROMPT = [5, 9, 200, 31]
 DOCUMENT = [2 + i % 250 for i in range(400)]
@@ -89,7 +89,7 @@ def test_a_killed_server_costs_no_answer_and_serves_again_when_it_is_back(
 
 
 def test_a_server_that_hangs_is_lost_and_what_it_says_later_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.http_server.PROBE_S", 0.3)
+    monkeypatch.setattr("headway.runtime.cluster.http_server.PROBE_S", 0.3)
 
     async def work() -> None:
         servers = [TokenServer(pause_at=5), TokenServer(pause_at=5)]
@@ -173,7 +173,7 @@ def test_a_request_that_no_instance_takes_is_the_clients_own_fault() -> None:
 
 
 def test_a_request_that_loses_every_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.http_retries._PAUSE_S", 0.001)
+    monkeypatch.setattr("headway.runtime.cluster.http_driver._PAUSE_S", 0.001)
 
     async def work() -> None:
         async with cluster_of([TokenServer(break_after=0)]) as cluster:
@@ -274,11 +274,11 @@ def test_a_request_ends_in_time() -> None:
 
 
 def test_a_cluster_without_any_server_says_where_it_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.http_cluster._ABSENT_S", 0.1)
+    monkeypatch.setattr("headway.runtime.cluster.http_client._ABSENT_S", 0.1)
 
     async def work() -> None:
         server = TokenServer(frozen=True)
-        monkeypatch.setattr("headway.runtime.http_cluster.http_server.PROBE_S", 0.1)
+        monkeypatch.setattr("headway.runtime.cluster.http_server.PROBE_S", 0.1)
         with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1"):
             async with cluster_of([server]):
                 pass

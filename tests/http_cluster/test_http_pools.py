@@ -12,12 +12,12 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement import registry
-from headway.policy.placement.capabilities import ALL_CAPABILITIES, HTTP_CAPABILITIES, missing_for
-from headway.runtime.build.http_instances import instance_settings
+from headway.policy.placement.contract import ALL_CAPABILITIES, HTTP_CAPABILITIES, missing_for
+from headway.runtime.assembly.instances import instance_settings
 from headway.runtime.cluster.cluster_file import cluster_file
-from headway.runtime.http_cluster.prefill_queue import LearnedLatency, PrefillQueue
-from headway.runtime.http_cluster.server_command import server_words
-from headway.runtime.http_cluster.server_metrics import ServerLoad, parse_load
+from headway.runtime.cluster.http_backend import LearnedLatency, PrefillQueue
+from headway.runtime.cluster.http_server import ServerLoad, parse_load
+from headway.runtime.cluster.server_command import server_words
 
 URL = "http://127.0.0.1:1"
 

@@ -19,8 +19,8 @@ from tests.helpers.http_world import ask, cluster_of, run, until
 from tests.helpers.token_server import TokenServer
 
 from headway.kv.text_keys import block_keys
-from headway.runtime.http_cluster.http_instance import HttpInstance
-from headway.runtime.http_cluster.kv_events import KvEvents, ReportedBlocks, events_config, replay_address
+from headway.runtime.cluster.http_backend import HttpInstance
+from headway.runtime.cluster.kv_events import KvEvents, ReportedBlocks, events_config, replay_address
 
 BLOCK = 4
 TEXT = list(range(10, 30))
@@ -203,7 +203,7 @@ def test_a_gap_is_replayed_and_what_was_before_the_subscription_too(endpoint: st
 def test_a_gap_that_cannot_be_filled_clears_what_was_known(
     endpoint: str, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.kv_events._REPLAY_S", 0.05 if not replays else 30.0)
+    monkeypatch.setattr("headway.runtime.cluster.kv_events._REPLAY_S", 0.05 if not replays else 30.0)
 
     async def work() -> None:
         async with subscribed(endpoint, replays) as (publisher, events):

@@ -14,8 +14,14 @@ from tests.helpers.http_world import ask, cluster_of, run
 from tests.helpers.token_server import TokenServer, greedy
 
 from headway.core.errors import HeadwayError
-from headway.runtime.http_cluster.http_server import HttpServer, ServerBusyError, ServerGoneError, open_session
-from headway.runtime.http_cluster.kv_hand_over import KvHandOver, prefill_body
+from headway.runtime.cluster.http_server import (
+    HttpServer,
+    KvHandOver,
+    ServerBusyError,
+    ServerGoneError,
+    open_session,
+    prefill_body,
+)
 
 PROMPT = [5, 9, 200, 31]
 Begin = Callable[..., KvHandOver]

@@ -15,12 +15,12 @@ from tests.helpers.polling import until
 from tests.helpers.token_server import greedy
 
 from headway.core.errors import ConfigError
-from headway.core.ports import free_port
-from headway.runtime.build.http_instances import instance_settings, rules_of
+from headway.core.machine import free_port
+from headway.runtime.assembly.instances import instance_settings, rules_of
 from headway.runtime.cluster.cluster_file import cluster_file
+from headway.runtime.cluster.http_client import HttpCluster
+from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.embedded import model_path
-from headway.runtime.http_cluster.http_cluster import HttpCluster
-from headway.runtime.http_cluster.server_command import ServerCommand
 
 SERVER = f"{sys.executable} -m tests.helpers.token_server {{port}}"
 
@@ -71,7 +71,7 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_words(tmp_path: 
 def test_a_server_ends_with_a_cluster_that_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib
-from headway.runtime.http_cluster.server_command import ServerCommand
+from headway.runtime.cluster.server_command import ServerCommand
 async def work():
     server = ServerCommand(["sleep", "1000"], 1, pathlib.Path({str(tmp_path / "log")!r}))
     await server.start()
@@ -90,7 +90,7 @@ asyncio.run(work())
 
 
 def test_a_process_that_ignores_the_first_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.runtime.http_cluster.server_command._GRACE_S", 0.2)
+    monkeypatch.setattr("headway.runtime.cluster.server_command._GRACE_S", 0.2)
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
     )

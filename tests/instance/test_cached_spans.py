@@ -9,8 +9,7 @@ import pytest
 from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.span_answers import GREEDY, Expected, check_answer, prompt_of
 
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTaskLost
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import ComputeSpan, OutputDelta, SpanTaskLost
 
 BLOCK = 8
 CACHED = 40

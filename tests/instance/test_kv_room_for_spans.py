@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.helpers.random_weights import random_decoder, reference_config
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask
+from headway.core.request import SamplingParams, SpanTask
+from headway.runtime.engine.protocol import ComputeSpan
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerNetwork
-from headway.runtime.sequence_parallel.span_executor import SpanExecutor
+from headway.runtime.sequence_parallel.spans import SpanExecutor
 
 BLOCK = 64
 

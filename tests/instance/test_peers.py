@@ -14,9 +14,8 @@ from msgspec.structs import replace
 from tests.helpers.polling import until
 
 from headway.core.errors import ConfigError
-from headway.runtime.kv_transfer.peer import endpoint
-from headway.runtime.kv_transfer.peer_connection import FrameHead, FrameKind
-from headway.runtime.kv_transfer.peers import PeerAddress, PeerLostError, PeerNetwork
+from headway.runtime.engine.protocol import PeerAddress, PeerLostError, endpoint
+from headway.runtime.kv_transfer.peers import FrameHead, FrameKind, PeerNetwork
 
 Make = Callable[..., PeerNetwork]
 

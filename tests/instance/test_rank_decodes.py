@@ -11,14 +11,16 @@ from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import Expected, prompt_of
 
-from headway.core.sampling import SamplingParams
-from headway.runtime.engine.instance_protocol import (
+from headway.core.request import SamplingParams
+from headway.runtime.engine.protocol import (
+    AbortRequest,
     KvArrived,
+    OutputDelta,
     PauseRequest,
     ReserveKv,
     SendKv,
+    SubmitRequest,
 )
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("rank decodes")]
 ONE = 2

@@ -23,9 +23,9 @@ from tests.helpers.span_answers import (
     start_on_some,
 )
 
-from headway.core.sampling import SamplingParams
-from headway.core.span import cut
-from headway.runtime.engine.instance_protocol import (
+from headway.core.request import SamplingParams, cut
+from headway.runtime.engine.protocol import (
+    AbortRequest,
     ComputeSpan,
     KvArrived,
     PauseRequest,
@@ -34,7 +34,6 @@ from headway.runtime.engine.instance_protocol import (
     SpanTaskDone,
     SpanTaskLost,
 )
-from headway.runtime.engine.protocol import AbortRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 LONG = pytest.mark.long

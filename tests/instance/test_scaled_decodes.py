@@ -10,13 +10,7 @@ from tests.helpers.polling import let_arrive
 from tests.helpers.scaled_decode import ScaledDecode
 from tests.helpers.span_answers import prompt_of
 
-from headway.runtime.engine.instance_protocol import (
-    KvArrived,
-    PauseRequest,
-    ReserveKv,
-    SendKv,
-)
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import KvArrived, OutputDelta, PauseRequest, ReserveKv, SendKv
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

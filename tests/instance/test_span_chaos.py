@@ -12,14 +12,15 @@ from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, check_answer, prompt_of
 
-from headway.runtime.engine.instance_protocol import (
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    OutputDelta,
     PauseRequest,
     ResumeSpan,
     SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 EVENTS = ("none", "kill", "stop", "forget", "pause")

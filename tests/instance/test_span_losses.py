@@ -19,8 +19,7 @@ from tests.helpers.span_answers import (
     start_on_some,
 )
 
-from headway.runtime.engine.instance_protocol import ComputeSpan, PauseRequest, SpanTaskDone, SpanTaskLost
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, PauseRequest, SpanTaskDone, SpanTaskLost
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

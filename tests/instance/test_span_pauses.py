@@ -9,8 +9,8 @@ from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
 from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
 
-from headway.core.span import cut
-from headway.runtime.engine.instance_protocol import ComputeSpan, PauseRequest
+from headway.core.request import cut
+from headway.runtime.engine.protocol import ComputeSpan, PauseRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

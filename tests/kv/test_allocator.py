@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InvariantError
-from headway.kv.block_allocator import BlockAllocator, BlockTables
+from headway.kv.allocator import BlockAllocator, BlockTables
 
 Op = tuple[str, int, int]
 OPS = st.lists(st.tuples(st.sampled_from(["add", "add", "free"]), st.integers(0, 5), st.integers(1, 9)), max_size=60)

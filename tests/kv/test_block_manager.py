@@ -10,7 +10,7 @@ from tests.helpers.kv_ops import apply_ops
 
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.block_allocator import BlockTables
+from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager, KvLease
 
 BLOCKS, BLOCK = 20, 4

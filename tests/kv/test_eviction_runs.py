@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway.kv.block_allocator import BlockAllocator
+from headway.kv.allocator import BlockAllocator
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.kv.slot_ranges import cut_ranges, slot_ranges_of, slots_of
+from headway.kv.allocator import cut_ranges, slot_ranges_of, slots_of
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.perf.latency.calibrated_table import bake
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table_latency import DecodeTable, PastTable, TableLatency, TableSource
+from headway.perf.latency.table import DecodeTable, PastTable, TableLatency, TableSource, bake
 
 MEASURED = TableSource(
     fingerprint="m|f|d|1 threads|tp1-pp1-kvp1",

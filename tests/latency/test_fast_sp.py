@@ -5,10 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.models import model
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape, NetworkLink, accelerator, model
 from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 from headway_research.pecsched import as_printed

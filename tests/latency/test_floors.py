@@ -12,8 +12,8 @@ from tests.helpers.latency_models import Linear, tables
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.shard_exchange import ShardedModel, WithExchange
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.groups import ShardedModel, WithExchange
+from headway.perf.latency.table import TableLatency
 
 
 def learned(model: LatencyModel) -> LatencyModel:

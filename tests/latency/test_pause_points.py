@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.span import cut
-from headway.perf.latency.pause_points import PausePoints
+from headway.core.request import cut
+from headway.perf.latency.groups import PausePoints
 
 
 def _square(start: int, end: int) -> float:

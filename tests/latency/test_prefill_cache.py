@@ -10,7 +10,7 @@ from tests.helpers.latency_models import Linear, gpu_roofline, literal_prefill_s
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import TableLatency
 
 
 @given(tables(), st.lists(st.integers(0, 30_000), min_size=2, max_size=8), st.floats(2e-3, 0.1))

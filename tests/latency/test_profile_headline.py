@@ -7,7 +7,7 @@ import re
 import pytest
 
 from headway.cli.profile import headline
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 
 # A row takes 10 us, and 1 ns more for each token before it.
 SOURCE = TableSource(

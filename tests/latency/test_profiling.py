@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from headway.perf.latency.table_latency import TableLatency
-from headway.policy.iteration.efficient_chunks import EfficientChunks
+from headway.perf.latency.table import TableLatency
+from headway.policy.iteration.budget import EfficientChunks
 from headway.runtime.executor.profiling import FULL, QUICK, MeasureFunction, ProfileGrid, profile
 
 GRID = ProfileGrid((1, 64, 1024), (8, 128, 512), (0, 2048, 8192), ((1, 128), (4, 1024)), (1,), 3)

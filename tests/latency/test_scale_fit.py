@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from headway.perf.latency.base import BatchLoad
-from headway.perf.latency.corrected import CorrectedLatency, LoadTerms, load_terms
-from headway.perf.latency.scale_fit import fit_scales
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.corrected import CorrectedLatency, LoadTerms, fit_scales, load_terms
+from headway.perf.latency.table import TableLatency, TableSource
 
 TABLE = TableLatency(
     TableSource(

@@ -8,15 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.perf.latency import store
-from headway.perf.latency.serving_overhead import ServingOverhead, TimeSpread, spread_at, spreads_of
-from headway.perf.latency.table_latency import TableSource
+from headway.perf.latency import table as store
+from headway.perf.latency.table import ServingOverhead, TableSource, TimeSpread, spread_at, spreads_of
 from headway.planning.answer import latency_note
 from headway.planning.question import parse_question
 from headway.sim.build import run_scenario
 from headway.sim.cluster.build import run_cluster
-from headway.sim.metrics import RequestRecord
-from headway.sim.metrics.definitions import e2e_s, tbt_s, ttft_s
+from headway.sim.metrics import RequestRecord, e2e_s, tbt_s, ttft_s
 from headway.sim.scenario import parse_scenario
 
 # An iteration takes 10 ms, whatever it holds.

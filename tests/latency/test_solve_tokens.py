@@ -9,7 +9,7 @@ from tests.helpers.latency_models import gpu_roofline, table, tables
 
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, load_s, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import TableLatency
 
 
 def exhaustive(model: LatencyModel, load: BatchLoad, past: int, limit: int, budget_s: float) -> int:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.step_table import StepSample, median_error, predicted_s, step_table
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import StepSample, TableLatency, median_error, predicted_s, step_table
 
 _CHUNKS, _PASTS = (1, 4, 16, 64, 256, 1024), (0, 500, 4000)
 

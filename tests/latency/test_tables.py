@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.helpers.latency_models import RATES, SHAPE, gpu_roofline, table
 
 from headway.core.errors import ConfigError
-from headway.perf.latency import store
+from headway.perf.latency import table as store
 from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 
 RISING = st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1e-2)), min_size=2, max_size=8)
 SOURCE = TableSource(

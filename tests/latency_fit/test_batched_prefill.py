@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
-from headway.perf.latency.parts import part_load
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.groups import part_load
+from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.operators.device_fit import EngineAssumptions
+from headway.perf.latency.table import TableLatency
 from headway.sim.build import run_scenario
 from headway.sim.scenario import LatencySection, parse_scenario
 from headway_research.fit.operators import batched_rows, fit_batched_prefill

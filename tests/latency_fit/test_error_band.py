@@ -9,21 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.perf.hardware.models import model
+from headway.perf.hardware import model
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.error_band import (
+from headway.perf.latency.fitted import (
     BEYOND_BANDS,
     ErrorBand,
     beyond_share,
     error_band,
+    fitted,
     left_out_share,
     prefill_band,
     table_source,
 )
-from headway.perf.latency.fitted import ParallelLayout, fitted
-from headway.perf.latency.operators.derived import DERIVED_BANDS
-from headway.perf.latency.roofline import MachineRates, roofline
+from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.operators.device_fit import DERIVED_BANDS
+from headway.perf.latency.table import MachineRates, roofline
 
 H100 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8))
 

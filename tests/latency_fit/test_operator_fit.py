@@ -9,12 +9,12 @@ import pytest
 from tests.helpers import profile_files as files
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.models import model
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape, model
 from headway.perf.latency.base import BatchLoad, load_s, solve_tokens
-from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted
+from headway.perf.latency.fitted import fitted
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.device_fit import DeviceFit
+from headway.perf.latency.operators.device_fit import DeviceFit, EngineAssumptions
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway_research.fit.operators import encode, fit_device
 from headway_research.fit.readers import read_all

@@ -13,11 +13,12 @@ from benchmarks.latency_bands import coverage, derived_band, devices
 from benchmarks.latency_fit import files, unseen_devices
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import ACCELERATORS
-from headway.perf.hardware.models import MODELS, from_hf_config
+from headway.perf.hardware import ACCELERATORS, MODELS, from_hf_config
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.fitted import EngineAssumptions, ParallelLayout, fitted, shipped, shipped_fit
+from headway.perf.latency.fitted import fitted, shipped, shipped_fit
+from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
+from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway_research.fit.readers import read_all
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.sim import metrics as d
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
-from headway.sim.metrics import definitions as d
 
 
 def record(tokens: tuple[float, ...] = (1.5, 1.6, 1.8), **changes: object) -> RequestRecord:

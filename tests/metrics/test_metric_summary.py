@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.metrics import SCHEMA, RequestRecord, SloTargets, summarise
-from headway.sim.metrics.quantiles import percentile_name, percentiles, quantile
+from headway.sim.metrics import SCHEMA, RequestRecord, SloTargets, percentile_name, percentiles, quantile, summarise
 
 
 def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRecord:

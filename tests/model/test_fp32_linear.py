@@ -19,10 +19,10 @@ from tests.helpers.random_weights import random_decoder, reference_config
 from torch import Tensor
 
 from headway.core.native_build import LIBRARIES, build, find_compiler
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.cpu import CpuBackend
 from headway.runtime.attention.native import GeneralKernels, general_kernels
-from headway.runtime.model import linear as linear_module
+from headway.runtime.model import weights as linear_module
 from headway.runtime.model.decoder import DecoderModel
 
 pytestmark = pytest.mark.skipif(
@@ -169,7 +169,7 @@ def test_a_decoder_by_these_kernels_agrees_with_the_general_path(
                      rope=replace(config.rope, rotary_dim=32))  # fmt: skip
 
     def made(kernels: GeneralKernels | None, backend: CpuBackend) -> DecoderModel:
-        for name in ("headway.runtime.model.linear", "headway.runtime.model.compiled"):
+        for name in ("headway.runtime.model.weights", "headway.runtime.model.decoder"):
             monkeypatch.setattr(f"{name}.linear_kernels", lambda _: kernels)
         decoder = random_decoder(config, dtype)
         assert (decoder._compiled is None) == (kernels is None)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.helpers.checkpoints import FAMILIES, make_tiny
 from torch import Tensor
 
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headway.core.errors import CheckpointError
-from headway.runtime.model.rope import RotaryEmbedding, rotate_
-from headway.runtime.model.rope_config import RopeConfig, read_rope
+from headway.runtime.model.config import RopeConfig, read_rope
+from headway.runtime.model.decoder import RotaryEmbedding, rotate_
 
 
 def test_dynamic_is_fixed_by_the_longest_length_served() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import RequestError
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.runtime.model.sampling import SamplerState, draw, make_state, sample, uniform
 
 VOCAB = 50

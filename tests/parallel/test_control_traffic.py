@@ -10,8 +10,8 @@ from tests.helpers.rank_serving import Ask, make_core, serve
 
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import BatchPlan
 from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.executor.plans import BatchPlan
 
 
 def traffic(context: int, layout: ParallelLayout) -> tuple[float, dict[type, int]]:

@@ -17,12 +17,11 @@ from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.perf.hardware.device import CudaReport, DeviceAssignment, choose, has_driver
+from headway.perf.device import CudaReport, DeviceAssignment, choose, has_driver
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import cuda_probe as cuda
-from headway.runtime.executor.group_attention import GroupAttention
 from headway.runtime.executor.single_process import SingleProcessExecutor
-from headway.runtime.executor.worker import ModelWorker
+from headway.runtime.executor.worker import GroupAttention, ModelWorker
 from headway.runtime.model.loading import load_decoder
 
 ASKS = [Ask(prompt_of(1, 200), 8), Ask(prompt_of(2, 20), 10, 2), Ask(prompt_of(3, 3), 12, 5)]

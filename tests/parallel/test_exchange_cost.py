@@ -11,17 +11,17 @@ import pytest
 from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, layout_of
 from tests.helpers.virtual_ranks import VirtualWorld
 
-from headway.core.clock import ManualClock
-from headway.perf.latency import store
+from headway.core.batch import ManualClock
+from headway.perf.latency import table as store
+from headway.perf.latency.corrected import describe, restore
+from headway.perf.latency.groups import ShardExchangeCost, exchange_of
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.recorded import describe, restore
-from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
-from headway.runtime.build.engine import assemble, latency_source, profile_mark
-from headway.runtime.build.multi_process import build_many
+from headway.runtime.assembly.engine import assemble, latency_source, profile_mark
+from headway.runtime.assembly.multi_process import build_many
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor import measure as measuring
-from headway.runtime.executor.messages import PlanDone, RankQuery
 from headway.runtime.executor.multi_process import MultiProcessExecutor
+from headway.runtime.executor.plans import PlanDone, RankQuery
 from headway.runtime.executor.profiling import FULL, QUICK, exchange, profile
 
 
@@ -52,7 +52,7 @@ def test_groups_pair_up_and_then_serve(name: str, monkeypatch: pytest.MonkeyPatc
         told.append((kind, second))
         return real(worker, kind, first, second, repeats)
 
-    monkeypatch.setattr("headway.runtime.executor.rank_loop.measure", noted)
+    monkeypatch.setattr("headway.runtime.executor.rank.measure", noted)
     layout = layout_of(name)
     with VirtualWorld(checkpoint("llama"), layout, BLOCKS, BLOCK) as world:
         assert 0.0 <= world.executor.measure("exchange", 5, 0, 2) < 60.0

@@ -16,7 +16,7 @@ from tests.helpers.model_families import CHUNKINGS, FAMILIES, checkpoint, core_o
 from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, prompt_of, reference, serve
 
-from headway.core.sampling import TokenLogprobs
+from headway.core.request import TokenLogprobs
 
 LAYOUTS = ("T2", "S2", "K2", "T2S2")
 LONG = pytest.mark.long

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from headway.core.errors import CheckpointError, ConfigError
 from headway.runtime.embedded import model_path
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.launcher.network import address_towards, interface_of
+from headway.runtime.launcher.network import address_towards, interface_of, new_token
 from headway.runtime.launcher.ray_hosts import node_of
-from headway.runtime.launcher.secret import new_token
-from headway.runtime.model.identity import identity
+from headway.runtime.model.config import identity
 
 
 @given(tp=st.integers(1, 8), stages=st.integers(1, 8), kvp=st.integers(1, 4), nodes=st.integers(2, 12))

@@ -20,7 +20,7 @@ from tests.helpers.rank_processes import make_rank_config, rank_executor
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, reference, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor

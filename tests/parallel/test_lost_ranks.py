@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from tests.helpers.rank_serving import make_core
 
 from headway.core.errors import ConfigError, LostError
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.core import EngineCore
+from headway.runtime.engine.liveness import HeartbeatMonitor
 from headway.runtime.engine.protocol import SubmitRequest
-from headway.runtime.executor.messages import BatchPlan, FromRank, PlanDone, RankQuery, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.rank_transport import Frame, RankLostError
-from headway.runtime.launcher.heartbeat import HeartbeatMonitor
+from headway.runtime.executor.plans import BatchPlan, Frame, FromRank, PlanDone, RankLostError, RankQuery, ToRank
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -7,26 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.core.batch import KvOp
+from headway.core.batch import EmittedToken, KvOp
 from headway.core.errors import InvariantError
-from headway.core.executor import EmittedToken
-from headway.core.sampling import SamplingParams
-from headway.core.span import SpanTask
-from headway.runtime.engine.instance_protocol import (
+from headway.core.request import SamplingParams, SpanTask
+from headway.runtime.engine.protocol import (
+    AbortRequest,
     ComputeSpan,
     PauseRequest,
+    PeerLostError,
     ResumeSpan,
+    SpanTaskDone,
     SpanTaskLost,
     SpanTaskPaused,
+    SubmitRequest,
 )
-from headway.runtime.engine.protocol import AbortRequest, SubmitRequest
-from headway.runtime.executor.messages import (
-    SpanFromRank,
-    SpanTaskDone,
-    SpanToRank,
-)
-from headway.runtime.kv_transfer.peer import PeerLostError
-from headway.runtime.sequence_parallel.multi_rank_span_executor import MultiRankSpanExecutor, SpanTaskError
+from headway.runtime.executor.plans import SpanFromRank, SpanToRank
+from headway.runtime.kv_transfer.multi_rank import MultiRankSpanExecutor, SpanTaskError
 
 Answers = dict[type, list[list[SpanFromRank]]]
 

@@ -16,12 +16,10 @@ from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.messages import BatchPlan, ToRank
 from headway.runtime.executor.multi_process import MultiProcessExecutor
-from headway.runtime.executor.plan_stream import REMEMBERED_EPOCHS, PlanReader, PlanWriter
-from headway.runtime.executor.rank_transport import RankLostError
+from headway.runtime.executor.plans import REMEMBERED_EPOCHS, BatchPlan, PlanReader, PlanWriter, RankLostError, ToRank
 
 
 @settings(max_examples=40)

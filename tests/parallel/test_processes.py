@@ -16,8 +16,8 @@ from tests.helpers.rank_processes import BLOCK_TOKENS, KV_BLOCKS, make_rank_conf
 from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 
 from headway.core.errors import ConfigError
-from headway.runtime.executor.rank_processes import ProcessTransport
-from headway.runtime.executor.rank_transport import RankLostError
+from headway.runtime.executor.multi_process import ProcessTransport
+from headway.runtime.executor.plans import RankLostError
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_rank_out_of_memory_reports_it(llama: Path) -> None:
 ENGINE = """
 import sys, time
 from pathlib import Path
-from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.executor.multi_process import ProcessTransport
 from tests.helpers.rank_processes import make_rank_config
 
 if __name__ == "__main__":

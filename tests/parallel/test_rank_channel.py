@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zmq
 
-from headway.runtime.executor.messages import CONTROL_IDENTITY
+from headway.runtime.executor.plans import CONTROL_IDENTITY
 from headway.runtime.executor.rank_process import ZmqChannel
 
 

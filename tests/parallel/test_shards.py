@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.executor.memory_fit import numbers
-from headway.runtime.executor.rank_layout import place_of, places
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.rope_config import RopeConfig
+from headway.runtime.executor.plans import place_of, places
+from headway.runtime.executor.profiling import numbers
+from headway.runtime.model.config import DecoderConfig, RopeConfig
 from headway.runtime.model.shard import WHOLE, ModelShard, divides
 
 BASE = DecoderConfig(

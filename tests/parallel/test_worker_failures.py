@@ -14,8 +14,8 @@ from tests.helpers.marks import quick_first
 from tests.helpers.rank_faults import FAULTS, TIMEOUT_S, World, cut, hang, kill, rank_config, serve_through, world
 from tests.helpers.rank_serving import Ask, greedy, prompt_of
 
+from headway.runtime.engine.config import GaveUpError
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.restart_limits import GaveUpError
 
 ASKS = [
     Ask(prompt_of(1, 400), 16),

@@ -11,8 +11,8 @@ import pytest
 PROGRAM = """
 from headway.core.errors import ConfigError
 from headway.runtime.embedded import model_path
-from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_processes import ProcessTransport
+from headway.runtime.executor.plans import RankConfig
+from headway.runtime.executor.multi_process import ProcessTransport
 
 if __name__ == "__main__":
     # a time that no clock can wait for: an error that only the workers meet

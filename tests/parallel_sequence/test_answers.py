@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from headway.runtime.attention.backend import attend, merge, merge_into
 from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.primitive import attend, merge, merge_into
-from headway.runtime.sequence_parallel.distributed_attention import _PartialAnswer
-from headway.runtime.sequence_parallel.kv_shard import KvShard
-from headway.runtime.sequence_parallel.mask_blocks import mask_blocks
+from headway.runtime.sequence_parallel.attention import KvShard, _PartialAnswer
+from headway.runtime.sequence_parallel.schedule import mask_blocks
 
 
 def test_merging_in_place_equals_merging() -> None:

@@ -12,7 +12,7 @@ from tests.helpers.marks import quick_first
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
 
 from headway.core.errors import ConfigError
-from headway.runtime.sequence_parallel.tokens import ORDERS
+from headway.runtime.sequence_parallel.layout import ORDERS
 
 
 @pytest.fixture(scope="module")

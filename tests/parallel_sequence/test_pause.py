@@ -14,12 +14,11 @@ from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts,
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
 from headway.core.errors import ConfigError, InvariantError
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes
 from headway.runtime.model.shard import ModelShard
 from headway.runtime.sequence_parallel.layout import gathered
-from headway.runtime.sequence_parallel.paused_state import PausedState
-from headway.runtime.sequence_parallel.prefill import SequencePrefill
+from headway.runtime.sequence_parallel.prefill import PausedState, SequencePrefill
 
 LAYERS = 5
 

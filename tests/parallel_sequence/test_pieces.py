@@ -16,13 +16,11 @@ from tests.helpers.sequence_prompts import SHAPE, Model, Part, compare, layouts,
 from tests.helpers.sequence_routes import SMALL_CONFIG, routes
 from tests.helpers.virtual_sequence_ranks import VirtualTransport, on_ranks
 
-from headway.core.span import cut
+from headway.core.request import cut
 from headway.runtime.model.shard import ModelShard
-from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.group import ChunkSpec
-from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, moves
-from headway.runtime.sequence_parallel.pieces import layout_after, pieces
+from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, layout_after, moves, pieces
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
+from headway.runtime.sequence_parallel.schedule import ChunkPlan
 
 
 @given(st.integers(0, 50), st.integers(1, 400), st.integers(1, 9), st.integers(0, 60))

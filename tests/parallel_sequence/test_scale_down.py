@@ -13,11 +13,9 @@ from tests.helpers.sequence_prompts import SHAPE, Model, Part, check_parts
 from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots
 
 from headway.core.errors import ConfigError
-from headway.core.span import Strategy
-from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.layout import EMPTY, HeldShard, KvLayout
-from headway.runtime.sequence_parallel.pieces import layout_after
+from headway.core.request import Strategy
+from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, HeldShard, KvLayout, SpGroup, layout_after
+from headway.runtime.sequence_parallel.schedule import ChunkPlan
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 from tests.helpers.sequence_routes import SMALL_CONFIG, kv_after_moves, marked_slots, routes
 
 from headway.core.errors import ConfigError
-from headway.core.span import Strategy
-from headway.runtime.sequence_parallel.chunk import ChunkPlan
-from headway.runtime.sequence_parallel.group import ChunkSpec, SpGroup
-from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, gathered, moves
-from headway.runtime.sequence_parallel.mask_blocks import MaskBlock, mask_blocks
-from headway.runtime.sequence_parallel.ring import ring
-from headway.runtime.sequence_parallel.steps import ExchangeRows
-from headway.runtime.sequence_parallel.tokens import ORDERS, spread
+from headway.core.request import Strategy
+from headway.runtime.sequence_parallel.layout import (
+    EMPTY,
+    ORDERS,
+    ChunkSpec,
+    KvLayout,
+    SpGroup,
+    gathered,
+    moves,
+    spread,
+)
+from headway.runtime.sequence_parallel.schedule import ChunkPlan, ExchangeRows, MaskBlock, mask_blocks, ring
 
 
 def seen(blocks: tuple[MaskBlock, ...], rows: int, keys: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.sequence_prompts import SHAPE, Model, Part, Said, compare, prompt_of, route, take_part
 
-from headway.runtime.executor.gloo_links import join, rendezvous
-from headway.runtime.sequence_parallel.gloo import GlooTransport
+from headway.runtime.executor.rank import join, rendezvous
+from headway.runtime.sequence_parallel.attention import GlooTransport
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
 
 WORLD = 4

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.parity.outcomes import Outcome
 
 from headway.core.errors import HeadwayError
-from headway.runtime.attention.base import BatchSegment
+from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.model.config import read_config
 from headway.runtime.model.loading import load_decoder
 

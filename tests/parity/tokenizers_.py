@@ -18,11 +18,11 @@ from typing import Any
 from tests.parity.outcomes import Outcome
 
 from headway.core.errors import HeadwayError
-from headway.runtime.build.checkpoint_facts import eos_ids
+from headway.runtime.assembly.facts import eos_ids
 from headway.runtime.engine.protocol import OutputDelta
-from headway.serving.generation import AnswerAssembler
-from headway.serving.generation_job import TextOptions
-from headway.serving.messages import read_messages
+from headway.serving.answer import AnswerAssembler
+from headway.serving.jobs import TextOptions
+from headway.serving.request_bodies import read_messages
 from headway.serving.tokenizer import ModelTokenizer
 
 Fields = dict[str, Any]

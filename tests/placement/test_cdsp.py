@@ -12,9 +12,7 @@ from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_native import native_search
-from headway.policy.placement.cdsp_plan import ChunkAllocation
+from headway.policy.placement.cdsp import CdspPlanner, ChunkAllocation, native_search
 from headway_research.tetris.literal import LiteralPlanner
 
 TABLE = eq1.extended(eq1.tetris_table1(), 128)

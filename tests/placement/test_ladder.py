@@ -16,9 +16,12 @@ from tests.helpers.cluster_worlds import PerToken, cluster
 
 from headway.control.controller import ClusterController
 from headway.core.request import Request, Slo
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterInstance,
+    ClusterSnapshot,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     PreemptRequest,
@@ -30,12 +33,10 @@ from headway.policy.placement.base import (
 )
 from headway.policy.placement.ladder import LadderPlacement
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 from headway.sim.cluster.simulation import ClusterSimulation
-from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.noise import NoiseSpec
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.result import SimResult
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 

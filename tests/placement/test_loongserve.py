@@ -14,12 +14,15 @@ from tests.helpers.cluster_worlds import Scripted, cluster
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware.links import LINKS
-from headway.perf.hardware.models import model
+from headway.perf.hardware import LINKS, model
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -29,15 +32,12 @@ from headway.policy.placement.base import (
     RequestFinished,
     TransferKv,
 )
-from headway.policy.placement.loongserve.greedy import GreedyDispatch
-from headway.policy.placement.loongserve.policy import LoongServe, LoongServeOptions, loongserve
+from headway.policy.placement.loongserve.batching import LoongServeOptions
+from headway.policy.placement.loongserve.policy import GreedyDispatch, LoongServe, loongserve
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
-from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.noise import NoiseSpec
-from headway.sim.spec import RunSpec
+from headway.sim.cluster.state import ClusterResult, ClusterSpec
+from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 DEFAULT = RunSpec()

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.loongserve.batching import PrefillBatch, partition
-from headway.policy.placement.loongserve.dispatch import dispatch
-from headway.policy.placement.loongserve.options import LoongServeOptions
-from headway.policy.placement.loongserve.times import ScalingTimes
+from headway.policy.placement.loongserve.batching import (
+    LoongServeOptions,
+    PrefillBatch,
+    ScalingTimes,
+    dispatch,
+    partition,
+)
 
 
 def seconds(tokens: int, sp: int, nodes: int) -> float:

@@ -6,12 +6,17 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware.links import LINKS
-from headway.perf.hardware.models import model
+from headway.perf.hardware import LINKS, model
 from headway.perf.latency import eq1
-from headway.policy.placement.base import RequestArrived
+from headway.policy.placement.contract import (
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
+    RequestArrived,
+    Role,
+)
 from headway.policy.placement.registry import PolicyContext, make_placement, names
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState, Role
 
 SURROUNDINGS = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])

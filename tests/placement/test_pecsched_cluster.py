@@ -15,8 +15,8 @@ from tests.helpers.faults import small_machine
 
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.cluster.state import ClusterResult
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

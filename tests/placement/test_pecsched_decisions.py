@@ -13,7 +13,7 @@ from tests.helpers.pecsched_worlds import SHAPE, Linear, drilled, policy, reques
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request, Slo
-from headway.policy.placement.base import CommitSpans, EnqueueRequest, PreemptRequest, ResumeRequest
+from headway.policy.placement.contract import CommitSpans, EnqueueRequest, PreemptRequest, ResumeRequest
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 
 SETTINGS = st.fixed_dictionaries(

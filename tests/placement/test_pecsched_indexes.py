@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.placement.pecsched.argmin import HeapArgMin, ScanArgMin
-from headway.policy.placement.pecsched.nodes import IndexedNodes, ScanNodes
+from headway.policy.placement.pecsched.long import IndexedNodes, ScanNodes
+from headway.policy.placement.pecsched.short import HeapArgMin, ScanArgMin
 
 STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(0, 6))), max_size=120)
 

@@ -10,26 +10,35 @@ import msgspec
 import pytest
 
 from headway.control.backend import ActionImpossible
-from headway.control.capability_check import check_capable
-from headway.control.replay import replay
+from headway.control.dispatch import check_capable
+from headway.control.log import replay
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware.links import LINKS
-from headway.perf.hardware.models import model
+from headway.perf.hardware import LINKS, model
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import Action, CachedPrefix, CommitSpans, EnqueueRequest, RequestArrived
-from headway.policy.placement.capabilities import HTTP_CAPABILITIES, NATIVE_CAPABILITIES
+from headway.policy.placement.contract import (
+    HTTP_CAPABILITIES,
+    NATIVE_CAPABILITIES,
+    Action,
+    CachedPrefix,
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
+    CommitSpans,
+    EnqueueRequest,
+    RequestArrived,
+)
 from headway.policy.placement.prefix_reuse import cheapest_start, copy_pays, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.result import SimResult
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.prompt_text import PromptText, TextPiece
+from headway.sim.workload.traces import PromptText, TextPiece
 
 CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])

@@ -10,11 +10,10 @@ import pytest
 from tests.controller.test_cluster_replay import OPTIONS, TRAFFIC, made
 from tests.helpers.cluster_worlds import cluster
 
-from headway.core.request import Request, Slo
-from headway.core.span import Phase
-from headway.sim.cluster.simulated_request import SimRequest
+from headway.core.request import Phase, Request, Slo
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.metrics.record import SloTargets
+from headway.sim.cluster.state import SimRequest
+from headway.sim.metrics import SloTargets
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 

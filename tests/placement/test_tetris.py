@@ -11,15 +11,23 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.hardware.links import LINKS
-from headway.perf.hardware.models import model
+from headway.perf.hardware import LINKS, model
 from headway.perf.latency import eq1
-from headway.policy.placement.base import CommitSpans, RequestArrived, TransferKv
+from headway.policy.placement.contract import (
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
+    CommitSpans,
+    RateControl,
+    RateTable,
+    RequestArrived,
+    TransferKv,
+    load_rates,
+)
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.policy.placement.tetris import TetrisPlacement
-from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 
 NET = ClusterLinks(inside=LINKS["nvlink3"], across=LINKS["ib-200"])
 CONTEXT = PolicyContext(latency=eq1.tetris_table1(), shape=model("llama-3-8b"))

@@ -13,12 +13,10 @@ import yaml
 from headway.cli.main import main
 from headway.core.settings import resolve
 from headway.planning.answer import cluster_data, read_measures
-from headway.planning.candidates import DeploymentCandidate, candidates_of
-from headway.planning.question import parse_question
+from headway.planning.question import DeploymentCandidate, candidates_of, parse_question
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.embedded import model_path
-from headway.serving.cluster_settings import instance_configs
-from headway.serving.serve_settings import ServeSettings
+from headway.serving.serve_settings import ServeSettings, instance_configs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "plan"
 QUESTION: dict[str, Any] = {

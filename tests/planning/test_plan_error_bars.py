@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from headway.cli.main import main
-from headway.planning.error_bars import error_bars
 from headway.planning.question import parse_question
-from headway.planning.search import PlanSearch
+from headway.planning.search import PlanSearch, error_bars
 
 QUESTION: dict[str, Any] = {
     "model": "llama-3-8b",

@@ -12,15 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import accelerator
-from headway.planning.bounds import falls_behind, least_late
-from headway.planning.candidates import candidates_of, cost_of, memory_faults, shape_of
-from headway.planning.demand_watch import BACKLOG, OUTRUN, least_percentile, of_class, tolerated
-from headway.planning.measure_runner import MeasureRunner
-from headway.planning.question import PlanQuestion, parse_question
+from headway.perf.hardware import accelerator
+from headway.planning.question import PlanQuestion, candidates_of, cost_of, memory_faults, parse_question, shape_of
 from headway.planning.search import PlanSearch, pareto
-from headway.planning.simulate import CandidateMeasure, SimulationJob, busiest, measure, workload_of
-from headway.sim.metrics.quantiles import quantile
+from headway.planning.simulate import (
+    BACKLOG,
+    OUTRUN,
+    CandidateMeasure,
+    MeasureRunner,
+    SimulationJob,
+    busiest,
+    falls_behind,
+    least_late,
+    least_percentile,
+    measure,
+    of_class,
+    tolerated,
+    workload_of,
+)
+from headway.sim.metrics import quantile
 from headway.sim.workload import TraceRequest
 
 

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from headway.cli.main import main
+from headway.sim.build import requests_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.report import tables
 from headway.sim.report.plots import load_figure
 from headway.sim.report.tables import sweep_table
-from headway.sim.requests import requests_of
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
 

@@ -11,16 +11,15 @@ from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
-from headway.core.sampling import SamplingParams
+from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.kv.eviction import LeastRecentlyUsed
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.text_keys import TextKeys
-from headway.policy.placement.view import Role
-from headway.runtime.cluster.cached_keys import CachedKeys, shareable, text_of
-from headway.runtime.engine.instance_protocol import ComputeSpan
+from headway.policy.placement.contract import Role
+from headway.runtime.cluster.instances import CachedKeys, shareable, text_of
 from headway.runtime.engine.prefix_lookups import take_changes
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest
 
 BLOCK = 16
 """Tokens of a block of the fake instances."""

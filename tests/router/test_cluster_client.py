@@ -11,12 +11,19 @@ from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.core.request import Slo
-from headway.core.span import cut
-from headway.runtime.cluster.instance_load import InstanceLoad
-from headway.runtime.cluster.retries import MOST_RUNS_LOST
-from headway.runtime.engine.instance_protocol import ComputeSpan, MeetPeers, PauseRequest, ResumeSpan, SpanTaskLost
-from headway.runtime.engine.protocol import AbortRequest, EngineStats, SubmitRequest
+from headway.core.request import Slo, cut
+from headway.runtime.cluster.instances import InstanceLoad
+from headway.runtime.cluster.live_requests import MOST_RUNS_LOST
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    ComputeSpan,
+    EngineStats,
+    MeetPeers,
+    PauseRequest,
+    ResumeSpan,
+    SpanTaskLost,
+    SubmitRequest,
+)
 
 
 def test_requests_join_the_shorter_queue_in_seconds() -> None:
@@ -329,7 +336,7 @@ def test_a_cluster_fails_to_start_when_instances_differ_or_cannot_start() -> Non
 
 
 def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.policy.placement.fifo import FifoPlacement
+    from headway.policy.placement.baselines import FifoPlacement
 
     async def run() -> None:
         fake = FakeCluster(run_s=0.001)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headway.cli.main import main
-from headway.runtime.build.cluster_rules import sink
-from headway.runtime.build.instance_factory import joining_config
+from headway.runtime.assembly.cluster import sink
+from headway.runtime.assembly.instances import joining_config
 from headway.runtime.engine.config import EngineConfig
 
 

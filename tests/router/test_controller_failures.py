@@ -12,8 +12,8 @@ from tests.helpers.fake_instances import FakeCluster, answer
 
 from headway.control.controller import ClusterController
 from headway.core.errors import InvariantError
-from headway.policy.placement.fifo import FifoPlacement
-from headway.runtime.cluster.span_runs import LiveSpanRuns
+from headway.policy.placement.baselines import FifoPlacement
+from headway.runtime.cluster.native_backend import LiveSpanRuns
 
 
 @pytest.mark.parametrize("where", ["runs", "machine", "letting go"])

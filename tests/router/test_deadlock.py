@@ -14,11 +14,11 @@ from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, answer
 
-from headway.control.kv_reservations import KvClaim, deadlocked, gives_way
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.policy.placement.base import (
+from headway.control.kv import KvClaim, deadlocked, gives_way
+from headway.core.request import Request, Span
+from headway.policy.placement.contract import (
     Action,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -27,8 +27,7 @@ from headway.policy.placement.base import (
     SpanDone,
     TransferKv,
 )
-from headway.policy.placement.view import ClusterSnapshot
-from headway.runtime.engine.instance_protocol import ReserveKv
+from headway.runtime.engine.protocol import ReserveKv
 
 
 def claim(name: str, has: dict[int, int], **needs: int) -> KvClaim:

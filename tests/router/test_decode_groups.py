@@ -12,16 +12,9 @@ from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import eventually
 
-from headway.control.transfer_queue import KvSlice
-from headway.core.span import Strategy
-from headway.runtime.engine.instance_protocol import (
-    ComputeSpan,
-    PauseRequest,
-    ReserveKv,
-    SendKv,
-    SpanTask,
-)
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta
+from headway.control.entries import KvSlice
+from headway.core.request import SpanTask, Strategy
+from headway.runtime.engine.protocol import AbortRequest, ComputeSpan, OutputDelta, PauseRequest, ReserveKv, SendKv
 
 
 def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> None:

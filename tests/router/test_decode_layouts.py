@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 from tests.helpers.random_weights import reference_config
 
-from headway.core.span import SpanTask, Strategy
-from headway.runtime.engine.instance_protocol import ComputeSpan
-from headway.runtime.engine.protocol import AbortRequest
-from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
-from headway.runtime.sequence_parallel.pieces import layout_after
-from headway.runtime.sequence_parallel.span_executor import chunks_of
+from headway.core.request import SpanTask, Strategy
+from headway.runtime.engine.protocol import AbortRequest, ComputeSpan
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, layout_after
+from headway.runtime.sequence_parallel.spans import chunks_of
 
 CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24)
 INSTANCES = 4

@@ -12,8 +12,7 @@ from tests.helpers.polling import eventually
 
 from headway.core.errors import UnavailableError
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.instance_protocol import ComputeSpan
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.engine.protocol import ComputeSpan, SubmitRequest
 
 
 def test_an_instance_that_dies_while_draining_counts_as_left() -> None:

@@ -8,12 +8,10 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.controlled_request import ControlledRequest
-from headway.control.kv_admission import PATIENCE_S, KvAdmission
-from headway.control.queue_entries import SpanEntry
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.runtime.cluster.instance_registry import InstanceRegistry
+from headway.control.entries import ControlledRequest, SpanEntry
+from headway.control.kv import PATIENCE_S, KvAdmission
+from headway.core.request import Request, Span
+from headway.runtime.cluster.requests import InstanceRegistry
 
 POOL = 1000
 

@@ -8,17 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from headway.control.kv_reservations import KvReservations
-from headway.control.transfer_queue import KvSlice
-from headway.core.sampling import SamplingParams
-from headway.runtime.cluster.attempt import AttemptTable, RequestAttempt
-from headway.runtime.cluster.cluster_request import ClusterRequest
+from headway.control.entries import KvSlice
+from headway.control.kv import KvReservations
+from headway.core.request import SamplingParams
 from headway.runtime.cluster.group_steps import GroupDecodeSteps
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.kv_migrations import LiveKvMigrations
-from headway.runtime.cluster.residency import LiveResidency
-from headway.runtime.engine.instance_protocol import ReserveKv, SendKv
-from headway.runtime.engine.protocol import SubmitRequest
+from headway.runtime.cluster.native_backend import LiveKvMigrations, LiveResidency
+from headway.runtime.cluster.requests import AttemptTable, ClusterRequest, InstanceRegistry, RequestAttempt
+from headway.runtime.engine.protocol import ReserveKv, SendKv, SubmitRequest
 
 
 class _Fleet:

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 
-from headway.control.kv_reservations import KvReservations
-from headway.runtime.engine.instance_protocol import ReserveKv, SpanTask
+from headway.control.kv import KvReservations
+from headway.core.request import SpanTask
+from headway.runtime.engine.protocol import ReserveKv
 
 
 @settings(max_examples=100)

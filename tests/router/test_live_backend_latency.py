@@ -9,12 +9,11 @@ import msgspec
 from tests.helpers.cluster_clients import SHAPE, PerToken
 from tests.helpers.fake_engine import INFO
 
-from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.request import Request, Span
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.live_backend import LiveBackend
-from headway.runtime.cluster.live_instance import LiveInstance
+from headway.runtime.cluster.instances import LiveInstance
+from headway.runtime.cluster.native_backend import LiveBackend
+from headway.runtime.cluster.requests import InstanceRegistry
 from headway.runtime.engine.protocol import EngineInfo
 
 

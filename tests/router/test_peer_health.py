@@ -11,9 +11,8 @@ from tests.helpers import virtual_time
 from tests.helpers.cluster_clients import ask, prompt, running
 from tests.helpers.fake_instances import FakeCluster, FakeProcess, answer
 
-from headway.runtime.cluster.peer_health import LOSSES, PeerHealth, PeerVerdict
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTaskLost
-from headway.runtime.engine.protocol import IterationOutputs, SubmitRequest
+from headway.runtime.cluster.membership import LOSSES, PeerHealth, PeerVerdict
+from headway.runtime.engine.protocol import ComputeSpan, IterationOutputs, SpanTaskLost, SubmitRequest
 
 SECOND = 1.0
 

@@ -8,8 +8,12 @@ import pytest
 from tests.helpers.told_policy import Told
 
 from headway.core.request import Request
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
+    ClusterInstance,
+    ClusterLinks,
+    ClusterSnapshot,
+    ClusterState,
     EnqueueRequest,
     Event,
     InstanceJoined,
@@ -19,7 +23,6 @@ from headway.policy.placement.base import (
     RequestFinished,
     RequestPrefilled,
 )
-from headway.policy.placement.view import ClusterInstance, ClusterLinks, ClusterSnapshot, ClusterState
 from headway.runtime.cluster.policies import PlacementChain
 
 LINKS = cast(ClusterLinks, None)

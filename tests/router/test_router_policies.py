@@ -13,9 +13,8 @@ from tests.helpers.fake_instances import FakeCluster, answer
 from tests.helpers.polling import run_ready_tasks
 
 from headway.core.errors import RequestError
-from headway.policy.placement.tetris_rates import RateTable
-from headway.policy.placement.view import Role
-from headway.runtime.engine.instance_protocol import ComputeSpan, SendKv
+from headway.policy.placement.contract import RateTable, Role
+from headway.runtime.engine.protocol import ComputeSpan, SendKv
 
 MIXED: tuple[Role, ...] = ("mixed",) * 3
 APART: tuple[Role, ...] = ("prefill", "prefill", "decode")

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.decode_world import DecodeWorld
 
-from headway.core.span import Strategy
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask, SpanTaskDone
-from headway.runtime.engine.protocol import OutputDelta
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.rope_config import RopeConfig
-from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout
-from headway.runtime.sequence_parallel.pieces import layout_after
-from headway.runtime.sequence_parallel.span_executor import chunks_of
+from headway.core.request import SpanTask, Strategy
+from headway.runtime.engine.protocol import ComputeSpan, OutputDelta, SpanTaskDone
+from headway.runtime.model.config import DecoderConfig, RopeConfig
+from headway.runtime.sequence_parallel.layout import EMPTY, KvLayout, layout_after
+from headway.runtime.sequence_parallel.spans import chunks_of
 
 INSTANCES = 4
 CONFIG = DecoderConfig(

@@ -12,19 +12,20 @@ from headway.core.request import Request, Slo
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table_latency import TableLatency, TableSource
-from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.decision import IterationPolicy
-from headway.policy.iteration.efficient_chunks import (
+from headway.perf.latency.table import TableLatency, TableSource
+from headway.policy.iteration.budget import (
     ALONE_EFFICIENCY,
     DECODE_EFFICIENCY,
     LEAST_AIM_S,
     LONGEST_AIM_S,
+    LONGEST_WAIT_S,
     NEWCOMER_EFFICIENCY,
+    ArrivalGaps,
     EfficientChunks,
     reference_aim_s,
 )
-from headway.policy.iteration.iteration_budget import LONGEST_WAIT_S, ArrivalGaps
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.medha import LONG, MedhaConfig
 from headway.sim import InstanceSpec, simulate
 from headway.sim.workload import TraceRequest

@@ -10,9 +10,9 @@ from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
+from headway.policy.iteration.budget import BACKGROUND_WAIT_S
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import BACKGROUND_EVERY, IterationPolicy
-from headway.policy.iteration.iteration_budget import BACKGROUND_WAIT_S
 from headway.policy.iteration.medha import SEVERAL, MedhaConfig
 
 

@@ -18,18 +18,14 @@ from tests.helpers.unit_latency import Linear, small_machine
 
 from headway.core.batch import RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError
-from headway.core.request import Request, Slo
-from headway.core.span import Span
+from headway.core.request import Request, Slo, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.group_state import GroupState
-from headway.policy.iteration.grouped_scheduler import GroupedScheduler, make_scheduler
-from headway.policy.iteration.lockstep import LockstepBatch
+from headway.policy.iteration.groups import GroupedScheduler, LockstepBatch, make_scheduler
 from headway.policy.iteration.medha import MedhaConfig
 from headway.policy.iteration.scheduler import Scheduler
-from headway.policy.iteration.shard_table import connected
-from headway.policy.iteration.shards import limit_of, shard_tokens
+from headway.policy.iteration.state import GroupState, connected, limit_of, shard_tokens
 
 
 def run(seed: int) -> GroupedWorld:

@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import OverloadedError
-from headway.core.request import Request, Slo
-from headway.core.span import Span
+from headway.core.request import Request, Slo, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.decision import IterationPolicy
-from headway.policy.iteration.grouped_scheduler import make_scheduler
-from headway.policy.iteration.predicted_ttft import LONGEST_RETRY_S, refuse_late
+from headway.policy.iteration.decision import LONGEST_RETRY_S, IterationPolicy, refuse_late
+from headway.policy.iteration.groups import make_scheduler
 from headway.sim import InstanceSpec, simulate
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.workload import TraceRequest
 
 

@@ -11,10 +11,8 @@ from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, KvOp, RequestProgress
 from headway.core.errors import RequestError
-from headway.core.events import RequestEvent
-from headway.core.request import Request
-from headway.core.span import Phase, Span
-from headway.kv.block_allocator import BlockTables
+from headway.core.request import Phase, Request, RequestEvent, Span
+from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.admission import ADMISSION_AGE_S
 from headway.policy.iteration.config import SchedulerConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.serving.binding import bind, release, url
+from headway.serving.settings import bind, release, url
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_nothing_is_loaded_where_the_port_is_in_use(command: str, taken: int, tm
 STARTS_NOTHING = """
 import subprocess, sys
 from headway.cli.main import main
-from headway.runtime.launcher import engine_template
+from headway.runtime.launcher import standby as engine_template
 
 started = []
 

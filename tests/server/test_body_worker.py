@@ -19,7 +19,7 @@ from headway.core.errors import RequestError, UnavailableError
 from headway.runtime import embedded
 from headway.serving import body_worker
 from headway.serving.body_worker import BodyWorkers, MemoryFile
-from headway.serving.load.server_process import ServerProcess
+from headway.serving.load.convoy import ServerProcess
 from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio

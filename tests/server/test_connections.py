@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.polling import until
 
-from headway.serving import connections
-from headway.serving.connections import ConnectionTable
+from headway.serving import transport
 from headway.serving.settings import ServerSettings
+from headway.serving.transport import ConnectionTable
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 IDLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -115,7 +115,7 @@ def test_refused_connections_are_one_line_of_the_log(
     live: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.hold = asyncio.Event()
-    monkeypatch.setattr(connections, "RESERVE", 0)
+    monkeypatch.setattr(transport, "RESERVE", 0)
     caplog.set_level(logging.DEBUG)
     with live(engine, max_connections=1) as url:
         busy = opened(url, posted([5]))
@@ -146,10 +146,10 @@ def test_failed_accepts_are_counted_and_not_each_logged(caplog: pytest.LogCaptur
 
 
 def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (256, 256))
     table = ConnectionTable(ServerSettings())
-    assert 4 * table.backlog <= table.limit < 256 - table.backlog - connections.RESERVE
-    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (10**6, 10**6))
+    assert 4 * table.backlog <= table.limit < 256 - table.backlog - transport.RESERVE
+    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (10**6, 10**6))
     assert ConnectionTable(ServerSettings()).limit == ServerSettings().max_connections
 
 

@@ -18,14 +18,13 @@ import pytest
 from tests.helpers.polling import eventually
 from tests.helpers.simulated_disk import SimulatedDisk
 
-from headway.core import event_log, output_file
+from headway.core import files, logs
 from headway.core.errors import ConfigError, UnavailableError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
 from headway.runtime.engine.protocol import OutputDelta
+from headway.serving import journal
 from headway.serving import journal as journal_module
-from headway.serving import journal_writer
-from headway.serving.journal import RequestJournal
-from headway.serving.journal_writer import JournalWriter
+from headway.serving.journal import JournalWriter, RequestJournal
 
 HISTORIES = int(os.environ.get("HEADWAY_DISK_HISTORIES", "50"))
 
@@ -36,9 +35,9 @@ def delta(token: int) -> OutputDelta:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_writer, "_RETRY_S", 0.002)
-    monkeypatch.setattr(journal_writer, "_SYNC_S", 0.0)
-    monkeypatch.setattr(journal_writer, "_ROOM_BYTES", 64)
+    monkeypatch.setattr(journal, "_RETRY_S", 0.002)
+    monkeypatch.setattr(journal, "_SYNC_S", 0.0)
+    monkeypatch.setattr(journal, "_ROOM_BYTES", 64)
 
 
 async def play(seed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -103,13 +102,13 @@ def test_no_history_of_a_journal_loses_what_was_accepted(monkeypatch: pytest.Mon
 
 
 def test_no_history_of_an_event_log_ends_what_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_log, "_MOST_KEPT", 400)
-    monkeypatch.setattr(event_log, "_BUFFER_BYTES", 200)
+    monkeypatch.setattr(logs, "_MOST_KEPT", 400)
+    monkeypatch.setattr(logs, "_BUFFER_BYTES", 200)
     for seed in range(HISTORIES):
         dice, disk = random.Random(seed), SimulatedDisk(seed, fail=0.1, short=0.3)
         with tempfile.TemporaryDirectory() as name, monkeypatch.context() as patch:
-            sink = event_log.event_sink(f"{name}/log")
-            patch.setattr(event_log, "os", disk)
+            sink = logs.event_sink(f"{name}/log")
+            patch.setattr(logs, "os", disk)
             count = dice.randrange(5, 80)
             for number in range(count):
                 disk.full = dice.random() < (0.9 if disk.full else 0.05)
@@ -142,7 +141,7 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(
             half.write(data[:3])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(output_file.Path, "write_bytes", full)
+    monkeypatch.setattr(files.Path, "write_bytes", full)
     with pytest.raises(ConfigError, match=r"report.json: No space left on device"):
         write_output(file, b"a new one")
     assert file.read_bytes() == b"earlier"
@@ -163,7 +162,7 @@ async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_e
         real(file, data, at)
 
     monkeypatch.setattr(journal_module, "_write", write)
-    monkeypatch.setattr(journal_writer, "_ROOM_BYTES", 2500)
+    monkeypatch.setattr(journal, "_ROOM_BYTES", 2500)
     writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
     accepted = [await writer.accept("r", bytes(100), [bytes(100)], "") for _ in range(8)]
     with pytest.raises(UnavailableError, match="No space left"):

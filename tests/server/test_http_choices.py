@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine, say
 
-from headway.core.sampling import TokenLogprobs
+from headway.core.request import TokenLogprobs
 from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 pytestmark = pytest.mark.anyio

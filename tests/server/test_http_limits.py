@@ -16,8 +16,7 @@ from tests.helpers.polling import eventually
 from headway.core.errors import ConfigError
 from headway.core.request import Slo
 from headway.runtime.engine.protocol import EngineStats
-from headway.serving.binding import check_binding
-from headway.serving.settings import ServerSettings
+from headway.serving.settings import ServerSettings, check_binding
 
 pytestmark = pytest.mark.anyio
 

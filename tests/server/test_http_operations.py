@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.asgi_driver import Caller
 from tests.helpers.fake_engine import FakeEngine, fail, say
 
-from headway.core.structured_log import JsonFormatter, TextFormatter
+from headway.core.logs import JsonFormatter, TextFormatter
 from headway.runtime.engine.protocol import EngineStats
 from headway.serving.metrics import ALIASES
 

@@ -19,9 +19,8 @@ from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import ConfigError
 from headway.serving.app import create_app
-from headway.serving.binding import bind
 from headway.serving.run import serve
-from headway.serving.settings import ServerSettings
+from headway.serving.settings import ServerSettings, bind
 from headway.serving.tokenizer import ModelTokenizer
 
 PROGRAM = """

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.sampling import TokenLogprobs
+from headway.core.request import TokenLogprobs
 from headway.runtime.engine.protocol import OutputDelta
-from headway.serving.detokenizer import WindowDetokenizer
-from headway.serving.generation import AnswerAssembler
-from headway.serving.generation_job import TextOptions
-from headway.serving.stops import StopMatcher
+from headway.serving.answer import AnswerAssembler
+from headway.serving.jobs import TextOptions
+from headway.serving.text import StopMatcher, WindowDetokenizer
 from headway.serving.tokenizer import ModelTokenizer
 
 

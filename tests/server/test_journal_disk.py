@@ -15,9 +15,8 @@ from tests.helpers.polling import eventually
 from headway.core.errors import UnavailableError
 from headway.runtime.engine.protocol import OutputDelta
 from headway.serving import journal as journal_module
-from headway.serving import journal_writer
-from headway.serving.journal import RequestJournal
-from headway.serving.journal_writer import JournalWriter
+from headway.serving import journal as journal_writer
+from headway.serving.journal import JournalWriter, RequestJournal
 
 pytestmark = pytest.mark.anyio
 

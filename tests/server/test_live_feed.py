@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.live_feeds import logged_events, sampled_feed
 
 from headway.core.errors import ConfigError
-from headway.runtime.engine.clock_offsets import by_our_clock
-from headway.runtime.engine.iteration_sampler import MOST_SAMPLES, IterationSampler
+from headway.runtime.engine.core import MOST_SAMPLES, IterationSampler
 from headway.runtime.engine.protocol import (
     ChunkSample,
     EngineSamples,
@@ -21,9 +20,9 @@ from headway.runtime.engine.protocol import (
     TransferSample,
     WaitingSample,
 )
+from headway.runtime.engine.supervisor import by_our_clock
 from headway.serving.live import feed as limits
-from headway.serving.live.feed import FollowedRequest, LiveFeed
-from headway.serving.live.history import MOST_BUCKETS, DurationHistogram, LatencyHistory
+from headway.serving.live.feed import MOST_BUCKETS, DurationHistogram, FollowedRequest, LatencyHistory, LiveFeed
 from headway.sim.explanation import LifeInterval, explain, shares
 from headway.sim.replay import _ReplayState, replay
 from headway.sim.workload import TraceRequest

@@ -16,7 +16,7 @@ from tests.helpers.fake_cluster import FakeCluster
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.policy.placement.registry import make_placement
-from headway.serving.load.endpoint import ask
+from headway.serving.load.client import ask
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
 from headway_research.tetris import profile_rates

@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 from tests.helpers.fake_engine import FakeEngine
 
 from headway.core.errors import ConfigError, OverloadedError
-from headway.serving.request_tracing import RequestTracer, open_tracer
+from headway.serving.tracing import RequestTracer, open_tracer
 
 pytestmark = pytest.mark.anyio
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -10,8 +10,8 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine, fail, say
 
 from headway.core.request import Slo
-from headway.serving.generation_record import GenerationRecord
 from headway.serving.metrics import ServerMetrics
+from headway.serving.records import GenerationRecord
 
 pytestmark = pytest.mark.anyio
 

@@ -19,10 +19,9 @@ from tests.helpers.polling import eventually, run_ready_tasks
 
 from headway.runtime.engine.protocol import EngineStats
 from headway.serving.app import create_app
-from headway.serving.banner import banner
-from headway.serving.metrics import ServerMetrics
+from headway.serving.metrics import ServerMetrics, StatusLine
+from headway.serving.run import banner
 from headway.serving.settings import ServerSettings
-from headway.serving.status_line import StatusLine
 from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio

@@ -15,10 +15,14 @@ from hypothesis import strategies as st
 
 from headway.core.errors import RequestError
 from headway.runtime import embedded
-from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
-from headway.serving.token_bound import characters_per_token
-from headway.serving.tokenizer import ModelTokenizer
-from headway.serving.tokenizing_memory import BYTES_PER_CHARACTER, TokenizingMemory
+from headway.serving.tokenizer import (
+    BYTES_PER_CHARACTER,
+    PIECE_CHARACTERS,
+    ModelTokenizer,
+    TextPieces,
+    TokenizingMemory,
+    characters_per_token,
+)
 
 EMBEDDED = Path(embedded.__file__).parent
 CORPUS = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import RequestError
 from headway.runtime.embedded import model_path
-from headway.serving.json_object import decode
-from headway.serving.prompts import PromptReader
+from headway.serving.jobs import PromptReader
+from headway.serving.request_bodies import decode
 from headway.serving.tokenizer import ModelTokenizer
 
 VOCAB = 1000

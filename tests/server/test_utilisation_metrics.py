@@ -7,12 +7,11 @@ import pytest
 from tests.helpers.fake_engine import INFO, FakeEngine
 
 from headway.core.batch import Batch, Chunk, DecodeGroup, GroupBatch, RemoteAttention
-from headway.perf.hardware.accelerators import ACCELERATORS, of_device
-from headway.perf.hardware.models import model
-from headway.perf.hardware.utilisation import AttentionWork, utilisation_base
-from headway.runtime.cluster.merged_reports import merged_info
+from headway.perf.hardware import ACCELERATORS, model, of_device
+from headway.perf.utilisation import AttentionWork, utilisation_base
+from headway.runtime.cluster.client import merged_info
 from headway.runtime.engine.protocol import EngineStats
-from headway.serving.utilisation_metrics import UtilisationCollector
+from headway.serving.metrics import UtilisationCollector
 
 SHAPE = model("llama-3-8b")
 

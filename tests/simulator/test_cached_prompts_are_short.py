@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, simulate
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.workload import TraceRequest
 
 

@@ -19,19 +19,17 @@ from tests.helpers.faults import small_machine
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim.counterfactual import outcomes, with_setting
 from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
+from headway.sim.loop import simulate
 from headway.sim.metrics import SloTargets
-from headway.sim.noise import NoiseSpec
-from headway.sim.replay import replay
-from headway.sim.replayed_run import ReplayedRun
-from headway.sim.report.why_text import why_json, why_of, why_text
+from headway.sim.replay import ReplayedRun, replay
+from headway.sim.report.why import why_json, why_of, why_text
 from headway.sim.result import SimResult
-from headway.sim.simulation import simulate
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 CONVOY = [TraceRequest(0.0, 30_000, 8), *(TraceRequest(0.05 + 0.2 * i, 200, 16) for i in range(12))]

@@ -11,23 +11,19 @@ from tests.helpers.faults import small_machine
 from tests.helpers.simulator_worlds import how, requests
 
 from headway.core.errors import ConfigError
-from headway.core.request import Request
-from headway.core.span import Span
+from headway.core.request import Request, Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency.base import one_chunk_s
+from headway.perf.latency.corrected import describe
+from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, WithExchange, between_groups
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.recorded import describe
-from headway.perf.latency.shard_exchange import ShardedModel, ShardExchangeCost, WithExchange, between_groups
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.grouped_scheduler import make_scheduler
+from headway.policy.iteration.groups import make_scheduler
 from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate
-from headway.sim.build import instance_of, run_scenario
-from headway.sim.memory import InfeasibleError
+from headway.sim.build import InfeasibleError, instance_of, requests_of, run_scenario
 from headway.sim.replay import replay
 from headway.sim.report.perfetto import simulation_trace
-from headway.sim.requests import requests_of
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 

@@ -14,17 +14,14 @@ import pytest
 from tests.helpers.faults import small_machine
 
 from headway.cli.main import main
-from headway.core.batch import Batch
-from headway.core.clock import ManualClock
+from headway.core.batch import Batch, EmittedToken, ManualClock, StepResult
 from headway.core.errors import ConfigError
-from headway.core.executor import EmittedToken, StepResult
-from headway.core.request import BACKGROUND_PRIORITY
-from headway.core.sampling import SamplingParams
+from headway.core.request import BACKGROUND_PRIORITY, SamplingParams
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency import store
+from headway.perf.latency import table
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
@@ -195,6 +192,6 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["profile", "check", str(log), "--json", str(out), "--save", str(kept)]) == 0
     run = replay(read_log(log))
     load = BatchLoad(8, 8, 3_000)
-    assert load_s(TableLatency(store.load(kept, None)), load) == pytest.approx(load_s(corrected_table(run), load))
+    assert load_s(TableLatency(table.load(kept, None)), load) == pytest.approx(load_s(corrected_table(run), load))
     assert "no decisions differ" in capsys.readouterr().out
     assert json.loads(out.read_bytes())["schema"] == "headway.calibration/1"

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headway.sim.runner import SimulationCache, run_in_processes
+from headway.sim.sweep import SimulationCache, run_in_processes
 
 
 def process_and_square(number: int) -> tuple[int, int]:

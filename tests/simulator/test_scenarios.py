@@ -14,8 +14,7 @@ import yaml
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.policy.iteration.medha import MedhaConfig
-from headway.sim.build import config_of, run_scenario
-from headway.sim.requests import requests_of
+from headway.sim.build import config_of, requests_of, run_scenario
 from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, run_points, with_field
 

@@ -9,16 +9,14 @@ from tests.helpers.faults import small_machine
 from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import Mode, SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate
-from headway.sim.metrics.definitions import tbt_s, ttft_s
-from headway.sim.metrics.record import SloTargets
+from headway.sim.metrics import SloTargets, tbt_s, ttft_s
 from headway.sim.workload import TraceRequest
 
 MACHINE = small_machine()

@@ -15,18 +15,17 @@ from tests.helpers.session_worlds import BLOCK, cached_instance, sessions, token
 
 from headway.core.batch import Batch
 from headway.core.errors import ConfigError
-from headway.core.span import Span
+from headway.core.request import Span
 from headway.kv.block_manager import BlockManager
 from headway.kv.text_keys import TextKeys
-from headway.policy.iteration.prefix_caches import make_prefix_cache
+from headway.policy.iteration.admission import make_prefix_cache
 from headway.policy.iteration.scheduler import Scheduler
 from headway.sim import RunSpec, simulate
-from headway.sim.event_loop import EventKind
+from headway.sim.loop import EventKind, InstanceSimulation
 from headway.sim.prefix_cache import INFINITE, PrefixCacheSpec
 from headway.sim.scenario import parse_scenario
-from headway.sim.simulation import InstanceSimulation
 from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.arrivals import PoissonArrivals
+from headway.sim.workload.generate import PoissonArrivals
 
 SEEDS = st.integers(0, 2**32)
 

@@ -12,19 +12,16 @@ from hypothesis import strategies as st
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.core.strict_yaml import read_yaml
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.serving_overhead import ServingOverhead
+from headway.perf.hardware import ModelShape
+from headway.perf.latency.table import MachineRates, ServingOverhead, roofline
 from headway.policy.hosted.settings import VllmSettings
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate
 from headway.sim.build import run_scenario
 from headway.sim.scenario import Scenario, parse_scenario
+from headway.sim.spec import VllmSpec
 from headway.sim.sweep import with_field
-from headway.sim.vllm.block_pool import VllmBlockPool
-from headway.sim.vllm.scheduler import VllmScheduler
-from headway.sim.vllm.spec import VllmSpec
-from headway.sim.vllm.vllm_request import VllmRequestState
+from headway.sim.vllm.scheduler import VllmBlockPool, VllmRequestState, VllmScheduler
 from headway.sim.workload import TraceRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vllm-convoy.yaml"

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import LINK, PerToken, Scripted, cluster
 
-from headway.core.span import Span
-from headway.perf.hardware.links import NetworkLink
-from headway.perf.hardware.models import model
-from headway.policy.placement.base import CommitSpans, RequestArrived
-from headway.sim.cluster.balance import CONNECTED_SHARE, balance_bytes, exposed_s
+from headway.core.request import Span
+from headway.perf.hardware import NetworkLink, model
+from headway.policy.placement.contract import CommitSpans, RequestArrived
+from headway.sim.cluster.backend import CONNECTED_SHARE, balance_bytes, exposed_s
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.workload import TraceRequest
 
 SHAPE = model("llama-3-8b")

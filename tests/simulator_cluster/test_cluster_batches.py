@@ -9,15 +9,14 @@ import pytest
 from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
 from tests.helpers.faults import small_machine
 
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.perf.hardware.links import LINKS
+from headway.core.request import Request, Span
+from headway.perf.hardware import LINKS
 from headway.perf.latency.base import BatchLoad, load_s
-from headway.perf.latency.groups import GroupShape, batch_s
-from headway.perf.latency.sharded_decode import ShardedDecode
-from headway.policy.placement.base import (
+from headway.perf.latency.groups import GroupShape, ShardedDecode, batch_s
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -29,7 +28,6 @@ from headway.policy.placement.base import (
     SpanDone,
     TransferKv,
 )
-from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest

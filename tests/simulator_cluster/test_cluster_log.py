@@ -13,13 +13,11 @@ from tests.helpers.cluster_worlds import cluster
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
-from headway.serving.live.cluster_recording import ClusterRecording
-from headway.serving.live.log_player import LogPlayer
-from headway.sim.cluster.result import ClusterResult
+from headway.serving.live.watch import ClusterRecording, LogPlayer
 from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.cluster.state import ClusterResult
 from headway.sim.cluster_log import is_cluster_log, prefill_samples, read_cluster
-from headway.sim.noise import NoiseSpec
-from headway.sim.spec import RunSpec
+from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 POLICIES = sorted(set(OPTIONS) - {"jsq", "loongserve"})

@@ -16,7 +16,7 @@ from headway.policy.placement.registry import make_placement
 from headway.sim.build import layout_of, run_scenario
 from headway.sim.cluster.build import cluster_of, run_cluster
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway_research.tetris.profile_rates import _trace_of

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from headway.perf.utilisation import UtilisationBase
+from headway.sim.build import requests_of
 from headway.sim.cluster.build import cluster_of, run_cluster
-from headway.sim.cluster.result import ClusterResult
-from headway.sim.requests import requests_of
+from headway.sim.cluster.state import ClusterResult
 from headway.sim.scenario import Scenario, parse_scenario
-from headway.sim.spec import UtilisationBase
 from headway.sim.sweep import with_field
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

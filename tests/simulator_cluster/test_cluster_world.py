@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
 
-from headway.core.span import Span
-from headway.policy.placement.base import (
+from headway.core.request import Span
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -32,7 +33,6 @@ from headway.policy.placement.base import (
     WakeupDue,
 )
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest

@@ -9,13 +9,20 @@ from itertools import pairwise
 import pytest
 from tests.helpers.cluster_worlds import Scripted, cluster
 
-from headway.core.span import Span
+from headway.core.request import Span
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived, RequestPrefilled
+from headway.policy.placement.contract import (
+    Action,
+    ClusterSnapshot,
+    CommitSpans,
+    EnqueueRequest,
+    Event,
+    RequestArrived,
+    RequestPrefilled,
+)
 from headway.policy.placement.registry import PolicyContext, make_placement
-from headway.policy.placement.view import ClusterSnapshot
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.workload import TraceRequest
 
 

@@ -8,11 +8,18 @@ import pytest
 from tests.helpers.cluster_worlds import Scripted, cluster
 
 from headway.cli.main import main
-from headway.core.span import Span
-from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, Event, RequestArrived
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
-from headway.sim.cluster.result import GanttBar
+from headway.core.request import Span
+from headway.policy.placement.contract import (
+    Action,
+    ClusterInstance,
+    ClusterSnapshot,
+    CommitSpans,
+    EnqueueRequest,
+    Event,
+    RequestArrived,
+)
 from headway.sim.cluster.simulation import simulate_cluster
+from headway.sim.cluster.state import GanttBar
 from headway.sim.report.plots import gantt_figure
 from headway.sim.workload import TraceRequest
 

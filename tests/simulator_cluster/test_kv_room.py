@@ -13,10 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import Scripted, cluster
 
-from headway.control.kv_reservations import KvClaim, gives_way
-from headway.core.span import Span
-from headway.policy.placement.base import (
+from headway.control.kv import KvClaim, gives_way
+from headway.core.request import Span
+from headway.policy.placement.contract import (
     Action,
+    ClusterInstance,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -28,10 +30,9 @@ from headway.policy.placement.base import (
     TransferKv,
 )
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
-from headway.sim.cluster.kv_room import SimulatedKvRoom
+from headway.sim.cluster.backend import SimulatedKvRoom
 from headway.sim.cluster.simulation import ClusterSimulation
-from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.result import SimResult
 from headway.sim.spec import InstanceSpec, RunSpec
 from headway.sim.workload import TraceRequest
@@ -131,7 +132,7 @@ def test_transfers_that_hold_nothing_where_others_wait_need_no_search_for_deadlo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Thousands may wait, and the search is over all of them."""
-    monkeypatch.delattr("headway.sim.cluster.kv_room.gives_way")
+    monkeypatch.delattr("headway.sim.cluster.backend.gives_way")
     spec = spec_of(4, 1, POOL)
     result, waited = run(spec, make_placement("tetris", spec.policy_context, {}), requests_of(3, 40))
     assert waited > 10
@@ -159,7 +160,7 @@ def test_where_no_deadlock_is_searched_there_is_none(
     spec = spec_of(count, decode, POOL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedKvRoom, "_may_deadlock", always)
-        patch.setattr("headway.sim.cluster.kv_room.gives_way", checked)
+        patch.setattr("headway.sim.cluster.backend.gives_way", checked)
         run(spec, make_placement(name, spec.policy_context, options), requests_of(seed, 40))
     assert searched
 

@@ -10,8 +10,7 @@ from tests.helpers.cluster_worlds import cluster
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.noise import NoiseSpec
-from headway.sim.spec import RunSpec
+from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 
 LATENCY = Eq1Latency({s: Eq1Coefficients(5e-3 * s, 1e-3 / s, 4e-8 / s, 2e-8 / s) for s in (1, 2, 4, 8)}, "test")

@@ -17,11 +17,10 @@ import yaml
 from tests.helpers.timed_cluster import scenario_of, spec_of, timed_cluster
 
 from headway.control.controller import ClusterController
-from headway.control.decision_log import RecordingController
-from headway.control.replay import replay
+from headway.control.log import RecordingController, replay
 from headway.core.errors import ConfigError
-from headway.core.sampling import SamplingParams
-from headway.core.scratch_folder import ScratchFolder
+from headway.core.files import ScratchFolder
+from headway.core.request import SamplingParams
 from headway.policy.placement.registry import make_placement
 from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.engine.protocol import SubmitRequest
@@ -112,7 +111,7 @@ def test_every_request_gets_its_tokens_and_what_was_decided_is_decided_again(
     spec = spec_of(scenario_of(file))
     context = spec.policy_context
     recording = partial(RecordingController, sink=lines.append)
-    monkeypatch.setattr("headway.runtime.cluster.live_controller.ClusterController", recording)
+    monkeypatch.setattr("headway.runtime.cluster.driver.ClusterController", recording)
     found = asyncio.run(asyncio.wait_for(serve(file, kill), 60.0))
     assert found == [4] * len(PROMPTS)
     monkeypatch.undo()
@@ -147,8 +146,8 @@ def test_a_scenario_without_a_placement_is_refused(tmp_path: Path) -> None:
 def test_transfers_and_spans_take_the_simulators_times(tmp_path: Path) -> None:
     from tests.helpers.timed.times import ClusterTimes
 
+    from headway.core.request import SpanTask
     from headway.perf.latency.groups import GroupShape
-    from headway.runtime.engine.instance_protocol import SpanTask
 
     spec = spec_of(scenario_of(written(tmp_path, "fifo", {"long_sp": 2}, 0)))
     times = ClusterTimes(spec, 0)

@@ -9,8 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, params, prompt_of, rest, send
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.engine.instance_protocol import ReserveKv
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, ReserveKv
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4

@@ -9,8 +9,7 @@ import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
 from tests.helpers.instance_world import Part, World
 
-from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv, SpanTaskLost
-from headway.runtime.engine.protocol import OutputDelta
+from headway.runtime.engine.protocol import KvArrived, OutputDelta, ReserveKv, SendKv, SpanTaskLost
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 

@@ -26,13 +26,14 @@ from tests.helpers.hand_overs import (
 from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 
-from headway.runtime.engine.instance_protocol import (
+from headway.runtime.engine.protocol import (
+    AbortRequest,
+    OutputDelta,
     PauseRequest,
     ResumeSpan,
     SpanTaskLost,
     SpanTaskPaused,
 )
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 SOON_S = 2.0

@@ -13,8 +13,7 @@ from tests.helpers.hand_overs import arrived, check, end, first_token, params, p
 from tests.helpers.instance_world import Part, World, frame
 from tests.helpers.polling import let_arrive
 
-from headway.runtime.engine.instance_protocol import ReserveKv
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta, SubmitRequest
+from headway.runtime.engine.protocol import AbortRequest, OutputDelta, ReserveKv, SubmitRequest
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1

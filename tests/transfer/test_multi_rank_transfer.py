@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import msgspec
 
-from headway.runtime.engine.instance_protocol import KvArrived, ReserveKv, SendKv
+from headway.runtime.engine.protocol import KvArrived, ReserveKv, SendKv
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.kv_transfer.connector import SaveKv
-from headway.runtime.kv_transfer.multi_rank_transfer import MultiRankKvTransfer
+from headway.runtime.kv_transfer.multi_rank import MultiRankKvTransfer
 
 
 def _ranks() -> tuple[MultiRankKvTransfer, list[Any]]:

@@ -18,8 +18,8 @@ from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive
 
+from headway.runtime.engine.protocol import PeerAddress
 from headway.runtime.kv_transfer.connector import SaveKv
-from headway.runtime.kv_transfer.peers import PeerAddress
 
 pytest.importorskip("nixl", reason="NIXL is not installed (pip install 'headway[nixl]')")
 
@@ -31,7 +31,7 @@ import sys, threading, numpy as np
 from pathlib import Path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End
 from headway.runtime.kv_transfer.connector import SaveKv
-from headway.runtime.kv_transfer.peers import PeerAddress
+from headway.runtime.engine.protocol import PeerAddress
 folder = Path(sys.argv[1])
 end = End(1, folder, connector="nixl")
 end.cache = np.full((LAYERS, 2, 2, SLOTS, 8192), 7, dtype=np.uint8)

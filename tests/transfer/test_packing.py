@@ -6,9 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.kv.slot_ranges import Indices, slot_ranges_of
-from headway.runtime.kv_transfer.connector import Bytes
-from headway.runtime.kv_transfer.packing import by_runs, gather, scatter, spread
+from headway.kv.allocator import Indices, slot_ranges_of
+from headway.runtime.kv_transfer.connector import Bytes, by_runs, gather, scatter, spread
 
 SLOTS = 200
 

@@ -16,21 +16,19 @@ from tests.helpers.random_weights import random_decoder, reference_config
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError
-from headway.core.sampling import SamplingParams
-from headway.core.span import Phase
+from headway.core.request import Phase, SamplingParams
 from headway.kv.block_manager import BlockManager
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
-from headway.runtime.build.engine_process import WallClock
-from headway.runtime.cluster.kv_connector_scheduler import KvConnectorScheduler
+from headway.runtime.assembly.engine_process import WallClock
+from headway.runtime.cluster.agent import KvConnectorScheduler
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.instance_protocol import FromInstance, ReserveKv, SendKv, SpanTaskLost
-from headway.runtime.engine.protocol import EngineInfo, SubmitRequest
+from headway.runtime.engine.protocol import EngineInfo, FromInstance, ReserveKv, SendKv, SpanTaskLost, SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.kv_transfer.peers import PeerStream
-from headway.runtime.kv_transfer.pool_port import KvPort
-from headway.runtime.sequence_parallel.span_executor import SpanExecutor
+from headway.runtime.kv_transfer.port import KvPort
+from headway.runtime.sequence_parallel.spans import SpanExecutor
 
 BLOCKS, BLOCK = 12, 16
 

@@ -7,10 +7,8 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.kv_transfer.peer import PeerAddress
-from headway.runtime.kv_transfer.rank_routes import end_of, heads_of, instance_of, named, rank_of, routes
-from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.rope_config import RopeConfig
+from headway.runtime.engine.protocol import PeerAddress, end_of, heads_of, instance_of, named, rank_of, routes
+from headway.runtime.model.config import DecoderConfig, RopeConfig
 from headway.runtime.model.shard import ModelShard, divides
 
 CONFIG = DecoderConfig(

@@ -12,11 +12,19 @@ import pytest
 from tests.helpers.kv_ends import LAYERS, SLOTS, VECTOR
 from tests.helpers.polling import let_arrive, until
 
-from headway.kv.slot_ranges import slots_of
-from headway.runtime.kv_transfer.connector import Bytes, KvLost, KvPart, KvPlace, KvReceived, SaveKv, make_connector
-from headway.runtime.kv_transfer.peers import PeerAddress, PeerNetwork
-from headway.runtime.kv_transfer.rank_routes import end_of, heads_of
-from headway.runtime.kv_transfer.resharding_connector import ReshardingConnector
+from headway.kv.allocator import slots_of
+from headway.runtime.engine.protocol import PeerAddress, end_of, heads_of
+from headway.runtime.kv_transfer.connector import (
+    Bytes,
+    KvLost,
+    KvPart,
+    KvPlace,
+    KvReceived,
+    ReshardingConnector,
+    SaveKv,
+    make_connector,
+)
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 KV = 4
 

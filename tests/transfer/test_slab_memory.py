@@ -20,11 +20,10 @@ from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive, until
 
-from headway.runtime.kv_transfer import receive_queue, slab_memory
-from headway.runtime.kv_transfer.body_notes import KvBody, decode, encode
-from headway.runtime.kv_transfer.connector import SaveKv
-from headway.runtime.kv_transfer.peers import PeerAddress
-from headway.runtime.kv_transfer.slab_memory import SLAB_BYTES, SLABS, SharedMemory, SlabReader
+from headway.runtime.engine.protocol import PeerAddress
+from headway.runtime.kv_transfer import local
+from headway.runtime.kv_transfer.connector import KvBody, SaveKv, decode, encode
+from headway.runtime.kv_transfer.local import SLAB_BYTES, SLABS, SharedMemory, SlabReader
 
 WIDE = 1 << 16
 POSITIONS = np.arange(SLOTS)
@@ -33,8 +32,8 @@ HANGS = """
 import sys, threading
 from pathlib import Path
 from tests.helpers.kv_ends import End
-from headway.runtime.kv_transfer import receive_queue
-from headway.runtime.kv_transfer.peers import PeerAddress
+from headway.runtime.kv_transfer import local as receive_queue
+from headway.runtime.engine.protocol import PeerAddress
 end = End(1, Path(sys.argv[1]))
 receive_queue.SourceReader._keep = lambda *_: print("got", flush=True) or threading.Event().wait()
 end.peers.meet([PeerAddress(n, 0, f"unix:{sys.argv[1]}/{n}") for n in (0, 1)])
@@ -118,14 +117,14 @@ def test_forget_waits_for_the_body_that_is_written_and_nothing_is_after_it(
 ) -> None:
     sender, receiver = ends
     begun, go_on = threading.Event(), threading.Event()
-    write = receive_queue._RequestPlace.write
+    write = local._RequestPlace.write
 
     def held(self: Any, note: KvBody, body: Any) -> int:
         begun.set()
         go_on.wait()
         return write(self, note, body)
 
-    monkeypatch.setattr(receive_queue._RequestPlace, "write", held)
+    monkeypatch.setattr(local._RequestPlace, "write", held)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     sender.save(SaveKv("a", 1, 1), sender.part(POSITIONS, POSITIONS))
     assert begun.wait(5.0)
@@ -191,7 +190,7 @@ def test_where_the_system_refuses_bodies_travel_with_their_notes(
         raise OSError("none left")
 
     sender, receiver = ends
-    monkeypatch.setattr(f"headway.runtime.kv_transfer.slab_memory.{call}", refuses)
+    monkeypatch.setattr(f"headway.runtime.kv_transfer.local.{call}", refuses)
     receiver.open("a", SLOTS, ((0, SLOTS),))
     sender.save(SaveKv("a", 1, 1), sender.part(POSITIONS, POSITIONS))
     receiver.until(lambda: bool(receiver.received))
@@ -201,7 +200,7 @@ def test_where_the_system_refuses_bodies_travel_with_their_notes(
 
 def offered(file: int, size: int, nonce: bytes = bytes(32)) -> SlabReader | None:
     try:
-        return SharedMemory().attach(slab_memory._ABOUT.pack(os.getpid(), file, size, nonce))
+        return SharedMemory().attach(local._ABOUT.pack(os.getpid(), file, size, nonce))
     finally:
         os.close(file)
 

@@ -9,8 +9,7 @@ import pytest
 from tests.helpers.hand_overs import prompt_of
 from tests.helpers.virtual_instances import Pair, VirtualInstance
 
-from headway.runtime.engine.instance_protocol import SpanTaskLost
-from headway.runtime.engine.protocol import AbortRequest
+from headway.runtime.engine.protocol import AbortRequest, SpanTaskLost
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 Make = Callable[[int, int], Pair]

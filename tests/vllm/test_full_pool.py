@@ -9,10 +9,9 @@ from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import Request
 from headway.policy.hosted.settings import VllmSettings
-from headway.sim.vllm.plugged import PluggedPolicy
-from headway.sim.vllm.scheduler import VllmScheduler
-from headway.sim.vllm.spec import VllmSpec
-from headway.sim.vllm.vllm_request import VllmRequestState
+from headway.sim.spec import VllmSpec
+from headway.sim.vllm.engine import PluggedPolicy
+from headway.sim.vllm.scheduler import VllmRequestState, VllmScheduler
 
 STEPS = 10_000
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from headway.core.request import Request, Slo
-from headway.policy.hosted.host_stats import HostStats, SloCounts
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.hosted.report import HostStats, SloCounts
+from headway.policy.iteration.requests import PrefillState
 
 
 def completed(name: str, slo: Slo, outputs: int = 11) -> tuple[PrefillState, SimpleNamespace]:

@@ -12,13 +12,13 @@ from tests.helpers.unit_latency import small_machine
 from headway.core.request import Request
 from headway.perf.latency.base import load_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.serving_overhead import ServingOverhead
-from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
-from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
+from headway.perf.latency.table import ServingOverhead
+from headway.policy.hosted.driver import ReservedKvPool
+from headway.policy.hosted.log import DriverLog, RecordingDriver
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
 from headway.policy.iteration.medha import MedhaConfig
-from headway.serving.load.live_calibration import overhead_of
+from headway.serving.load.calibration import overhead_of
 from headway.sim.calibration import host_s_of, scales_of
 from headway.sim.replay import replay
 

@@ -9,7 +9,7 @@ from tests.helpers.faults import small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.policy.hosted.prefill_report import PrefillReport
+from headway.policy.hosted.report import PrefillReport
 from headway.policy.iteration.config import SchedulerConfig
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli.main import main
-from headway.perf.latency.store import load
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import TableLatency, load
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"

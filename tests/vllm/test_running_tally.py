@@ -11,12 +11,11 @@ from tests.helpers.checked_tally import checked_decodes_of
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import Request
-from headway.policy.hosted.running_tally import RunningTally
+from headway.policy.hosted.driver import RunningTally
 from headway.policy.hosted.settings import VllmSettings
-from headway.sim.vllm.plugged import PluggedPolicy
-from headway.sim.vllm.scheduler import VllmScheduler
-from headway.sim.vllm.spec import VllmSpec
-from headway.sim.vllm.vllm_request import VllmRequestState
+from headway.sim.spec import VllmSpec
+from headway.sim.vllm.engine import PluggedPolicy
+from headway.sim.vllm.scheduler import VllmRequestState, VllmScheduler
 
 
 @settings(deadline=None, max_examples=40)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.hardware import ModelShape
+from headway.perf.latency.table import MachineRates, TableLatency, roofline
 from headway.vllm import step_profile
 
 LATENCY = roofline(

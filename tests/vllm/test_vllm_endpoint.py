@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from tests.helpers.faults import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.simulation import simulate
+from headway.sim.loop import simulate
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
 from headway.vllm.endpoint import PATH, WhyEndpoint

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from headway.core.request import Slo
-from headway.vllm.middleware import SloMiddleware, add_arguments
-from headway.vllm.slo import read_slo
+from headway.vllm.middleware import SloMiddleware, add_arguments, read_slo
 
 
 def call(headers: dict[bytes, bytes], parts: list[bytes]) -> tuple[list[MutableMapping[str, Any]], dict[str, Any]]:

@@ -13,15 +13,13 @@ import msgspec
 import pytest
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.models import MODELS
+from headway.perf.hardware import MODELS
 from headway.perf.latency.base import BatchLoad
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.store import save
+from headway.perf.latency.table import MachineRates, roofline, save
+from headway.policy.hosted.driver import ReservedKvPool, StepClock
 from headway.policy.hosted.gate import GatedQueueMethods
-from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
 from headway.policy.hosted.settings import VllmSettings, read_settings
-from headway.policy.hosted.step_clock import StepClock
-from headway.vllm import version_check
+from headway.vllm import plugin
 from headway.vllm.latency import EngineFacts, _best_s, latency_model, machine_rates, model_shape
 
 
@@ -125,21 +123,21 @@ def test_settings_name_what_is_wrong() -> None:
 
 
 def test_unknown_seams_are_refused_unless_they_are_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = dict(version_check.KNOWN["0.32.0"])
-    assert version_check.require_known(version_check.compare("0.32.0+cpu", known)) is None
-    changed = version_check.compare("0.99.0", {**known, "schedule": "other", "add_request": ""})
-    monkeypatch.delenv(version_check.TRY_ANYWAY, raising=False)
+    known = dict(plugin.KNOWN["0.32.0"])
+    assert plugin.require_known(plugin.compare("0.32.0+cpu", known)) is None
+    changed = plugin.compare("0.99.0", {**known, "schedule": "other", "add_request": ""})
+    monkeypatch.delenv(plugin.TRY_ANYWAY, raising=False)
     with pytest.raises(ConfigError, match=r"vLLM 0\.99\.0.*add_request \(missing\), schedule\..*Drop --scheduler-cls"):
-        version_check.require_known(changed)
-    monkeypatch.setenv(version_check.TRY_ANYWAY, "1")
-    assert "Going on" in (version_check.require_known(changed) or "")
+        plugin.require_known(changed)
+    monkeypatch.setenv(plugin.TRY_ANYWAY, "1")
+    assert "Going on" in (plugin.require_known(changed) or "")
 
 
 def test_a_missing_seam_has_no_digest() -> None:
     class Nothing:
         def schedule(self) -> None: ...
 
-    found = version_check.digests(Nothing)
+    found = plugin.digests(Nothing)
     assert found["schedule"]
     assert not found["update_from_output"]
 
@@ -186,7 +184,7 @@ def test_a_checkpoint_of_unknown_shape_is_taken_for_an_8b_model() -> None:
 
 def test_the_package_needs_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys, json; import headway.policy.hosted.driver, headway.vllm.latency, headway.vllm.version_check;"
+        "import sys, json; import headway.policy.hosted.driver, headway.vllm.latency, headway.vllm.plugin;"
         "import headway.vllm; headway.vllm.SloMiddleware;"
         "print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     )

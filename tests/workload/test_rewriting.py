@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.rewriting import RULES, rewrite, with_long_share
+from headway.sim.workload.transforms import RULES, rewrite, with_long_share
 
 PROMPTS = st.lists(st.integers(1, 15_000), min_size=1, max_size=60)
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from headway.sim.workload import TraceError, TraceRequest
-from headway.sim.workload.prompt_text import PromptText, TextPiece
-from headway.sim.workload.readers import read_trace
+from headway.sim.workload.traces import PromptText, TextPiece, read_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"

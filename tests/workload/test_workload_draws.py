@@ -8,10 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
-from headway.sim.workload.arrivals import ConstantArrivals, GammaArrivals, PoissonArrivals, arrivals
-from headway.sim.workload.lengths import FixedLengths, LogNormalLengths, MixtureLengths, QuantileLengths, UniformLengths
-from headway.sim.workload.presets import PRESETS, preset
-from headway.sim.workload.specs import parse_lengths, parse_tokens
+from headway.sim.workload.generate import (
+    PRESETS,
+    ConstantArrivals,
+    FixedLengths,
+    GammaArrivals,
+    LogNormalLengths,
+    MixtureLengths,
+    PoissonArrivals,
+    QuantileLengths,
+    UniformLengths,
+    arrivals,
+    parse_lengths,
+    parse_tokens,
+    preset,
+)
 
 N = 20_000
 

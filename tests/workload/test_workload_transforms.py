@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.sim.workload import TraceRequest, transforms
-from headway.sim.workload.arrivals import ConstantArrivals
+from headway.sim.workload.generate import ConstantArrivals
 
 REQUESTS = st.lists(
     st.builds(TraceRequest, st.integers(0, 50).map(float), st.integers(0, 10**6), st.integers(0, 5000)), max_size=30

@@ -12,16 +12,14 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.core.settings import resolve
 from headway.perf.latency.groups import GroupShape
-from headway.runtime.build import dry_run
-from headway.runtime.build.cluster_dry_run import LONG_EVERY, OUTPUT, prompt_lengths
-from headway.runtime.build.measured_cluster import InstanceMeasurement, cluster_plan, measurement
+from headway.runtime.assembly import dry_run
+from headway.runtime.assembly.cluster import InstanceMeasurement, cluster_plan, measurement
+from headway.runtime.assembly.dry_run import LONG_EVERY, OUTPUT, prompt_lengths
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file, first_of, model_of, workload_of
-from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.numerics import settle
-from headway.serving.cluster_settings import instance_configs, shared_cores
-from headway.serving.model_folder import model_folder
-from headway.serving.serve_settings import ServeSettings
-from headway.sim.cluster.measured import MeasuredCluster
+from headway.runtime.engine.config import EngineConfig, settle
+from headway.serving.launch import model_folder
+from headway.serving.serve_settings import ServeSettings, instance_configs, shared_cores
+from headway.sim.cluster.build import MeasuredCluster
 from headway.sim.scenario import ClusterSection, MemorySection, ModelSection, PoolSection, PrefixCacheSection, Scenario
 from headway.sim.sweep import ParsedScenario
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError, RequestError
-from headway.core.sampling import SamplingParams, TokenLogprobs
+from headway.core.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from headway.runtime.engine.protocol import FinishReason, OutputDelta
@@ -63,10 +63,10 @@ class LLM:
         computed from where they differ. `scheduler` holds fields of `SchedulerConfig`, such as `policy="fcfs"` or
         `t_target_s=0.1`. Raises ConfigError or CheckpointError when the model cannot be loaded or does not fit.
         """
-        from headway.runtime.engine.numerics import settle
+        from headway.runtime.engine.config import settle
 
         settle()  # works only before torch is first imported
-        from headway.runtime.build.engine import assemble
+        from headway.runtime.assembly.engine import assemble
         from headway.runtime.embedded import model_path
         from headway.runtime.engine.config import EngineConfig
         from headway.serving.tokenizer import ModelTokenizer

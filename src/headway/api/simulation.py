@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.sim.metrics import RequestRecord
-from headway.sim.metrics.definitions import e2e_s, is_good, queueing_s, tbt_s, tpot_s, ttft_s
-from headway.sim.result import SimResult
-from headway.sim.result_json import run_json
+from headway.sim.metrics import RequestRecord, e2e_s, is_good, queueing_s, tbt_s, tpot_s, ttft_s
+from headway.sim.result import SimResult, run_json
 from headway.sim.scenario import Scenario
 from headway.sim.sweep import ParsedScenario, scenario_point, with_field
 

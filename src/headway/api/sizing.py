@@ -23,10 +23,10 @@ def fitted_latency(device: str, model: str, *, tp: int = 1, stages: int = 1) -> 
 
 def measured_latency(profile: str | Path) -> LatencyModel:
     """Return the latency model of a file that `headway profile` wrote. Raises ConfigError when it is not one."""
-    from headway.perf.latency import store
-    from headway.perf.latency.table_latency import TableLatency
+    from headway.perf.latency import table
+    from headway.perf.latency.table import TableLatency
 
-    return TableLatency(store.load(Path(profile), None))
+    return TableLatency(table.load(Path(profile), None))
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError
-from headway.core.settings import flag_of, resolve
+from headway.core.settings import add_options, environment, flag_of, given_flags, resolve
 from headway.core.strict_yaml import read_yaml
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
-from headway.runtime.engine.config import RAY_ADDRESS_NEEDED
-from headway.runtime.engine.numerics import settle
-from headway.serving.cluster_settings import instance_configs, shared_cores
-from headway.serving.model_folder import model_folder
-from headway.serving.serve_settings import ServeSettings, group_of
+from headway.runtime.engine.config import RAY_ADDRESS_NEEDED, settle
+from headway.serving.launch import model_folder
+from headway.serving.serve_settings import ServeSettings, group_of, instance_configs, shared_cores
 from headway.serving.settings import EndpointSettings
 
 
@@ -49,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         _dry_run(file, where, model, settings)
         return 0
     if arguments.replay is not None:
-        from headway.runtime.build.cluster_replay import replay_log
+        from headway.runtime.assembly.cluster import replay_log
 
         outcome, same = replay_log(file, model, arguments.replay)
         print(outcome)
@@ -83,9 +80,9 @@ def _serve_http(file: ClusterFile, where: str, arguments: argparse.Namespace) ->
 def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings) -> None:
     settle()
     configs = instance_configs(file, where, model, settings)
-    from headway.runtime.build.cluster_dry_run import report
+    from headway.runtime.assembly.dry_run import cluster_report
 
     for warning in shared_cores(file, configs):
         print(f"warning: {warning}\n")
-    for part in report(file, model, configs):
+    for part in cluster_report(file, model, configs):
         print(part, flush=True)

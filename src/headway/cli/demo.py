@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.serving.load.arguments import tokens
 from headway.serving.load.client import LoadRequest, text_prompt
 from headway.serving.load.command import end_like_ctrl_c
-from headway.serving.load.convoy import ConvoyPlan, ConvoyRun, PromptSource
-from headway.serving.load.convoy_json import convoy_json
-from headway.serving.load.policies import parse_policies
-from headway.serving.load.served import ServerUnderTest, report, serve_and_measure
-from headway.serving.load.server_process import SERVE
+from headway.serving.load.convoy import (
+    SERVE,
+    ConvoyPlan,
+    ConvoyRun,
+    PromptSource,
+    ServerUnderTest,
+    convoy_json,
+    parse_policies,
+    report,
+    serve_and_measure,
+)
+from headway.serving.load.prompts import tokens
 from headway.sim.report.tables import duration
 from headway.sim.report.tables import tokens as spell
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from headway import __version__
 from headway.cli.command_parser import CommandParser
 from headway.core.errors import HeadwayError
-from headway.core.operating_system import require_linux
+from headway.core.machine import require_linux
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("headway.cli.serve", "serve a model to OpenAI clients"),
@@ -102,7 +102,7 @@ def _run(words: list[str]) -> int:
     if chosen in LINUX_ONLY and not {"-h", "--help"} & set(words):
         require_linux(f"`headway {chosen}`")
     if chosen == words[0] and _starts_engines(words):
-        from headway.runtime.launcher.engine_template import start_early
+        from headway.runtime.launcher.standby import start_early
 
         start_early()  # what takes longest, beside this command's own imports
         gc.disable()  # until there is a server: collections beside imports take a tenth of them
@@ -129,7 +129,7 @@ def _starts_engines(words: list[str]) -> bool:
     plain = not any(word.startswith(others) or "-parallel-size" in word for word in words)
     if words[0] not in ("serve", "cluster") or not plain or "HEADWAY_STANDBY" in os.environ:
         return False
-    from headway.perf.hardware.device import has_driver
+    from headway.perf.device import has_driver
 
     return not has_driver()
 
@@ -178,7 +178,7 @@ def _guarded(run: Callable[[], int]) -> int:
     finally:
         gc.enable()
         # Not imported: nothing was started.
-        if (templates := sys.modules.get("headway.runtime.launcher.engine_template")) is not None:
+        if (templates := sys.modules.get("headway.runtime.launcher.standby")) is not None:
             templates.discard_early()
 
 

@@ -12,9 +12,8 @@ from typing import IO, TYPE_CHECKING
 from headway.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.planning.error_bars import PlanErrorBars
     from headway.planning.question import PlanQuestion
-    from headway.planning.search import PlanResult
+    from headway.planning.search import PlanErrorBars, PlanResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(result_json(result, bars)), indent=1) + b"\n")
     else:
-        from headway.planning.tables import plan_report
+        from headway.planning.answer import plan_report
         from headway.sim.report.tables import show
 
         show(plan_report(result, bars))
@@ -80,12 +79,10 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
 
 
 def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[PlanResult, PlanErrorBars | None]:
-    from headway.cli.options import processes_of
+    from headway.core.settings import processes_of
     from headway.planning.answer import measure_line, question_line, read_measures
-    from headway.planning.error_bars import error_bars
-    from headway.planning.measure_runner import MeasureRunner
-    from headway.planning.search import PlanSearch
-    from headway.planning.simulate import CandidateMeasure, SimulationJob
+    from headway.planning.search import PlanSearch, error_bars
+    from headway.planning.simulate import CandidateMeasure, MeasureRunner, SimulationJob
     from headway.sim.report.progress import RunProgress
 
     jobs = processes_of(arguments.jobs)

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.serving.load.endpoint import ask, first_model, server_root
+    from headway.serving.load.client import ask, first_model, server_root
     from headway.sim.report.progress import StepBar
 
     root = server_root(arguments.url)

@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.cli.options import add_options, environment, given_flags
 from headway.core.errors import ConfigError, HeadwayError
-from headway.core.output_file import check_outputs
-from headway.core.settings import resolve
-from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.numerics import settle
-from headway.serving.model_folder import model_folder
+from headway.core.files import check_outputs
+from headway.core.settings import add_options, environment, given_flags, resolve
+from headway.runtime.engine.config import EngineConfig, settle
+from headway.serving.launch import model_folder
 from headway.serving.serve_settings import EngineSettings
 
 HEADLINE_PROMPTS = (2048, 16384)
@@ -24,7 +22,7 @@ HEADLINE_DEPTHS = (0, 2048, 16384, 131072)
 """Tokens of a document that are computed already, for its next chunk."""
 
 if TYPE_CHECKING:
-    from headway.perf.latency.table_latency import TableSource
+    from headway.perf.latency.table import TableSource
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     settle()
     check_outputs(arguments.out)
-    from headway.perf.latency import store
-    from headway.runtime.build.engine import build, profile_mark
+    from headway.perf.latency import table
+    from headway.runtime.assembly.engine import build, profile_mark
     from headway.runtime.executor import profiling
 
     built = build(config)
@@ -87,10 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         built.executor.close()
     print(f"measured for {time.perf_counter() - started:.1f} s: {source.fingerprint}")
     # Saved before the live calibration, whose failure must not lose the measurement.
-    path = arguments.out or store.default_path(mark)
-    store.save(source, path)
+    path = arguments.out or table.default_path(mark)
+    table.save(source, path)
     if arguments.serve_for > 0:
-        from headway.serving.load.live_calibration import calibrate_live
+        from headway.serving.load.calibration import calibrate_live
 
         try:
             source, iterations = calibrate_live(
@@ -99,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         except HeadwayError as error:
             print(f"headway: warning: could not serve, so the table is as measured: {error}", file=sys.stderr)
         else:
-            store.save(source, path)
+            table.save(source, path)
             print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
             if source.serving is not None:
                 print(f"a server adds {source.serving.words()}")
@@ -116,11 +114,11 @@ def headline(source: TableSource, most: int) -> list[str]:
     most: tokens that the KV cache holds; depths beyond it are left out.
     """
     from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
-    from headway.perf.latency.error_band import prefill_band
+    from headway.perf.latency.fitted import prefill_band
     from headway.perf.latency.prefill_cache import PrefillCache
-    from headway.perf.latency.table_latency import TableLatency
+    from headway.perf.latency.table import TableLatency
+    from headway.policy.iteration.budget import reference_aim_s
     from headway.policy.iteration.config import SchedulerConfig
-    from headway.policy.iteration.efficient_chunks import reference_aim_s
 
     latency, config = TableLatency(source), SchedulerConfig()
     aim_s = reference_aim_s(config, latency)

@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result.to_json()), indent=1))
     if arguments.save is not None:
-        from headway.perf.latency import store
-        from headway.serving.load.live_calibration import learned_table, overhead_of
+        from headway.perf.latency import table
+        from headway.serving.load.calibration import learned_table, overhead_of
 
         source, _ = learned_table(replayed.table.source, replayed)
         serving = overhead_of(replayed, ())
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
             seen = serving.with_way_of(source.serving) if source.serving.request_s else serving
             woken = sum(each.woken_s is not None for each in replayed.batches)
             serving = seen.with_unmeasured_of(source.serving, woken)
-        store.save(msgspec.structs.replace(source, serving=serving), arguments.save)
+        table.save(msgspec.structs.replace(source, serving=serving), arguments.save)
     return 1 if replayed.differences else 0

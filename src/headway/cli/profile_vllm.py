@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs
+from headway.core.files import check_outputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import argparse
 
-from headway.cli.options import add_options, environment, given_flags
-from headway.cli.start_settings import StartSettings
+from pydantic import Field
+
 from headway.core.errors import ConfigError
-from headway.core.settings import print_config, resolve
-from headway.runtime.engine.numerics import settle
-from headway.serving.model_folder import is_hub_id, model_folder
-from headway.serving.serve_settings import group_of
+from headway.core.settings import Text, add_options, environment, given_flags, print_config, resolve
+from headway.runtime.engine.config import settle
+from headway.serving.launch import is_hub_id, model_folder
+from headway.serving.serve_settings import ServeSettings, group_of
+
+
+class StartSettings(ServeSettings):
+    """What an operator may set about `headway serve`."""
+
+    model: Text | None = Field(
+        None, description="the same as MODEL, for the environment and the file", json_schema_extra={"metavar": "MODEL"}
+    )
+    revision: Text | None = Field(None, description="branch, tag or commit of a hub id in the local cache")
+    download_dir: Text | None = Field(
+        None, description="the local hub cache; default: that of HF_HUB_CACHE or HF_HOME. Nothing is downloaded"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = settings.engine_config(model)
     if arguments.dry_run:
         settle()
-        from headway.runtime.build.dry_run import report
+        from headway.runtime.assembly.dry_run import report
         from headway.serving.launch import load_tokenizer
 
         load_tokenizer(model, settings.server_settings())

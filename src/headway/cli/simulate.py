@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs, write_output
+from headway.core.files import check_outputs, write_output
 
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> dict[str, Any]:
     """Read the scenario file and apply `--set` and `--seeds`. Raises ConfigError."""
-    from headway.cli.options import seeds_of
+    from headway.core.settings import seeds_of
     from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
 
@@ -100,10 +100,10 @@ def _read(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
-    from headway.cli.options import processes_of
+    from headway.core.settings import processes_of
     from headway.sim.report.progress import RunProgress
     from headway.sim.report.tables import show, simulation_report
-    from headway.sim.result_json import document
+    from headway.sim.result import document
     from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
 
     jobs = processes_of(arguments.jobs)
@@ -151,14 +151,14 @@ def _parser(path: Path, data: dict[str, Any]) -> ParsePoint:
     if "pools" not in data:
         return scenario_point
     from headway.api.cluster_scenario import ClusterScenarios
-    from headway.cli.options import environment
+    from headway.core.settings import environment
 
     return ClusterScenarios(path, environment()).parse
 
 
 def _band_line(point: SweepPoint, swept: bool) -> str:
     """Return the error bars of a stage's latency model, for prompts of two lengths."""
-    from headway.perf.latency.error_band import prefill_band
+    from headway.perf.latency.fitted import prefill_band
     from headway.sim.build import latency_of, layout_of, named
 
     long = 131_072
@@ -184,7 +184,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
     """Return the detail to keep of the first run, for the output files that show it; None without such a file."""
-    from headway.core.event_log import event_sink
+    from headway.core.logs import event_sink
     from headway.sim.build import RunDetail
 
     shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt, arguments.event_log)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,10 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     import sys
 
     from headway.cli.trace import of_an_engine
-    from headway.core.ports import check_port
-    from headway.serving.live.cluster_recording import ClusterRecording
-    from headway.serving.live.engine_recording import EngineRecording
-    from headway.serving.live.watch import serve
+    from headway.core.machine import check_port
+    from headway.serving.live.watch import ClusterRecording, EngineRecording, serve
     from headway.sim.cluster_log import is_cluster_log, read_cluster
     from headway.sim.replay import read_log, replay
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs, write_output
+from headway.core.files import check_outputs, write_output
 
 if TYPE_CHECKING:
     from headway.sim.counterfactual import CounterfactualOutcome
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headway.sim.report.plots import check_picture
-    from headway.sim.report.why_text import why_json, why_text
+    from headway.sim.report.why import why_json, why_text
 
     check_outputs(arguments.json)
     check_picture(arguments.picture)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write_output(arguments.json, body)
     if arguments.picture is not None:
-        from headway.sim.report.why_picture import draw_why
+        from headway.sim.report.why import draw_why
 
         draw_why(told, arguments.picture)
     return 0
@@ -72,7 +72,7 @@ def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, lis
     if arguments.url is not None:
         return _asked(arguments)
     if is_cluster_log(arguments.log):
-        from headway.serving.live.cluster_recording import ClusterRecording
+        from headway.serving.live.watch import ClusterRecording
 
         if arguments.under:
             raise ConfigError("--under simulates the log of one engine, not of a cluster")
@@ -89,8 +89,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[RequestExplanation, list[Coun
     """Return the explanation of a running server."""
     from urllib.parse import quote, urlencode
 
-    from headway.serving.load.endpoint import ask, server_root
-    from headway.sim.report.why_text import why_of
+    from headway.serving.load.client import ask, server_root
+    from headway.sim.report.why import why_of
 
     under = urlencode([("under", setting) for setting in arguments.under])
     url = f"{server_root(arguments.url)}/v1/requests/{quote(arguments.request, safe='')}/why?{under}"

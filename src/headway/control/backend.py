@@ -12,12 +12,9 @@ from typing import Protocol
 
 import msgspec
 
-from headway.control.controlled_request import ControlledRequest
-from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import KvSlice
-from headway.core.request import Request
-from headway.core.span import Phase, Span
-from headway.policy.placement.capabilities import ALL_CAPABILITIES, Capability
+from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
+from headway.core.request import Phase, Request, Span
+from headway.policy.placement.contract import ALL_CAPABILITIES, Capability
 
 
 class ActionImpossible(Exception):  # noqa: N818 - caught where it is raised for

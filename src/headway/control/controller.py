@@ -15,21 +15,25 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from headway.control.backend import ActionImpossible, InstanceBackend
-from headway.control.capability_check import check_capable
-from headway.control.controlled_request import ControlledRequest
-from headway.control.entry_starter import EntryStarter
-from headway.control.group_reservations import GroupReservations
-from headway.control.kv_migrations import KvMigrations
-from headway.control.queue_entries import SpanEntry
-from headway.control.residency import SchedulerResidency
-from headway.control.span_dispatcher import SpanDispatcher
+from headway.control.dispatch import (
+    EntryStarter,
+    GroupReservations,
+    KvMigrations,
+    SchedulerResidency,
+    SpanDispatcher,
+    check_capable,
+)
+from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.control.state import ControllerState
-from headway.control.transfer_queue import KvSlice
 from headway.core.errors import InvariantError
 from headway.core.request import Request
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
+    ALL_CAPABILITIES,
     Action,
     ActionRefused,
+    ClusterInstance,
+    ClusterSnapshot,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -50,8 +54,6 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.capabilities import ALL_CAPABILITIES
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot, ClusterState
 
 
 class ClusterController:

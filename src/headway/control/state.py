@@ -9,13 +9,8 @@ from contextlib import contextmanager
 import msgspec
 
 from headway.control.backend import ActionImpossible, InstanceBackend
-from headway.control.controlled_request import ControlledRequest
-from headway.control.instance_queues import InstanceQueues, QueueEntry
-from headway.control.queue_entries import SpanEntry
-from headway.control.timeline import FreeTimes
-from headway.control.transfer_queue import TransferQueue
-from headway.policy.placement.base import Event
-from headway.policy.placement.view import ClusterState
+from headway.control.entries import ControlledRequest, FreeTimes, InstanceQueues, QueueEntry, SpanEntry, TransferQueue
+from headway.policy.placement.contract import ClusterState, Event
 
 
 class ControllerState:

@@ -1,4 +1,6 @@
-"""Contents of one iteration. Made by `InstanceScheduler.schedule`, carried out by an executor, live or simulated.
+"""The contents of one iteration, the protocol of the executor that carries it out, and the protocol of clocks.
+
+Made by `InstanceScheduler.schedule`, carried out by an executor, live or simulated.
 
 Batches are deltas: decoding requests are a group that changes rarely, and KV changes are the block manager's operations
 since the previous batch, which an executor replays on its own block tables. Nothing here grows with context length.
@@ -12,9 +14,12 @@ Nothing here can be part of a cycle, so the collector need not look at it (`gc=F
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
+
+from headway.core.request import SamplingParams, TokenLogprobs
 
 KvVerb = Literal["reserve", "grow", "free", "reassign", "share", "evict"]
 
@@ -127,3 +132,116 @@ class RequestProgress(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Tokens accepted; 1 for a request that goes on."""
     finished: bool
     """Whether the request has ended (end token, length, stop): it takes part in no later batch."""
+
+
+# Protocol between the engine's loop, which decides, and the executor, which runs the model.
+#
+# Batches carry deltas only. A prompt is passed once (`admit`); after that an executor identifies a request by its id,
+# stores its tokens, and replays the KV operations of each batch on its own copy of the block tables. Called by the
+# engine only, not by policies or servers. Test double: `tests/engine/fake_executor.py`. The simulator has its own.
+
+
+class EmittedToken(NamedTuple):
+    """The token that an iteration drew for a request."""
+
+    request: str
+    token: int
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's second token and those after it, with the request's first token, where they were asked for."""
+
+
+class StepResult(NamedTuple):
+    """Result of a completed batch."""
+
+    batch_id: int
+    emitted: list[EmittedToken]
+    """One entry for each decode and each finished prompt."""
+    elapsed_s: float
+    """Measured seconds, of several stages or groups the slowest."""
+    stages: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """For each part of the batch: begin and end on each pipeline stage, seconds of CLOCK_MONOTONIC of the stage's
+    host. Empty: not measured. Of a batch that goes on with an interrupted chunk: only its own."""
+    interrupted: bool = False
+    """Whether an `interruptible` batch was stopped between layers: it emits nothing, and `elapsed_s` is so far."""
+
+
+class Executor(Protocol):
+    """Carries out batches in the order in which they are submitted."""
+
+    interrupts: Callable[[], bool] | None
+    """Asked between the layers of an `interruptible` batch whether to stop it, set by the engine's loop. None: such
+    batches are carried out like others, as by executors whose batches are computed in other processes."""
+
+    @property
+    def waits_on(self) -> tuple[Any, ...]:
+        """What a `zmq.Poller` may wait on while batches are in flight: `result` may then have something. Empty for an
+        executor that computes in `submit`."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the next batch would begin at once (stage 0 is free).
+
+        An earlier one could not include new requests."""
+
+    @property
+    def free(self) -> tuple[int, ...] | None:
+        """Of several KV groups, those whose first stage would begin a batch at once. None: all."""
+
+    def admit(
+        self,
+        request_id: str,
+        prompt: memoryview,
+        params: SamplingParams,
+        output: tuple[int, ...] = (),
+        kept: bool = False,
+    ) -> None:
+        """Register a request before its first batch: prompt (int32, little-endian, validated) and sampling settings.
+
+        `output`: tokens that it has generated elsewhere; batches count them as known. `kept`: KV stored here under its
+        id becomes its own."""
+
+    def submit(self, batch: Batch) -> None:
+        """Begin a batch. Requests that its KV operations free and that are `forget`-ed need no further care."""
+
+    def result(self, timeout_s: float | None) -> StepResult | None:
+        """The next finished batch, in order; None when none finished within `timeout_s`. Raises LostError until
+        `recover`, whether batches are in flight or not; no other method does."""
+
+    def recover(self) -> None:
+        """After a LostError: begin again, without KV and with nothing in flight. Live requests stay admitted, with what
+        they have generated. Until `accepts`, calls of `result` carry the restart on; it may be lost again."""
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended; its tokens may be dropped once batches in flight are done."""
+
+    def close(self) -> None:
+        """Free everything. Called once."""
+
+
+# Protocol of clocks. Functions take times as arguments; a component that must read one takes a `ClockProtocol`.
+#
+# Only the live engine and the server hold a real clock. Policies, block managers and latency models never do.
+
+
+class ClockProtocol(Protocol):
+    """Seconds on an absolute, monotonic axis."""
+
+    def now(self) -> float:
+        """The current time in seconds. Never falls."""
+
+
+class ManualClock:
+    """Clock that `advance` moves: for tests and the simulator."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move forward; raises ValueError on a negative step."""
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back by {-seconds} s")
+        self._now += seconds

@@ -1,4 +1,4 @@
-"""Settings of a command: one pydantic model from which flags, environment names, YAML keys and help come.
+"""Settings of a command: one pydantic model gives flags, environment names, YAML keys and help.
 
 A field's name is its key in the YAML file; the flag is the name with dashes (`flag_of`) and the environment variable is
 HEADWAY_ and the name in capitals (`variable_of`). Precedence: flag > environment > file > default. Which settings were
@@ -7,14 +7,20 @@ given, and did not come from a default, is pydantic's `model_fields_set`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import limit_words
+from headway.core.file_sections import distinct_seeds, limit_words
+from headway.core.parse import size, tokens
 
 _SECRETS = ("api_key", "admin_key")
 """Settings whose value is never printed."""
@@ -135,3 +141,151 @@ def _words(kind: str, item: Any) -> str:
     if words is not None:
         return words
     return f"{item['msg']} (got {item['input']!r})"
+
+
+# Types of settings as people write them: `port: WholeNumber`, `max_model_len: TokenCount | None`.
+#
+# A value comes as the text of a flag or of an environment variable, or as what YAML made of it. Each type turns it into
+# the Python value, or says in one clause why it cannot: `'x' is not a whole number`.
+
+
+def parsed_by(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """Parse with a function that raises ConfigError; pydantic collects ValueErrors only."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(validate)
+
+
+def boolean(value: Any) -> bool:
+    """Read true/false, yes/no, on/off or 1/0."""
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{value!r} is neither true nor false")
+
+
+def whole_number(value: Any) -> int:
+    """Read an integer; true is none, and 16.5 is not rounded to 16."""
+    if isinstance(value, bool) or (isinstance(value, float) and value % 1):
+        raise ConfigError(f"{value!r} is not a whole number")
+    try:
+        return int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ConfigError(f"{value!r} is not a whole number") from None
+
+
+def number(value: Any) -> float:
+    """Read a finite number; true is none."""
+    if isinstance(value, bool):
+        raise ConfigError(f"{value!r} is not a number")
+    try:
+        read = float(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ConfigError(f"{value!r} is not a number") from None
+    if not math.isfinite(read):
+        raise ConfigError(f"{value!r} is not a finite number")
+    return read
+
+
+def text_list(value: Any) -> tuple[str, ...]:
+    """Read `a,b`, `["a", "b"]` or a list of texts."""
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ConfigError(f"{value!r} is not a JSON list") from None
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else tuple(str(value).split(","))
+
+
+Flag = Annotated[bool, parsed_by(boolean)]
+WholeNumber = Annotated[int, parsed_by(whole_number)]
+Number = Annotated[float, parsed_by(number)]
+Text = Annotated[str, BeforeValidator(str)]
+TextList = Annotated[tuple[str, ...], parsed_by(text_list)]
+TokenCount = Annotated[int, parsed_by(tokens)]
+"""8192, 128k, 1M."""
+ByteSize = Annotated[int, parsed_by(size)]
+"""1073741824, 512MiB, 4G."""
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    model: type[SettingsModel],
+    leave_out: Collection[str] = (),
+    group_of: Callable[[str], str] = lambda name: "settings",
+) -> None:
+    """Add one flag per setting of `model`. Values stay text until `core.settings.resolve`.
+
+    group_of: title under which `--help` shows a setting, by its name.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, field in model.model_fields.items():
+        if name in leave_out:
+            continue
+        about = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        title = group_of(name)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        extra: dict[str, Any] = {"metavar": about.get("metavar", name.rsplit("_", 1)[-1].upper())}
+        if _is_boolean(field.annotation):
+            # A boolean flag may stand alone, or have a value: --flag, --flag false.
+            extra |= {"nargs": "?", "const": "true"}
+        elif "nargs" in about:
+            extra["nargs"] = about["nargs"]
+        # SUPPRESS leaves absent flags out of the namespace: `given_flags` tells them from defaults.
+        extra |= {"dest": name, "default": argparse.SUPPRESS, "help": _help_text(field)}
+        groups[title].add_argument(flag_of(name), **extra)
+        if _is_boolean(field.annotation):
+            no = flag_of(f"no_{name}")
+            parser.add_argument(
+                no, action="store_const", const="false", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+
+
+def _help_text(field: FieldInfo) -> str:
+    """Return a setting's help: its description, and its default where the description does not say it."""
+    text, default = str(field.description), field.default
+    if default not in (None, ()) and "default" not in text.lower():
+        text += f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+    # argparse expands % in help texts.
+    return text.replace("%", "%%")
+
+
+def given_flags(model: type[SettingsModel], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings given on the command line, by name."""
+    given = {name: getattr(arguments, name) for name in model.model_fields if hasattr(arguments, name)}
+    return {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Read the value of `--seeds`, such as 0,1,2. Raises ConfigError for what is no seed and for repeated ones."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(f"--seeds {text!r}: write whole numbers from 0, such as 0,1,2")
+    try:
+        return distinct_seeds(tuple(int(word) for word in words))
+    except ValueError as error:
+        raise ConfigError(f"--seeds {text!r}: {error}") from None
+
+
+def processes_of(jobs: int) -> int:
+    """Return the number of processes that `--jobs` asks for; 0: one a core. Raises ConfigError below 0."""
+    if jobs < 0:
+        raise ConfigError(f"--jobs must be 0 (one process a core) or more, not {jobs}")
+    return jobs or os.cpu_count() or 1
+
+
+def environment() -> Mapping[str, str]:
+    """Return the process's environment variables; replaced in tests."""
+    return os.environ
+
+
+def _is_boolean(annotation: Any) -> bool:
+    return annotation is bool or any(_is_boolean(each) for each in get_args(annotation))

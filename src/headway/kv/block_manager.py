@@ -1,4 +1,5 @@
-"""KV accounting of one group: reserve → lease → grow → free, and `check()`.
+"""KV accounting of one group: reserve, lease, grow, free, and a `check()` of all of it. KV shards of long requests
+(KVP) are leases of other groups' block managers.
 
 A scheduler reserves here before it commits a batch; executors replay the operations. With a `PrefixCache`, blocks of
 requests that ended stay in the pool until room is needed, and requests with the same prefix share them by reference.
@@ -7,10 +8,11 @@ requests that ended stay in the pool until room is needed, and requests with the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from headway.core.batch import KvOp, KvVerb
 from headway.core.errors import ConfigError, InvariantError
-from headway.kv.block_allocator import BlockTables, Run, joined_runs, without_runs
+from headway.kv.allocator import BlockTables, Run, joined_runs, without_runs
 from headway.kv.prefix_cache import PrefixCache
 from headway.kv.prefix_index import PrefixNode
 
@@ -44,7 +46,7 @@ _RESERVED_PART = 64
 class BlockManager:
     """Leases on a pool of blocks of `block_tokens` tokens. Every change is also kept as a `KvOp` until `drain_ops`."""
 
-    # For the iteration policy (`policy.iteration.kv_pool.KvPool`).
+    # For the iteration policy (`policy.iteration.admission.KvPool`).
     holders_grow = True
 
     def __init__(
@@ -117,7 +119,7 @@ class BlockManager:
         return self._leases[request]
 
     def pledge(self, request: str, tokens: int, headroom_blocks: int = 0) -> bool:
-        """Reserve a lease for the iteration policy (`policy.iteration.kv_pool.KvPool`)."""
+        """Reserve a lease for the iteration policy (`policy.iteration.admission.KvPool`)."""
         return self.reserve(request, tokens, headroom_blocks) is not None
 
     def reserve(self, request: str, tokens: int, headroom_blocks: int = 0, start: int = 0) -> KvLease | None:
@@ -305,3 +307,19 @@ def _numbers(runs: Iterable[Run], behind: int = 0) -> list[int]:
         behind -= skipped
         blocks += range(first + skipped, first + count)
     return blocks
+
+
+# KV shards of long requests in groups that no longer compute their rows (Medha §3.3, KVP).
+#
+# A request starts in one group. When its share there is full, another group takes over its rows and begins a new shard;
+# shards are in order, adjacent, and never change afterwards. Each is a lease of its group's block manager.
+
+
+class KvShardLease(NamedTuple):
+    """Tokens [start, start + tokens) of a request, leased from the block manager of `group`."""
+
+    group: int
+    block_manager: BlockManager
+    lease: KvLease
+    start: int
+    tokens: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from typing_extensions import override
+
 from headway.core.errors import ConfigError
 
 
@@ -25,7 +27,7 @@ class EvictionPolicy(Protocol):
         """Note that a block of this rank was evicted."""
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionPolicy):
     """Evict the block that has been unused for longest."""
 
     name = "lru"
@@ -33,20 +35,21 @@ class LeastRecentlyUsed:
     def __init__(self) -> None:
         self._uses = 0
 
+    @override
     def stamp(self) -> float:
-        """See `EvictionPolicy`."""
         self._uses += 1
         return float(self._uses)
 
+    @override
     def rank(self, stamp: float, depth: int) -> float:
-        """See `EvictionPolicy`."""
         return stamp
 
+    @override
     def evicted(self, rank: float) -> None:
-        """See `EvictionPolicy`."""
+        pass
 
 
-class CostAware:
+class CostAware(EvictionPolicy):
     """Evict the block that is cheapest to compute again, discounted by how long it has been unused.
 
     GreedyDual (Young 1994; GreedyDual-Size, Cao and Irani, USITS 1997): a block's rank is the seconds that computing
@@ -62,16 +65,16 @@ class CostAware:
         # Rank of the last evicted block: what unused blocks have aged by.
         self._age = 0.0
 
+    @override
     def stamp(self) -> float:
-        """See `EvictionPolicy`."""
         return self._age
 
+    @override
     def rank(self, stamp: float, depth: int) -> float:
-        """See `EvictionPolicy`."""
         return stamp + self._block_s(depth)
 
+    @override
     def evicted(self, rank: float) -> None:
-        """See `EvictionPolicy`."""
         self._age = max(self._age, rank)
 
 

@@ -1,4 +1,4 @@
-"""Prefix cache of one block manager: which cached blocks each request would share, and how that changes as it waits.
+"""Prefix cache of one block manager: which cached blocks each request would share, and which are pinned.
 
 A request that waits holds nothing, so that cached blocks never keep others from being admitted: its hit grows as other
 requests compute the same prefix, and shrinks as blocks are evicted. Only changes are looked at: each waiting request is
@@ -7,13 +7,44 @@ found under the node where its match ends and under the key that would extend it
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
-from headway.kv.block_allocator import Run, joined
+from headway.kv.allocator import Run, joined
 from headway.kv.eviction import EvictionPolicy
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
-from headway.kv.prefix_pins import PrefixPins
+
+
+class PrefixPins:
+    """Pins on the prefixes of one index."""
+
+    def __init__(self, index: PrefixIndex, changed: Callable[[], None]) -> None:
+        """changed: called when a pin has changed which blocks are in use."""
+        self._index, self._changed = index, changed
+        # Ends of pinned prefixes, oldest pin first.
+        self._tips: dict[str, PrefixNode] = {}
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Blocks of each pinned prefix, oldest pin first; blocks that several share count in each."""
+        return {name: tip.depth for name, tip in self._tips.items()}
+
+    def pin(self, name: str, keys: Sequence[Hashable]) -> int:
+        """Keep the cached prefix of a text from eviction until `unpin`. Return how many of its blocks are cached."""
+        tip = self._tips[name] = self._index.match(keys)
+        self._changed()
+        self._index.acquire(tip)
+        return tip.depth
+
+    def unpin(self, name: str) -> bool:
+        """Let a pinned prefix be evicted. False: there is none of this name."""
+        tip = self._tips.pop(name, None)
+        if tip is None:
+            return False
+        self._changed()
+        self._index.release(tip)
+        return True
+
 
 K = TypeVar("K", bound=Hashable)
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import InvariantError
-from headway.kv.block_allocator import Run
+from headway.kv.allocator import Run
 from headway.kv.eviction import EvictionPolicy
 
 _UNLISTED = -1

@@ -1,4 +1,7 @@
-"""How long things take: hardware data sheets and latency models.
+"""How long things take: data sheets of hardware, and latency models.
 
-Policies and simulators ask this package for predicted seconds; nothing here measures or waits.
+Start with `hardware`, `latency.base` and `latency.table`.
+
+1. Policies and simulators ask this package for predicted seconds; nothing here measures, waits or reads a clock.
+2. FLOPs and bytes are exact counts; rates are divided by at the end.
 """

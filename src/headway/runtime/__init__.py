@@ -1,7 +1,10 @@
 """The native engine and its clusters: all that computes tokens with torch, sockets, processes and a wall clock.
 
-An instance is an `engine` (scheduling loop and its process) over an `executor` (ranks that run a `model` with an
-`attention` backend). A `cluster` is several instances behind one controller, started by the `launcher`, with KV moved
-between them by `kv_transfer` and long prompts computed on several of them by `sequence_parallel`. `build` composes all
-of it from settings.
+Start with `engine.core` (schedule, execute, update), `executor.worker` (a batch on a model) and `cluster.driver` (the
+controller over live instances).
+
+1. An instance is an `engine` over an `executor` that runs a `model` with an `attention` backend; `assembly` composes
+   it, `launcher` starts its processes, `kv_transfer` and `sequence_parallel` join several of them.
+2. The server's process and the engine's loop never import torch where ranks are processes of their own.
+3. A lost process loses no request: its requests are computed again from the tokens that clients have.
 """

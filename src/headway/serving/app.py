@@ -3,40 +3,283 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from array import array
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from headway.core.errors import HeadwayError
-from headway.runtime.engine.protocol import EngineClient
-from headway.serving import contexts, instances, operations, recovered_requests, tokens
-from headway.serving.access_control import AccessControl
+from headway.core.errors import HeadwayError, OverloadedError, RequestError, UnavailableError
+from headway.policy.placement.contract import RateTable
+from headway.runtime.cluster.instances import ImprovementRateAdmin, InstanceAdmin
+from headway.runtime.engine.protocol import EngineClient, EngineInfo
+from headway.serving import contexts, recovery
+from headway.serving.access import AccessControl, AuthMiddleware
 from headway.serving.answer import answer
-from headway.serving.auth_middleware import AuthMiddleware
-from headway.serving.body import BodyReader
-from headway.serving.chat import ChatFormat, parse_chat
-from headway.serving.completions import CompletionFormat, parse_completion
-from headway.serving.context import ServerContext
-from headway.serving.errors import ApiError, as_api_error, error_response
+from headway.serving.context import ServerContext, context
+from headway.serving.errors import ApiError, as_api_error, error_response, json_response
+from headway.serving.formats import (
+    ChatFormat,
+    CompletionFormat,
+    ResponseBody,
+    ResponseFormat,
+    parse_chat,
+    parse_completion,
+    parse_response,
+    render_prompt,
+)
 from headway.serving.home_page import HOME_HEADERS, home_page
+from headway.serving.jobs import BodyReader, PromptReader, RequestContext, read_model
 from headway.serving.journal import RequestJournal
 from headway.serving.live import pages
-from headway.serving.live.server_feed import ServerFeed
-from headway.serving.metrics import ServerMetrics
-from headway.serving.request_bodies import ChatBody, CompletionBody, body_schema
-from headway.serving.request_tracing import open_tracer
-from headway.serving.response_format import ResponseBody, ResponseFormat, parse_response
+from headway.serving.live.feed import ServerFeed
+from headway.serving.metrics import ServerMetrics, StatusLine
+from headway.serving.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    body_schema,
+    read_body,
+)
 from headway.serving.settings import ServerSettings
-from headway.serving.status_line import StatusLine
 from headway.serving.tokenizer import ModelTokenizer
+from headway.serving.tracing import open_tracer
 
 router = APIRouter()
+# The API wants a creation time of the model; its files' times are not known here.
+_STARTED = int(time.time())
+
+
+@router.get("/v1/models", response_model=None, summary="The model, under each name it is served by")
+async def models(request: Request) -> Response:
+    """`max_model_len` tells clients how long prompt and answer may be together."""
+    server = context(request)
+    info = server.info()
+    return json_response({"object": "list", "data": [_model(name, info) for name in server.models()]})
+
+
+@router.get("/v1/models/{name:path}", response_model=None, summary="The model under one of its names")
+async def model(request: Request) -> Response:
+    """404 for a name that it does not have. Names may hold slashes."""
+    server = context(request)
+    name: str = request.path_params["name"]
+    if name not in server.models():
+        raise ApiError(404, f"the model {name[:200]!r} does not exist here; this server has {server.models()[0]!r}")
+    return json_response(_model(name, server.info()))
+
+
+def _model(name: str, info: EngineInfo) -> dict[str, Any]:
+    return {
+        "id": name, "object": "model", "created": _STARTED, "owned_by": "headway", "root": info.model,
+        "parent": None, "max_model_len": info.max_model_len,
+    }  # fmt: skip
+
+
+@router.get("/health", response_model=None, summary="Live: 503 only when the engine is lost for good")
+async def health(request: Request) -> Response:
+    """For a liveness probe: while starting, recovering or draining the process is well. `recoveries` counts losses of
+    workers, `engine_restarts` those of the engine's own process, since the server started."""
+    engine = context(request).engine
+    stats = engine.stats
+    content = {
+        "status": engine.state,
+        "recoveries": stats.recoveries_total,
+        "engine_restarts": stats.engine_restarts_total,
+    }
+    # Draining and recovering are not failures: a restart by the probe would lose accepted requests.
+    return json_response(content, 503 if engine.state == "lost" else 200)
+
+
+@router.get("/ready", response_model=None, summary="Ready: 200 when new requests are taken, 503 otherwise")
+async def ready(request: Request) -> Response:
+    """For a readiness probe or a load balancer. While workers or the engine start again it says so: requests that come
+    all the same wait until they have. While a full disk or a full queue refuses new requests it says which."""
+    try:
+        server = context(request)
+        server.info()
+        if server.engine.state == "recovering":
+            raise UnavailableError("workers are lost and start again; what was accepted goes on afterwards", 1.0)
+        server.check_room(None)
+    except (OverloadedError, UnavailableError) as error:
+        # A probe needs to know that it is no time for requests, not why.
+        refusal = as_api_error(error)
+        return error_response(ApiError(503, str(error), headers=refusal.headers))
+    return json_response({"status": "ready"})
+
+
+@router.get("/version", response_model=None, summary="The server's version")
+async def show_version(request: Request) -> Response:
+    """The installed package's."""
+    return json_response({"version": package_version()})
+
+
+@router.get("/metrics", response_model=None, summary="Prometheus metrics")
+async def metrics(request: Request) -> Response:
+    """Text format 0.0.4."""
+    return Response(context(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def package_version() -> str:
+    """Return the installed version, or 'unknown' when run from a bare source tree."""
+    try:
+        return version("headway")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@router.post("/tokenize", response_model=None, openapi_extra=body_schema(TokenizeBody), summary="Text to token ids")
+async def tokenize(request: Request) -> Response:
+    """`prompt` (text, with the special tokens that completions add) or `messages` (through the chat template)."""
+    return await context(request).parse(request, _tokenize)
+
+
+@router.post("/detokenize", response_model=None, openapi_extra=body_schema(DetokenizeBody), summary="Token ids to text")
+async def detokenize(request: Request) -> Response:
+    """`tokens` as text, special tokens included; at most as many as the model's context holds."""
+    return await context(request).parse(request, _detokenize)
+
+
+# Both build the response too: a million ids as JSON would keep the event loop for some 20 ms.
+def _tokenize(fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader) -> Response:
+    _check_model(fields, asked)
+    body = read_body(TokenizeBody, fields)
+    # Messages win when both are given.
+    if body.messages is not None:
+        prompt = render_prompt(body, body.messages, prompts)
+    elif body.prompt is not None:
+        prompt = prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        raise RequestError("'prompt' (text) or 'messages' is required", "prompt")
+    tokens = array("i", prompt.data.tobytes()).tolist()
+    answer: dict[str, Any] = {"count": prompt.tokens, "max_model_len": asked.info.max_model_len, "tokens": tokens}
+    if body.return_token_strs:
+        answer["token_strs"] = [_shown(prompts.tokenizer, token) for token in tokens]
+    return json_response(answer)
+
+
+def _detokenize(fields: Mapping[str, Any], asked: RequestContext, prompts: PromptReader) -> Response:
+    _check_model(fields, asked)
+    ids = prompts.token_ids(read_body(DetokenizeBody, fields).tokens, "tokens")
+    if not prompts.tokenizer.has_text:
+        raise RequestError("this model has no tokenizer", "tokens")
+    return json_response({"prompt": prompts.tokenizer.decode(ids)})
+
+
+def _check_model(fields: Mapping[str, Any], asked: RequestContext) -> None:
+    """Validate the model's name where it is given; it is optional here. Raises RequestError or ApiError."""
+    if "model" in fields:
+        read_model(fields, asked.models)
+
+
+def _shown(tokenizer: ModelTokenizer, token: int) -> str:
+    return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+_LARGEST_BODY = 4096
+_LARGEST_TABLE = 1 << 16
+
+
+class _JoinBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pool: int = 0
+
+
+@router.get("/v1/cluster", response_model=None, summary="The instances of the cluster, their state and load")
+async def show(request: Request) -> Response:
+    """404 where one engine serves alone."""
+    return json_response(_cluster(request).report())
+
+
+@router.get("/v1/cluster/instances/{number}", response_model=None, summary="One instance")
+async def show_one(request: Request) -> Response:
+    """Its state and load."""
+    number = _number(request)
+    # Few instances: a scan is cheaper than an index.
+    for report in _cluster(request).report().instances:
+        if report.id == number:
+            return json_response(report)
+    raise ApiError(404, f"there is no instance {number}")
+
+
+@router.post("/v1/cluster/instances", response_model=None, summary="One more instance")
+async def join(request: Request) -> Response:
+    """`{"pool": 0}`: one like those of the cluster file's first pool. 202: it is starting, and gets work when ready."""
+    cluster, server = _cluster(request), context(request)
+    _check_json(request)
+    pool = _pool(await server.active.begin(server.bodies.whole(request, _LARGEST_BODY)))
+    present, most = len(cluster.report().instances), server.settings.max_instances
+    if present >= most:
+        raise OverloadedError(f"the cluster has {present} instances, and may have {most}", 30.0)
+    return json_response(cluster.join(pool), 202)
+
+
+def _pool(body: bytes) -> int:
+    """Return the pool that a request to join names. Raises ApiError 400."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=_JoinBody).pool
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
+
+
+@router.delete("/v1/cluster/instances/{number}", response_model=None, summary="Drain an instance, then end it")
+async def leave(request: Request) -> Response:
+    """202: it takes nothing new, and leaves the list when all that is there has ended."""
+    cluster, number = _cluster(request), _number(request)
+    if all(report.id != number for report in cluster.report().instances):
+        raise ApiError(404, f"there is no instance {number}")
+    return json_response(cluster.leave(number), 202)
+
+
+@router.put("/v1/cluster/rates", response_model=None, summary="Tetris's improvement rates, from now on")
+async def replace_rates(request: Request) -> Response:
+    """The file that `headway profile rates` writes; used from the next decision on, under tetris."""
+    server = context(request)
+    engine: Any = server.engine
+    if not isinstance(engine, ImprovementRateAdmin):
+        raise ApiError(404, "this server places no requests by improvement rates: `headway cluster` does, under tetris")
+    _check_json(request)
+    table = _rates(await server.active.begin(server.bodies.whole(request, _LARGEST_TABLE)))
+    engine.replace_rates(table)
+    return json_response(table)
+
+
+def _rates(body: bytes) -> RateTable:
+    """Return the table in a body. Raises ApiError 400."""
+    try:
+        return msgspec.json.decode(body, type=RateTable)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f'{error}: send {{"points": [[requests a second, rate], ...]}}', "points") from None
+
+
+def _check_json(request: Request) -> None:
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # What a form of a web page can send is not JSON.
+    if kind != "application/json":
+        raise ApiError(415, f"content-type {kind[:40]!r} is not supported: send application/json")
+
+
+def _cluster(request: Request) -> InstanceAdmin:
+    engine: Any = context(request).engine
+    if not isinstance(engine, InstanceAdmin):
+        raise ApiError(404, "this server has one engine and no cluster: `headway cluster` has")
+    return engine
+
+
+def _number(request: Request) -> int:
+    text: str = request.path_params["number"]
+    # One spelling per instance: no leading zeros, no other scripts' digits.
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or text != str(int(text)):
+        raise ApiError(404, f"there is no instance {text[:40]!r}: instances have numbers")
+    return int(text)
 
 
 @router.post("/v1/completions", response_model=None, openapi_extra=body_schema(CompletionBody), summary="Continue text")
@@ -70,7 +313,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
     if settings.live_page:
         server.live = ServerFeed(engine, None if settings.event_log is None else Path(settings.event_log))
     if settings.otlp_traces_endpoint is not None:
-        server.tracer = open_tracer(settings.otlp_traces_endpoint, operations.package_version())
+        server.tracer = open_tracer(settings.otlp_traces_endpoint, package_version())
     if settings.journal is not None:
         server.unbound_journal = RequestJournal(Path(settings.journal))
 
@@ -82,7 +325,7 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
                 await server.start_engine()
                 if server.journal is not None:
                     # After the start: the journal has been checked against the model, and the engine takes requests.
-                    recovered_requests.resume_all(server)
+                    recovery.resume_all(server)
             if settings.status_every_s:
                 status = asyncio.create_task(StatusLine(engine, server.metrics).run(settings.status_every_s))
             yield
@@ -91,20 +334,18 @@ def create_app(engine: EngineClient, tokenizer: ModelTokenizer, settings: Server
                 status.cancel()
             # Closed first: requests that the shutdown cancels must not end in the journal.
             server.close_journal()
-            recovered_requests.stop_all(server)
+            recovery.stop_all(server)
             server.bodies.close()
             if server.tracer is not None:
                 server.tracer.close()
             await engine.close()
 
-    app = FastAPI(
-        title="Headway", version=operations.package_version(), lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="Headway", version=package_version(), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.headway = server
     _add_middleware(app, settings)
     app.add_exception_handler(HeadwayError, _on_headway_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    for module in (operations, tokens, contexts, recovered_requests, instances):
+    for module in (contexts, recovery):
         app.include_router(module.router)
     app.include_router(router)
     if server.live is not None:

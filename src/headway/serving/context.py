@@ -13,22 +13,20 @@ from starlette.requests import Request
 
 from headway.core.errors import ConfigError, HeadwayError, OverloadedError, UnavailableError
 from headway.runtime.engine.protocol import EngineClient, EngineInfo
-from headway.serving.access_control import RequestOwner
-from headway.serving.active_tasks import ActiveTasks
-from headway.serving.body import BodyReader, Parse
+from headway.serving.access import RequestOwner
 from headway.serving.errors import ApiError
-from headway.serving.generation_job import ContextNeededError, RequestContext
-from headway.serving.journal import JournalEntry, RequestJournal
-from headway.serving.journal_writer import JournalWriter
-from headway.serving.live.server_feed import ServerFeed
+from headway.serving.jobs import BodyReader, ContextNeededError, Parse, RequestContext
+from headway.serving.journal import JournalEntry, JournalWriter, RequestJournal
+from headway.serving.live.feed import ServerFeed
 from headway.serving.metrics import ServerMetrics
-from headway.serving.request_tracing import RequestTracer
 from headway.serving.settings import ServerSettings
+from headway.serving.tasks import ActiveTasks
 from headway.serving.tokenizer import ModelTokenizer
+from headway.serving.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from headway.serving.contexts import PreparedContext
-    from headway.serving.recovered_requests import RecoveredRequest
+    from headway.serving.recovery import RecoveredRequest
 
 T = TypeVar("T")
 

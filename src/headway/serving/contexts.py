@@ -23,15 +23,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.errors import HeadwayError, OverloadedError, RequestError
-from headway.core.request import BACKGROUND_PRIORITY
-from headway.core.sampling import SamplingParams
+from headway.core.request import BACKGROUND_PRIORITY, SamplingParams
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
-from headway.serving.access_control import RequestOwner
+from headway.serving.access import RequestOwner
 from headway.serving.context import ServerContext, context
-from headway.serving.context_records import ContextRecord
 from headway.serving.errors import json_response
-from headway.serving.generation_job import RequestContext, fit_length, read_model, salt_of
-from headway.serving.prompts import PromptReader, TokenPrompt
+from headway.serving.jobs import (
+    ContextRecord,
+    PromptReader,
+    RequestContext,
+    TokenPrompt,
+    fit_length,
+    read_model,
+    salt_of,
+)
 from headway.serving.request_bodies import MAX_SALT, Messages, Prompt, RequestBody, body_schema, read_body
 
 log = logging.getLogger("headway.server")

@@ -1,11 +1,14 @@
-"""Errors as the OpenAI error object, and the only mapping of Headway's errors to HTTP.
+"""Errors as the OpenAI error object, the only mapping of Headway's errors to HTTP, and request ids.
 
 Shape: `{"error": {"message", "type", "param", "code"}}`, with `code` the HTTP status as an integer.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+import uuid
 from typing import Any
 
 import msgspec
@@ -84,3 +87,29 @@ def error_response(error: ApiError) -> Response:
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Make a response of JSON, encoded by msgspec."""
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+# Request ids: the client's, sanitised, is a label in answers and logs; the server's own is the key.
+#
+# A gateway may give several requests the same id, and a client that tries again its earlier one.
+
+# Everything else could break a header or a log line.
+_UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
+_LONGEST = 128
+_counter = itertools.count()
+
+
+def request_id(given: str | None) -> str:
+    """Return the client's X-Request-Id reduced to letters, digits and `._:-`, or a new random id."""
+    cleaned = _UNSAFE.sub("", given)[:_LONGEST] if given else ""
+    return cleaned or uuid.uuid4().hex
+
+
+def own_id() -> str:
+    """Return an id that no other request of any server has: its key in the journal."""
+    return f"hw-{uuid.uuid4().hex}"
+
+
+def engine_id(request: str) -> str:
+    """Return an id that is unique in this server process, even when clients repeat theirs."""
+    return f"{request}#{next(_counter)}"

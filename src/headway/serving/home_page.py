@@ -8,8 +8,8 @@ import json
 from html import escape
 
 from headway.core.errors import UnavailableError
-from headway.serving.banner import example, example_call
 from headway.serving.context import ServerContext
+from headway.serving.run import example, example_call
 
 _SCRIPT = """
 const button = document.querySelector("button"), output = document.querySelector("output");

@@ -1,8 +1,11 @@
-"""Composition of a service: from settings to a served endpoint, for one engine or for a cluster."""
+"""Composition of a service, from settings to a served endpoint, and the folder of the checkpoint that a
+command names.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,19 +13,18 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
-from headway.core.scratch_folder import ScratchFolder
-from headway.core.structured_log import setup
+from headway.core.files import ScratchFolder
+from headway.core.logs import setup
 from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig
 from headway.runtime.engine.protocol import EngineClient
-from headway.runtime.launcher.engine_template import discard_early
-from headway.serving.binding import bind, check_binding, release
+from headway.runtime.launcher.standby import discard_early
 from headway.serving.serve_settings import ServeSettings
-from headway.serving.settings import ServerSettings
+from headway.serving.settings import ServerSettings, bind, check_binding, release
 
 if TYPE_CHECKING:
-    from headway.runtime.build.instance_factory import InstanceFactory
+    from headway.runtime.assembly.instances import InstanceFactory
     from headway.runtime.cluster.cluster_file import ClusterFile
-    from headway.runtime.cluster.live_instance import LiveInstance
+    from headway.runtime.cluster.instances import LiveInstance
     from headway.runtime.launcher.ray_hosts import RayHosts
     from headway.serving.tokenizer import ModelTokenizer
 
@@ -54,12 +56,12 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
     server = settings.server_settings()
     with _bound(server, allow_public) as sockets:
         # Here: a single engine starts sooner without them.
-        from headway.runtime.build import cluster_rules
-        from headway.runtime.build.instance_factory import InstanceFactory
+        from headway.runtime.assembly import cluster
+        from headway.runtime.assembly.instances import InstanceFactory
         from headway.runtime.cluster.client import ClusterClient
-        from headway.serving.cluster_settings import instance_configs, shared_cores
+        from headway.serving.serve_settings import instance_configs, shared_cores
 
-        log = cluster_rules.open_log(settings.event_log)
+        log = cluster.open_log(settings.event_log)
         # Host of each instance by number: filled by the factory.
         host_of: dict[int, int] = {}
         instances: list[LiveInstance] = []
@@ -75,8 +77,8 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
             instances = factory.start_all()
             client = ClusterClient(
                 instances,
-                cluster_rules.links(file),
-                lambda infos: cluster_rules.live_rules(file, model, infos, log),
+                cluster.links(file),
+                lambda infos: cluster.live_rules(file, model, infos, log),
                 placement=file.placement,
                 another=factory.start_another,
                 backends=file.backends,
@@ -103,8 +105,8 @@ def serve_http_cluster(
     model: the checkpoint's folder; api_key: sent to the instances. Raises ConfigError when the cluster cannot start.
     """
     with _bound(settings, allow_public) as sockets:
-        from headway.runtime.build.http_instances import instance_settings, rules_of
-        from headway.runtime.http_cluster.http_cluster import HttpCluster
+        from headway.runtime.assembly.instances import instance_settings, rules_of
+        from headway.runtime.cluster.http_client import HttpCluster
         from headway.vllm.latency import EngineFacts, machine_rates
 
         # Where they compute is not known: the rates are this processor's until each instance has been measured.
@@ -171,3 +173,50 @@ def _exit_status(failure: str | None, started: bool) -> int:
     if failure is not None:
         raise ConfigError(failure)
     return 0 if started else 1
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|[A-Za-z0-9][\w-]*")
+"""`organisation/name`, or a bare name."""
+
+
+def model_folder(named: str | None, revision: str | None = None, download_dir: str | None = None) -> str:
+    """Return the checkpoint folder to serve; None and `headway-embedded` mean the embedded one. Nothing is downloaded.
+
+    revision: branch, tag or commit of a hub id, by default `main`; download_dir: the hub cache, by default that of the
+    environment (HF_HUB_CACHE, HF_HOME). Raises ConfigError when there is no such folder.
+    """
+    from headway.runtime.embedded import MODEL_NAME, model_path
+
+    if named is not None and Path(named).is_dir():
+        return named
+    if named is None or named == MODEL_NAME:
+        return str(model_path())
+    if not _HUB_ID.fullmatch(named):
+        raise ConfigError(
+            f"{named} is not a folder: give the folder of a Hugging Face checkpoint (config.json, *.safetensors)"
+        )
+    found = _cached(named, revision, download_dir)
+    if found is None:
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(
+            f"{named} is neither a folder nor a model in the local hub cache{at}, and nothing is downloaded here: "
+            f"run `hf download {named}{f' --revision {revision}' if revision else ''}`, or give the checkpoint's folder"
+        )
+    return str(found)
+
+
+def _cached(named: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Return the folder of a hub id's files, all or some, in the local hub cache; None where there are none."""
+    # The library is a dependency of `tokenizers`.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(named, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+        return None
+
+
+def is_hub_id(named: str | None) -> bool:
+    """Return whether `named` is to be looked up in the hub cache."""
+    return named is not None and _HUB_ID.fullmatch(named) is not None and not Path(named).exists()

@@ -1,4 +1,5 @@
-"""Prometheus metrics, each defined once and exported under `headway_...`, some also under `vllm:...`.
+"""Prometheus metrics, each defined once and exported under `headway_...`, some also under `vllm:...`, and the status
+line in the log.
 
 Existing dashboards and load balancers read the `vllm:` names; `ALIASES` lists the metrics that have one. There is no
 global state: each server has its own registry.
@@ -6,20 +7,216 @@ global state: each server has its own registry.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.cluster_report import InstanceAdmin
-from headway.runtime.engine.protocol import EngineClient
-from headway.serving.generation_job import GenerationJob
-from headway.serving.generation_record import GenerationRecord
-from headway.serving.instance_metrics import InstanceCollector
-from headway.serving.slo_metrics import ClassMetrics
-from headway.serving.utilisation_metrics import UtilisationCollector
+from headway.core.request import Slo
+from headway.perf.utilisation import UtilisationBase
+from headway.runtime.cluster.instances import InstanceAdmin, InstanceReport
+from headway.runtime.engine.protocol import EngineClient, EngineStats
+from headway.serving.jobs import GenerationJob
+from headway.serving.records import GenerationRecord
+
+_MOST_CLASSES = 16
+"""Names of clients' own, after which a new one counts under "other": each name costs a hundred series."""
+
+
+class ClassMetrics:
+    """Latency histograms and SLO counters, each with the label `class`.
+
+    A class is what the request's `class` says, else `long` for prompts above `EngineInfo.long_tokens`, else `short`.
+    """
+
+    def __init__(self, prefix: str, registry: CollectorRegistry, long: Sequence[float], short: Sequence[float]) -> None:
+        """long, short: buckets in seconds of whole requests and of single tokens."""
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(prefix + name, text, ("class",), buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(prefix + name, text, ("class", *labels), registry=registry)
+
+        self._first = histogram(
+            "class_time_to_first_token_seconds", "From reception to the first output token, by class.", long
+        )
+        self._gap = histogram("class_inter_token_latency_seconds", "Between two output tokens, by class.", short)
+        self._worst = histogram("class_worst_gap_seconds", "A request's longest time between two tokens.", short)
+        self._asked = counter("slo_requests_asked", "Requests that asked for a latency.")
+        self._met = counter("slo_requests_met", "Requests that got all the latencies that they asked for.")
+        self._missed = counter("slo_requests_missed", "Requests that missed a latency that they asked for.")
+        self._targets = counter("slo_targets_missed", "Latencies asked for and missed: ttft, tpot.", "target")
+        self._named: set[str] = set()
+        self.met_total = self.missed_total = 0
+        # The two classes of the server's own are there from the start, so that rates are defined before a request.
+        for each in ("short", "long"):
+            for metric in (self._first, self._gap, self._worst, self._asked, self._met, self._missed):
+                metric.labels(each)
+            for target in ("ttft", "tpot"):
+                self._targets.labels(each, target)
+
+    def label(self, request_class: str) -> str:
+        """Return the label of a class: its name, or "other" for names beyond the first few."""
+        if request_class in ("short", "long") or request_class in self._named:
+            return request_class
+        if len(self._named) >= _MOST_CLASSES:
+            return "other"
+        self._named.add(request_class)
+        return request_class
+
+    def asked(self, request_class: str, slo: Slo) -> None:
+        """Count an accepted request, if it asks for a latency."""
+        if slo != Slo():
+            self._asked.labels(request_class).inc()
+
+    def first(self, request_class: str, seconds: float) -> None:
+        """Add a time to first token."""
+        self._first.labels(request_class).observe(seconds)
+
+    def gap(self, request_class: str, seconds: float, tokens: int) -> None:
+        """Add the time before a delta of `tokens` tokens, which share it."""
+        gaps = self._gap.labels(request_class)
+        for _ in range(tokens):
+            gaps.observe(seconds / tokens)
+
+    def finished(self, record: GenerationRecord) -> None:
+        """Add an ended request."""
+        name = record.request_class
+        if record.output_tokens > 1:
+            self._worst.labels(name).observe(record.worst_gap_s)
+        objectives = record.objectives()
+        if not objectives:
+            return
+        if all(objectives.values()):
+            self.met_total += 1
+            self._met.labels(name).inc()
+            return
+        self.missed_total += 1
+        self._missed.labels(name).inc()
+        for target, met in objectives.items():
+            if not met:
+                self._targets.labels(name, target).inc()
+
+
+WINDOW_S = 10.0
+"""Least time that a share is over, but for the first scrapes; at most it is that from one scrape to the next."""
+
+
+class UtilisationCollector:
+    """Collector of work and utilisation, read at each scrape; nothing while the peaks are not known."""
+
+    def __init__(self, prefix: str, engine: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._prefix = prefix
+        self._engine = engine
+        self._clock = clock
+        # (time, FLOPs, bytes) of earlier scrapes: one from before the window, then those in it.
+        self._samples: deque[tuple[float, float, float]] = deque([(clock(), 0.0, 0.0)])
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield counters and gauges; called by the registry at each scrape."""
+        try:
+            base = self._engine.info.utilisation
+        except UnavailableError:
+            return
+        if base is None:
+            return
+        flops, read = work_of(base, self._engine.stats)
+        mfu, mbu = self._shares(base, flops, read)
+        yield self._counter("model_flops", "FLOPs of the model: matrix products and causal attention.", flops)
+        yield self._counter("model_bytes_read", "Bytes of weights, once a forward pass, and of KV read.", read)
+        for name, text, peak in (
+            ("peak_flops", "FLOP/s that the devices can do: a data sheet's, or measured at start-up.", base.peak_flops),
+            ("peak_bandwidth", "Bytes/s that they can read: a data sheet's, or measured.", base.peak_bandwidth),
+        ):
+            gauge = GaugeMetricFamily(self._prefix + name, text, labels=("origin",))
+            gauge.add_metric((base.origin,), peak)
+            yield gauge
+        over = f"over at least the last {WINDOW_S:g} s"
+        yield GaugeMetricFamily(self._prefix + "mfu", f"Model FLOPs utilisation {over} (0 to 1).", value=mfu)
+        yield GaugeMetricFamily(self._prefix + "mbu", f"Memory bandwidth utilisation {over} (0 to 1).", value=mbu)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return CounterMetricFamily(self._prefix + name, text, value=value)
+
+    def _shares(self, base: UtilisationBase, flops: float, read: float) -> tuple[float, float]:
+        """Return MFU and MBU since the newest sample that is old enough, else since the oldest."""
+        now = self._clock()
+        while len(self._samples) > 1 and now - self._samples[1][0] >= WINDOW_S:
+            self._samples.popleft()
+        then, flops_before, read_before = self._samples[0]
+        # Scrapes in quick succession add no samples.
+        if now - self._samples[-1][0] >= 1.0:
+            self._samples.append((now, flops, read))
+        seconds = now - then
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (
+            max(0.0, flops - flops_before) / (seconds * base.peak_flops),
+            max(0.0, read - read_before) / (seconds * base.peak_bandwidth),
+        )
+
+
+def work_of(base: UtilisationBase, stats: EngineStats) -> tuple[float, float]:
+    """Return the FLOPs done and the bytes read since the engine started."""
+    tokens = stats.prefill_tokens_total + stats.decode_tokens_total
+    flops = base.flops(tokens, stats.attention_pairs_total)
+    return flops, base.bytes_read(stats.passes_total, stats.kv_read_tokens_total)
+
+
+_LABELS = ("instance", "role", "node")
+_PREFIX = "headway_instance_"
+_GAUGES = {
+    "requests_running": ("Requests that hold a place in its scheduler.", "running"),
+    "requests_waiting": ("Requests that wait in its scheduler.", "waiting"),
+    "requests_placed": ("Requests of which any part is or will be there.", "placed"),
+    "queued_tokens": ("Prompt tokens that are placed there and not computed.", "queued_tokens"),
+    "free_in_seconds": ("Predicted time until all that is placed there is prefilled.", "free_in_s"),
+    "kv_tokens_used": ("Tokens that its KV pool holds.", "kv_tokens_used"),
+    "kv_tokens_capacity": ("Tokens that its KV pool can hold.", "kv_tokens_total"),
+}
+_COUNTERS = {
+    "prefill_tokens_computed": ("Prompt tokens computed, in batches and in spans.", "prefill_tokens_total"),
+    "decode_tokens_computed": ("Output tokens computed.", "decode_tokens_total"),
+    "restarts": ("Times that its process was lost and started again.", "restarts_total"),
+}
+
+
+class InstanceCollector:
+    """Collector of the controller's instance reports, read at each scrape."""
+
+    def __init__(self, cluster: InstanceAdmin) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield one family per metric, with a sample per instance; called by the registry at each scrape."""
+        # One report per scrape, so that all samples are of the same moment.
+        instances = self._cluster.report().instances
+        up = GaugeMetricFamily(f"{_PREFIX}up", "1 when the instance serves, 0 otherwise.", labels=_LABELS)
+        for each in instances:
+            up.add_metric(_labels(each), float(each.state in ("ready", "draining")))
+        yield up
+        for name, (text, field) in _GAUGES.items():
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
+            for each in instances:
+                gauge.add_metric(_labels(each), getattr(each, field))
+            yield gauge
+        for name, (text, field) in _COUNTERS.items():
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=_LABELS)
+            for each in instances:
+                counter.add_metric(_labels(each), getattr(each, field))
+            yield counter
+
+
+def _labels(report: InstanceReport) -> tuple[str, str, str]:
+    return str(report.id), report.role, str(report.node)
+
 
 PREFIX = "headway_"
 RENDER_S = 0.5
@@ -270,3 +467,56 @@ def _shown(family: Metric, shown_as: str, labels: dict[str, str]) -> Metric:
                 shown_as + sample.name.removeprefix(family.name), {**labels, **sample.labels}, sample.value
             )
     return shown
+
+
+log = logging.getLogger("headway.server")
+
+
+class StatusLine:
+    """The figures of an interval: differences of counters between two calls of `fields`."""
+
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._stats = engine.stats
+        self._slo = self._slo_counts()
+
+    async def run(self, every_s: float) -> None:
+        """Log a line every `every_s` seconds in which there was work, until cancelled."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            fields = self.fields(now - last)
+            last = now
+            if fields is not None:
+                log.info("status", extra={"fields": fields})
+
+    def fields(self, seconds: float) -> dict[str, Any] | None:
+        """Return the figures of the last `seconds` seconds; None when nothing ran, waited or was computed.
+
+        Rates are in tokens a second. `slo`: share of the requests that ended in the interval with all the latencies
+        that they had asked for; left out where none had asked.
+        """
+        before, stats = self._stats, self._engine.stats
+        slo_before, slo = self._slo, self._slo_counts()
+        self._stats, self._slo = stats, slo
+        prefill = stats.prefill_tokens_total - before.prefill_tokens_total
+        decode = stats.decode_tokens_total - before.decode_tokens_total
+        if not (stats.running or stats.waiting or prefill or decode):
+            return None
+        fields: dict[str, Any] = {"running": stats.running, "waiting": stats.waiting}
+        fields["prefill_tok_s"] = round(prefill / seconds)
+        fields["decode_tok_s"] = round(decode / seconds)
+        fields["kv"] = f"{_share(stats):.0%}"
+        met, missed = (now - then for now, then in zip(slo, slo_before, strict=True))
+        if met + missed:
+            fields["slo"] = f"{met / (met + missed):.0%}"
+        return fields
+
+    def _slo_counts(self) -> tuple[int, int]:
+        return self._metrics.classes.met_total, self._metrics.classes.missed_total
+
+
+def _share(stats: EngineStats) -> float:
+    return stats.kv_tokens_used / stats.kv_tokens_total if stats.kv_tokens_total else 0.0

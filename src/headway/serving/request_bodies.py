@@ -1,16 +1,291 @@
-"""The bodies of requests: one model each, from which the checks, the defaults and the OpenAPI page come."""
+"""The bodies of requests: bounded reading, one model for each body, and the checks of fields, messages, sampling
+settings and latency targets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+import secrets
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from headway.core.errors import RequestError
-from headway.serving.json_object import kind, refuse, short
-from headway.serving.messages import read_messages
-from headway.serving.stops import read_stops
+from headway.core.request import SamplingParams, Slo
+from headway.serving.settings import ServerSettings
+from headway.serving.text import read_stops
+
+# Decoding a request body: one JSON object, bounded in structure, with errors that name the field.
+#
+# `null` counts as absent, as in the OpenAI API.
+
+STRUCTURE_BYTES = 1 << 20
+"""Most bytes of a body that are neither long text nor token ids: objects of a megabyte of JSON take 100 MB at most."""
+
+_TEXTS = frozenset(("prompt", "messages", "input"))
+"""Fields that may hold long texts."""
+_IDS = frozenset(("prompt", "tokens"))
+"""Fields that may hold many token ids."""
+_SHORT_TEXT = 64
+"""Bytes that a long text counts for: what its object takes besides the text itself."""
+# Matches to the end of a text that is not closed, so that no byte is looked at twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_FIELD_NAME = re.compile(rb'"([A-Za-z_][A-Za-z0-9_]{0,63})"\s*:')
+_LOOK_BACK = 256 << 10
+"""Bytes before an error in which the field's name is sought."""
+_POSITION = re.compile(r"\(byte (\d+)\)")
+_decoder = msgspec.json.Decoder()
+
+
+def decode(body: bytes | bytearray) -> dict[str, Any]:
+    """Decode a body, without fields that are null. Raises RequestError when it is not one JSON object."""
+    try:
+        fields = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(bytes(body), error) from None
+    if not isinstance(fields, dict):
+        raise RequestError("the request body must be a JSON object")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_structure(body: bytes, most_ids: int) -> None:
+    """Refuse a body whose decoded form is many times its size, before it is decoded. Raises RequestError.
+
+    most_ids: most token ids of all prompts together.
+    """
+    size = ids = depth = begin = 0
+    field = ""
+    for found in _STRING.finditer(body):
+        between = body[begin : found.start()]
+        begin, text = found.end(), found.end() - found.start()
+        depth += _opened(between)
+        field_size, field_ids = _weight(between, field)
+        size, ids = size + field_size, ids + field_ids
+        size += min(text, _SHORT_TEXT) if field in _TEXTS else text
+        # A name of the body's own object; its values come until the next one.
+        if depth == 1 and text <= _SHORT_TEXT and body[begin : begin + 64].lstrip()[:1] == b":":
+            field = body[found.start() + 1 : begin - 1].decode("utf-8", "replace")
+        _check(size, ids, most_ids, field)
+    field_size, field_ids = _weight(body[begin:], field)
+    _check(size + field_size, ids + field_ids, most_ids, field)
+
+
+def _opened(between: bytes) -> int:
+    return between.count(b"{") + between.count(b"[") - between.count(b"}") - between.count(b"]")
+
+
+def _weight(between: bytes, field: str) -> tuple[int, int]:
+    """Return the bytes that a part between two texts counts for, and the token ids in it."""
+    if field not in _IDS:
+        return len(between), 0
+    # Lists and objects take 64 bytes each, whatever is in them.
+    return 32 * (between.count(b"[") + between.count(b"{")), between.count(b",")
+
+
+def _check(size: int, ids: int, most_ids: int, field: str) -> None:
+    if ids > most_ids:
+        raise RequestError(f"'{field}' holds more than {most_ids} token ids, which is more than can be served", field)
+    if size > STRUCTURE_BYTES:
+        # At the field that passed the limit.
+        name = field if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", field) else None
+        where = f" at '{name}'" if name else ""
+        raise RequestError(
+            f"the request body has more than {STRUCTURE_BYTES >> 10} KiB besides long texts and token ids{where}; "
+            "send fewer fields, keys or messages",
+            name,
+        )
+
+
+def text_field(fields: Mapping[str, Any], name: str) -> str | None:
+    """Return a field that is text; None when it is absent. Raises RequestError for another type."""
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise RequestError(f"'{name}' must be a string, not {kind(value)}", name)
+
+
+def refuse(fields: Mapping[str, Any], name: str, allowed: Collection[object], why: str) -> None:
+    """Raise RequestError for a field of an unsupported feature, unless its value is in `allowed` (no effect)."""
+    value = fields.get(name)
+    # The type is compared too: in Python True == 1 and 1 == 1.0.
+    if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
+        raise RequestError(f"'{name}' is not supported: {why}", name)
+
+
+def check_integer(value: object, name: str, low: int, high: int) -> int:
+    """Return `value` as an integer in low..high. Raises RequestError that names the field `name`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"'{name}' must be an integer, not {kind(value)}", name)
+    if not low <= value <= high:
+        raise RequestError(f"'{name}' must lie in {low}..{high} (got {short(value)})", name)
+    return value
+
+
+def kind(value: object) -> str:
+    """Return the JSON type of a value, with its article, for error messages."""
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
+
+
+def short(value: object) -> str:
+    """Return a value for error messages, cut to 40 characters."""
+    # str() of a huge integer is quadratic, and raises above 4,300 digits.
+    text = str(value) if not isinstance(value, int) or abs(value) < 10**40 else "a huge integer"
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _malformed(body: bytes, error: Exception) -> RequestError:
+    """Describe invalid JSON and the field near it, without quoting the prompt. error: what the decoder raised."""
+    if isinstance(error, RecursionError):
+        return RequestError("the request body is nested too deeply")
+    if "truncated" in str(error) or "surrogate" in str(error):
+        # The decoder reports half a surrogate pair at the end of a text as truncated input.
+        try:
+            path = _half_pair(json.loads(body), "")
+        except (ValueError, RecursionError):
+            path = None
+        if path is not None:
+            field = re.split(r"[.\[]", path)[0]
+            return RequestError(f"'{path}' holds half of a surrogate pair, which is not a character", field)
+    truncated = "truncated" in str(error)
+    place = _POSITION.search(str(error))
+    name = _broken_field(body) or _field_before(body, int(place[1]) if place else len(body) if truncated else 0)
+    where = f" in or after '{name}'" if name else ""
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError(f"the text{where} is not valid UTF-8", name)
+    if "out of range" in str(error):
+        return RequestError(f"the number{where} is out of range", name)
+    detail = ": it ends too early" if truncated else f" at byte {place[1]}" if place is not None else ""
+    return RequestError(f"the request body is not valid JSON{where}{detail}", name)
+
+
+def _half_pair(value: Any, path: str) -> str | None:
+    """Return the path of the first text that has half of a surrogate pair; None where all are characters."""
+    if isinstance(value, str):
+        return None if value.isascii() or not re.search("[\ud800-\udfff]", value) else path
+    if isinstance(value, list):
+        inner = ((f"{path}[{index}]", each) for index, each in enumerate(value))
+    elif isinstance(value, dict):
+        names = [ascii(name)[1:-1] for name in value]
+        if any(_half_pair(name, "name") for name in value):
+            return path or next(shown for name, shown in zip(value, names, strict=True) if _half_pair(name, "name"))
+        inner = ((f"{path}.{name}" if path else name, each) for name, each in zip(names, value.values(), strict=True))
+    else:
+        return None
+    return next((found for name, each in inner if (found := _half_pair(each, name)) is not None), None)
+
+
+def _broken_field(body: bytes) -> str | None:
+    """Return the first field whose value cannot be read; None where the body is no object of values."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    for name, value in fields.items():
+        try:
+            msgspec.json.decode(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return name
+    return None
+
+
+def _field_before(data: bytes, position: int) -> str | None:
+    """Return the last `"name":` up to `position`; None when it is far before.
+
+    Quotes inside strings are escaped, so text cannot match.
+    """
+    names = _FIELD_NAME.findall(data, max(0, position - _LOOK_BACK), position + 1)
+    return names[-1].decode() if names else None
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE_TEXTS = ("name", "reasoning", "reasoning_content", "tool_call_id")
+"""Further fields of text that templates show."""
+
+
+def read_messages(value: object) -> list[dict[str, Any]]:
+    """Return `messages` as {"role", "content": text or text parts, ...}; `developer` becomes `system`.
+
+    Kept are a model's reasoning and its calls of tools, and the tools' answers, in earlier messages: templates show
+    them. Raises RequestError that names the message and its field.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError("'messages' is required: a non-empty array of messages", "messages")
+    return [_message(item, f"messages[{index}]") for index, item in enumerate(value)]
+
+
+def _message(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"'{name}' must be an object, not {kind(value)}", name)
+    role = value.get("role")
+    if role not in _ROLES:
+        shown = repr(role[:40]) if isinstance(role, str) else kind(role)
+        raise RequestError(f"'{name}.role' must be one of {', '.join(_ROLES)} (got {shown})", f"{name}.role")
+    for unsupported in ("function_call", "audio"):
+        # Empty values are accepted: clients send them with plain text.
+        if value.get(unsupported):
+            raise RequestError(f"'{name}.{unsupported}' is not supported", f"{name}.{unsupported}")
+    message = {"role": "system" if role == "developer" else role, "content": _content(value, role, f"{name}.content")}
+    message |= {field: value[field] for field in _MESSAGE_TEXTS if isinstance(value.get(field), str)}
+    if value.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(value["tool_calls"], f"{name}.tool_calls")
+    return message
+
+
+def _content(message: dict[str, Any], role: str, name: str) -> str | list[dict[str, Any]]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    # An assistant message may have no text, where it only calls tools.
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise RequestError(f"'{name}' must be text or an array of text parts, not {kind(content)}", name)
+    return [_part(part, f"{name}[{index}]") for index, part in enumerate(content)]
+
+
+def _part(part: Any, name: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise RequestError(f"'{name}' must be an object, not {kind(part)}", name)
+    if part.get("type") != "text":
+        shown = str(part.get("type"))[:40]
+        raise RequestError(f"'{name}' has type {shown!r}; only 'text' is supported, no images, audio or files", name)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"'{name}.text' must be a string, not {kind(text)}", f"{name}.text")
+    return {"type": "text", "text": text}
+
+
+def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    """Return an assistant's calls of functions, with their arguments as the object that templates take."""
+    if not isinstance(calls, list):
+        raise RequestError(f"'{name}' must be an array, not {kind(calls)}", name)
+    found = []
+    for index, call in enumerate(calls):
+        place = f"{name}[{index}].function"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"'{place}' must be an object with a name and arguments", name)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                raise RequestError(f"'{place}.arguments' must be the text of a JSON object", name) from None
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
 
 MAX_LOGPROBS = 20
 MAX_SALT = 1024
@@ -20,7 +295,7 @@ _INT64 = 2**63
 _LONGEST_MS = 1e12
 
 Prompt = Annotated[Any, WithJsonSchema({})]
-"""Text or token ids, or an array of either, which `serving.prompts` reads: no copy is made of a million ids."""
+"""Text or token ids, or an array of either, which `serving.jobs` reads: no copy is made of a million ids."""
 Stops = Annotated[
     tuple[str, ...],
     PlainValidator(read_stops),
@@ -48,7 +323,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class SloBody(RequestBody):
-    """Latency that a client asks for; headers win over it (`serving.slo`).
+    """Latency that a client asks for; headers win over it (`serving.request_bodies`).
 
     An unknown key is refused, unlike elsewhere in a body: a misspelt promise would be kept by nothing."""
 
@@ -275,3 +550,115 @@ def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
     limits = {name: getattr(each, name) for each in field.metadata for name in _LIMITS if hasattr(each, name)}
     allowed = " and ".join(f"{_LIMITS[name]} {limit}" for name, limit in (limits or context).items() if name in _LIMITS)
     return RequestError(f"'{label}' must be {allowed} (got {short(value)})", param)
+
+
+_UNLIMITED = 2**31 - 1
+
+
+def sampling_params(
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Return the parameters of a request. max_tokens None: as many as the model allows, settled by `fit_length`.
+
+    Without a seed one is drawn, so that recomputation of a request continues its own random stream. Raises RequestError
+    for token ids outside the vocabulary.
+    """
+    limit = _UNLIMITED if max_tokens is None else max_tokens
+    if body.min_tokens > limit:
+        message = f"'min_tokens' ({body.min_tokens}) must not be above the output limit ({limit})"
+        raise RequestError(message, "min_tokens")
+    stops = body.stop_token_ids
+    return SamplingParams(
+        max_tokens=limit,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        # -1 means all tokens for vLLM's clients, 0 for the sampler.
+        top_k=max(0, body.top_k),
+        min_p=body.min_p,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed_drawn=body.seed is None,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_logit_bias(body.logit_bias, vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        ignore_eos=body.ignore_eos,
+        stop_token_ids=tuple(check_integer(token, "stop_token_ids", 0, vocab_size - 1) for token in stops),
+    )
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    for key in biases:
+        # Keys of a JSON object are text; under 10 digits, so that int() of a long one is never computed.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
+            message = f"'logit_bias' has a key that is not a token id in 0..{vocab_size - 1}"
+            raise RequestError(message, "logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+# Latency targets of a request, from headers or body, clamped to the operator's limits.
+#
+# Headers win over the body; of the headers the canonical name wins over its alias. A tight target of one client delays
+# the requests of others, so the operator limits how tight it may be.
+
+TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+REFUSE_HEADER = "x-slo-refuse-late"
+
+
+def read_slo(headers: Mapping[str, str], body: SloBody | None, settings: ServerSettings) -> Slo:
+    """Return the targets in seconds, within the settings' limits; None where the client asks for nothing.
+
+    Raises RequestError that names the header.
+    """
+    ttft_ms, tpot_ms = _from_headers(headers, TTFT_HEADERS), _from_headers(headers, TPOT_HEADERS)
+    refuse_late = _flag(headers)
+    if body is not None:
+        refuse_late = body.refuse_late if refuse_late is None else refuse_late
+        ttft_ms = body.ttft_ms if ttft_ms is None else ttft_ms
+        tpot_ms = body.tpot_ms if tpot_ms is None else tpot_ms
+    if refuse_late and ttft_ms is None:
+        raise RequestError("'slo.refuse_late' needs a time to first token: add 'ttft_ms'", "slo")
+    return Slo(
+        ttft_s=_clamp(ttft_ms, settings.slo_min_ttft_s, settings.slo_max_ttft_s),
+        tbt_s=_clamp(tpot_ms, settings.slo_min_tbt_s, settings.slo_max_tbt_s),
+        refuse_late=bool(refuse_late),
+    )
+
+
+def _flag(headers: Mapping[str, str]) -> bool | None:
+    """Return whether a late request is to be refused; None: the header is not there."""
+    value = headers.get(REFUSE_HEADER)
+    if value is None:
+        return None
+    if value.lower() not in ("true", "false", "1", "0"):
+        raise RequestError(f"header '{REFUSE_HEADER}' must be true or false", REFUSE_HEADER)
+    return value.lower() in ("true", "1")
+
+
+def _from_headers(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None:
+    for name in names:
+        value = headers.get(name)
+        # The next name is an alias of the first.
+        if value is None:
+            continue
+        try:
+            # nan fails the range check below, and so does a header that is no number.
+            number = float(value[:40])
+        except ValueError:
+            number = math.nan
+        if not 0 < number <= _LONGEST_MS:
+            raise RequestError(f"header '{name}' must be a number of milliseconds above 0", name)
+        return number
+    return None
+
+
+def _clamp(ms: float | None, low_s: float, high_s: float) -> float | None:
+    return None if ms is None else min(max(ms / 1000.0, low_s), high_s)

@@ -1,4 +1,7 @@
-"""Tokenizer of a checkpoint's folder: text to ids, ids to text, messages to text. Optional: without it, ids only.
+"""Tokenizer of a checkpoint's folder; long texts are cut where their tokens stay the same, and are encoded in a process
+of its own within bounds of memory.
+
+Optional: without it, ids only.
 
 All functions block. A server's long texts are encoded by processes of their own (`body_worker`), to which this is
 pickled, others by the body reader's threads.
@@ -9,29 +12,265 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import CheckpointError, RequestError
-from headway.serving.detokenizer import (
+from headway.serving.text import (
     ByteLevelDetokenizer,
     IncrementalDetokenizer,
     SilentDetokenizer,
     WindowDetokenizer,
     byte_level_bytes,
 )
-from headway.serving.text_pieces import PIECE_CHARACTERS, TextPieces
-from headway.serving.token_bound import characters_per_token
 from headway.serving.tokenizer_files import add_tokens, check_prefix_space
-from headway.serving.tokenizing_memory import TokenizingMemory
 
 if TYPE_CHECKING:
     import tokenizers
 
     from headway.serving.chat_template import ChatTemplate
+
+
+BYTES_PER_CHARACTER = 512
+"""Memory that tokenising one character takes at most, about: measured, 85 to 400 bytes."""
+UNCOUNTED_CHARACTERS = 64 << 10
+"""Texts up to this length are not counted: each thread tokenises one at a time."""
+
+
+class TokenizingMemory:
+    """Memory for texts that cannot be cut. Used by several threads.
+
+    limit: bytes of all that are tokenised at one time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._free = limit
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, characters: int) -> Iterator[None]:
+        """Wait for the memory that a text of that length takes, and hold it meanwhile.
+
+        Raises RequestError for a text that takes more than all of it.
+        """
+        if characters <= UNCOUNTED_CHARACTERS:
+            yield
+            return
+        wanted = characters * BYTES_PER_CHARACTER
+        if wanted > self._limit:
+            raise RequestError(
+                f"the text has {characters} characters in a row that can only be tokenised at once; this server's "
+                f"memory for that allows {self._limit // BYTES_PER_CHARACTER}: send token ids, or text with spaces",
+                "prompt",
+            )
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
+
+
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+_COMPOSED = 4
+"""Most characters that canonical composition (NFC, NFKC) makes one of: Unicode's longest decomposition."""
+
+
+def characters_per_token(description: Mapping[str, Any], vocabulary: Collection[str]) -> float | None:
+    """Return the most characters of a text that one token stands for, so that n tokens have at most n times as many.
+
+    description: the tokenizer.json. None where there is no such bound, because the tokenizer drops characters (white
+    space between words, accents) or makes one unknown token of arbitrarily many. Otherwise the longest entry of the
+    vocabulary, in characters, times the characters that the normalizer makes one of.
+    """
+    model = description.get("model") or {}
+    added = description.get("added_tokens") or []
+    factor = _normalizer_factor(description.get("normalizer"))
+    # Added tokens of these kinds take the white space beside them.
+    takes = any(token.get("lstrip") or token.get("rstrip") for token in added)
+    if factor is None or takes or model.get("type") != "BPE":
+        return None
+    stages = _members(description.get("pre_tokenizer"), "pretokenizers")
+    if any(_drops(stage) for stage in stages):
+        return None
+    if any(stage.get("type") == "ByteLevel" for stage in stages):
+        known = {byte_level_bytes(piece) for piece in vocabulary if len(piece) == 1}
+        if not {bytes([byte]) for byte in range(256)} <= known:
+            return None
+        # Each character has one byte that is no continuation byte.
+        longest = max(sum(byte & 0xC0 != 0x80 for byte in byte_level_bytes(piece)) for piece in vocabulary)
+        return factor * max(longest, 1)
+    # Unknown characters: dropped without an unknown token, many in one with `fuse_unk`, one a byte with a fall-back.
+    spelt = model.get("byte_fallback") and set(vocabulary) >= _BYTE_TOKENS
+    if not spelt and (model.get("unk_token") is None or model.get("fuse_unk")):
+        return None
+    return factor * max(map(len, vocabulary))
+
+
+def _normalizer_factor(normalizer: Mapping[str, Any] | None) -> float | None:
+    """Return the most characters of which the normalizer makes one; None without a bound."""
+    factor = 1.0
+    for stage in _members(normalizer, "normalizers"):
+        match stage.get("type"):
+            case "NFC" | "NFKC":
+                factor *= _COMPOSED
+            case "NFD" | "NFKD" | "Lowercase" | "Prepend":
+                pass
+            case "Replace" if "String" in stage.get("pattern", {}) and stage.get("content"):
+                factor *= max(1.0, len(stage["pattern"]["String"]) / len(stage["content"]))
+            case _:
+                return None
+    return factor
+
+
+def _drops(stage: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer may leave characters out."""
+    if stage.get("type") in ("Split", "Punctuation"):
+        return str(stage.get("behavior", "Isolated")) == "Removed"
+    return stage.get("type") not in ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
+
+
+def _members(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    return list(part.get(name, ())) if part.get("type") == "Sequence" else [part]
+
+
+# Cutting long texts where their tokens are the same: the tokens of the pieces, joined, are those of the whole.
+#
+# The tokenizer's own pre-tokenizer says where. It matches a pattern from left to right, so that in a window that begins
+# where a match does, all matches but the last ones are those of the whole text, in any script: each depends on what it
+# covers and on the character behind it. A cut is made at the begin of a match, or behind an added token. Patterns that
+# look further, and tokenizers without a pattern (SentencePiece), are given whole texts.
+
+PIECE_CHARACTERS = 16 << 10
+"""Longest piece of a long text, unless there is no cut in it: some 3 ms of tokenisation."""
+LONGEST_RUN = 256 << 10
+"""Most characters that are tokenised together: some 2 s of tokenisation."""
+
+_UNSURE = 2
+"""Matches at the end of a window that more text may change: `don` and `'` may be the word `don't`."""
+_LOOKS_FURTHER = re.compile(r"\(\?[=!<]|(?<![\[\\])\^|(?<!\\)\$|\\[bBAzZGK]")
+_FORMS = frozenset(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"))
+"""Normalizers that leave what they made as it is, and its parts as well."""
+_BY_MATCH = frozenset(("ByteLevel", "Digits", "Split", "Punctuation", "BertPreTokenizer", "Whitespace"))
+"""Pre-tokenizers that look at each earlier match alone, so that they may follow one that cuts."""
+
+
+class TextPieces:
+    """Cutter of one tokenizer's texts. Made by `of`."""
+
+    def __init__(
+        self, splitter: Any, normalizer: tokenizers.normalizers.Normalizer | None, added: list[str], spaces: bool
+    ) -> None:
+        self._splitter = splitter
+        self._normalizer = normalizer
+        # As the library finds them: the first, and of those the longest.
+        self._added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self._longest = max(map(len, added), default=0)
+        # A piece that does not begin with a space would get one.
+        self._spaces = spaces
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, description: Mapping[str, Any]) -> TextPieces | None:
+        """Make the cutter for a tokenizer and its tokenizer.json; None where no exact cut is known."""
+        # With `split_special_tokens` special ones are text like any other.
+        split = bool(backend.encode_special_tokens)
+        added = [each for each in description.get("added_tokens") or [] if not (split and each.get("special"))]
+        normalizer = description.get("normalizer")
+        # Such added tokens depend on, or take, what is beside them; `normalized` ones are sought in other text.
+        besides = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
+        if any(token.get(name) for token in added for name in besides):
+            return None
+        if not {stage.get("type") for stage in _stages(normalizer, "normalizers")} <= _FORMS:
+            return None
+        if (description.get("model") or {}).get("dropout"):
+            return None
+        splitter = _splitter(description.get("pre_tokenizer"))
+        if splitter is None:
+            return None
+        spaces = any(stage.get("add_prefix_space") for stage in _stages(description["pre_tokenizer"], "pretokenizers"))
+        return cls(splitter, backend.normalizer, [token["content"] for token in added], spaces)
+
+    def cut(self, text: str, most: int = PIECE_CHARACTERS) -> Iterator[str]:
+        """Yield pieces of at most `most` characters, where there are cuts, whose concatenation is the normalized text.
+        Raises RequestError for a text that has too many without one.
+
+        A text that is not normalized is one piece where added tokens would come to be by that."""
+        if self._normalizer is not None:
+            normal = self._normalizer.normalize_str(text)
+            if normal != text and self._added.findall(normal) != self._added.findall(text):
+                yield text
+                return
+            text = normal
+        begin = 0
+        while begin < len(text):
+            end = self._next(text, begin, most)
+            yield text[begin:end]
+            begin = end
+
+    def _next(self, text: str, begin: int, most: int) -> int:
+        """Return the last cut in the `most` characters from `begin` on, or the first one behind them."""
+        while (end := begin + most) < len(text):
+            segment = begin
+            for found in self._added.finditer(text, begin, min(len(text), end + self._longest)):
+                if found.start() >= end:
+                    break
+                segment = found.end()
+            if segment >= end:
+                return segment
+            matches = self._splitter.pre_tokenize_str(text[segment:end])
+            # Not at the first, which may begin with what stands before.
+            for _, (start, _) in reversed(matches[1 : -_UNSURE - 1]):
+                at = segment + int(start)
+                # Of white space, the last character belongs to what follows: behind it is no cut.
+                if not text[at - 1].isspace() and (not self._spaces or text[at] == " "):
+                    return at
+            if segment > begin and not self._spaces:
+                return segment
+            most *= 2
+            if most > LONGEST_RUN:
+                raise RequestError(
+                    f"the text has {LONGEST_RUN} characters in a row that can only be tokenised together: send token "
+                    "ids, or text with spaces",
+                    "prompt",
+                )
+        return len(text)
+
+
+def _stages(part: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any]]:
+    """Return the members of a sequence, else the component itself."""
+    if part is None:
+        return []
+    return list(part.get(members, ())) if part.get("type") == "Sequence" else [part]
+
+
+def _splitter(pre_tokenizer: Mapping[str, Any] | None) -> Any:
+    """Return the first stage, where it matches a pattern that looks at one more character and the others follow it."""
+    from tokenizers import Regex, pre_tokenizers
+
+    stages = _stages(pre_tokenizer, "pretokenizers")
+    if not stages or not {stage.get("type") for stage in stages[1:]} <= _BY_MATCH:
+        return None
+    first = stages[0]
+    if first.get("type") == "ByteLevel" and first.get("use_regex", True):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    pattern = (first.get("pattern") or {}).get("Regex")
+    plain = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if not plain or not pattern or _LOOKS_FURTHER.search(pattern.replace(r"\s+(?!\S)", "")):
+        return None
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
 
 DEFAULT_MEMORY = 1 << 30
 """Memory for texts that cannot be cut, in bytes."""

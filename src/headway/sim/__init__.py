@@ -12,21 +12,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.sim.noise import NoiseSpec
-    from headway.sim.pipeline import StageLink
+    from headway.sim.loop import simulate
     from headway.sim.result import IterationRecord, ReplicaUse, SimResult
-    from headway.sim.simulation import simulate
-    from headway.sim.spec import InstanceSpec, RunSpec
+    from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec, StageLink
 
 _MODULES = {
     "InstanceSpec": "spec",
     "IterationRecord": "result",
-    "NoiseSpec": "noise",
+    "NoiseSpec": "spec",
     "ReplicaUse": "result",
     "RunSpec": "spec",
     "SimResult": "result",
-    "StageLink": "pipeline",
-    "simulate": "simulation",
+    "StageLink": "spec",
+    "simulate": "loop",
 }
 
 __all__ = [

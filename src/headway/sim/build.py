@@ -12,39 +12,238 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.core.event_log import EventSink
-from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
-from headway.perf.hardware.links import link
-from headway.perf.hardware.models import model
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.hardware.utilisation import UtilisationBase
-from headway.perf.latency import store
+from headway.core.logs import EventSink
+from headway.perf.device import gib
+from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator, link, model
+from headway.perf.latency import table
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.layout import ParallelLayout, cut
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.serving_overhead import HostedLatency, ServingOverhead
-from headway.perf.latency.shard_exchange import ShardExchangeCost, between_groups
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.groups import ShardExchangeCost, between_groups
+from headway.perf.latency.layout import ParallelLayout, rank_shape
+from headway.perf.latency.table import HostedLatency, MachineRates, ServingOverhead, TableLatency, roofline
+from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.event_loop import OnProgress
-from headway.sim.memory import plan_memory
+from headway.sim.calibration import is_event_log, recorded_trace
+from headway.sim.loop import OnProgress, simulate
 from headway.sim.metrics import SloTargets
-from headway.sim.noise import NoiseSpec
-from headway.sim.pipeline import StageLink
 from headway.sim.prefix_cache import PrefixCacheSpec
-from headway.sim.requests import classes_of, requests_of
 from headway.sim.result import SimResult
 from headway.sim.scenario import ClusterSection, LatencySection, ModelSection, PoolSection, Scenario
-from headway.sim.simulation import simulate
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec, StageLink, VllmSpec, stock_flags
 from headway.sim.vllm.section import VllmSection
-from headway.sim.vllm.spec import VllmSpec, stock_flags
-from headway.sim.workload import TraceRequest
-from headway.sim.workload.classes import check_classes
+from headway.sim.workload import TraceRequest, transforms
+from headway.sim.workload.generate import (
+    ArrivalProcess,
+    MixPart,
+    WorkloadPreset,
+    arrivals,
+    check_classes,
+    final_classes,
+    parse_lengths,
+    preset,
+)
+from headway.sim.workload.section import SessionsSection, WorkloadSection
+from headway.sim.workload.traces import RequestTrace, read_trace
+from headway.sim.workload.transforms import rewrite
 
 if TYPE_CHECKING:
-    from headway.sim.cluster.measured import MeasuredCluster
-    from headway.sim.cluster.result import ClusterResult
+    from headway.sim.cluster.build import MeasuredCluster
+    from headway.sim.cluster.state import ClusterResult
+
+
+# Memory plan of an instance: weights, activations and KV of the fullest rank against the device's memory.
+#
+# Activations are those of one layer at its widest for the largest iteration: `max_num_batched_tokens` rows with chunked
+# prefill, the longest prompt with `whole` (for which whole-prompt prefill runs out of memory).
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one rank, in bytes."""
+
+    usable: int
+    """Device memory × the share that may be used."""
+    weights: int
+    activations: int
+    kv_bytes_per_token: int
+    """This rank's share of a token's KV."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of whole requests that the KV cache of this rank's group holds; each rank stores its share of them."""
+        return max(0, self.usable - self.weights - self.activations) // self.kv_bytes_per_token
+
+
+class InfeasibleError(ConfigError):
+    """Raised for a layout that does not fit in memory. Sweeps report it as a point without runs instead of stopping."""
+
+
+def plan_memory(
+    device: AcceleratorSpec,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    config: SchedulerConfig,
+    longest: tuple[int, int],
+    utilisation: float,
+) -> MemoryPlan:
+    """Return the plan of the fullest rank. `longest`: (tokens of the longest prompt, tokens of the longest request).
+
+    Raises InfeasibleError, with the numbers, where the longest request does not fit.
+    """
+    ranks = [rank_shape(shape, layout, stage) for stage in {0, layout.stages - 1}]
+    rank = max(ranks, key=lambda r: r.weight_bytes)
+    rows = longest[0] if config.chunking == "whole" else min(config.max_num_batched_tokens, _static(config))
+    # residual and normalised input, plus the wider of attention (QKV and its output) and MLP (up and down input)
+    widest = 2 * rank.hidden + max(rank.qkv[1] + rank.out[0], rank.up[1] + rank.mlp)
+    # one row of logits for each sequence, in float32
+    logits = config.max_num_seqs * rank.vocab * 4
+    plan = MemoryPlan(
+        usable=int(device.capacity * utilisation),
+        weights=rank.weight_bytes,
+        activations=rows * widest * rank.dtype_bytes + logits,
+        # stages may hold different numbers of layers: the one with most layers limits the tokens
+        kv_bytes_per_token=max(r.kv_bytes_per_token for r in ranks),
+    )
+    # KV groups share one request, so together they must hold the longest
+    if plan.kv_tokens * layout.kvp < longest[1]:
+        raise InfeasibleError(
+            f"{layout.name} on {device.name}: of {gib(plan.usable)} usable a device, weights take {gib(plan.weights)} "
+            f"and activations of {rows:,} rows {gib(plan.activations)}; that leaves KV for {plan.kv_tokens:,} tokens "
+            f"({plan.kv_bytes_per_token:,} bytes a token and rank) and the longest request has {longest[1]:,}"
+        )
+    return plan
+
+
+def _static(config: SchedulerConfig) -> int:
+    kind, _, tokens = config.chunking.partition(":")
+    return int(tokens) if kind == "static" else config.max_num_batched_tokens
+
+
+# Compile a scenario's workload section to requests: draws, traces, cuts. All randomness comes from the run's seed.
+
+DEFAULT_REQUESTS = 1000
+
+
+def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> list[TraceRequest]:
+    """Return the workload of one run, by arrival, each request with a class. Raises ConfigError when none is left, and
+    for a negative seed."""
+    if seed < 0:
+        raise ConfigError(f"seed {seed}: seeds are whole numbers from 0")
+    # a stream of its own: noise and patience are seeded apart, so that they do not change the requests
+    rng = np.random.default_rng([seed, 1])
+    if section.sessions is not None:
+        requests = _sessions(section, section.sessions, rng)
+    else:
+        requests = _traced(section, rng) if section.trace else _drawn(section, window_s, rng)
+    if section.long_rule is not None:
+        requests = rewrite(requests, section.long_rule, rng)
+    if section.long_share is not None:
+        requests = _with_longs(requests, section, rng)
+    # lengths are cut after the long ones are put in, so that max_prompt bounds those too
+    requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
+    requests = transforms.classify(requests[: section.requests], section.long_threshold)
+    if window_s is not None:
+        requests = [request for request in requests if request.arrival_s < window_s or request.waits]
+    if not requests:
+        raise ConfigError("workload: no request is left after slicing and cutting")
+    return requests
+
+
+def classes_of(section: WorkloadSection) -> set[str]:
+    """Return the classes that the workload's requests may have, drawn or not. Reads the trace, if it is one."""
+    if section.long_rule is not None:
+        return {"short", "long"}
+    if section.trace:
+        names = {request.klass for trace in _read(section) for request in trace.requests}
+    else:
+        parts = preset(section.preset).parts if section.preset else section.mix or ()
+        names = {part.klass for part in parts}
+    return final_classes(names) | ({"long"} if section.long_share is not None else set())
+
+
+def _drawn(section: WorkloadSection, window_s: float | None, rng: np.random.Generator) -> list[TraceRequest]:
+    mix = preset(section.preset) if section.preset else _mix(section)
+    return mix.draw(rng, _arrivals(section, section.qps or 1.0), draws_of(section, window_s))
+
+
+def draws_of(section: WorkloadSection, window_s: float | None) -> int:
+    """Return how many requests are drawn for a window, which then cuts those that arrive later."""
+    if section.draws is not None:
+        return section.draws
+    rate = section.qps or 1.0
+    if section.requests is None and window_s is not None:
+        # expected arrivals, six standard deviations more (cv scales them), and 50 for short windows
+        return int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
+    return section.requests or DEFAULT_REQUESTS
+
+
+def _mix(section: WorkloadSection) -> WorkloadPreset:
+    parts = tuple(
+        MixPart(part.share, part.klass, parse_lengths(part.prompt), parse_lengths(part.output, "output"))
+        for part in section.mix or ()
+    )
+    return WorkloadPreset("given", "given", parts)
+
+
+class _AtOnce:
+    """Arrival process with every request at time 0."""
+
+    def times(self, rng: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.zeros(count)
+
+
+def _arrivals(section: WorkloadSection, rate: float) -> ArrivalProcess:
+    if section.arrivals == "at-once":
+        return _AtOnce()
+    return arrivals(section.arrivals or "poisson", rate, section.cv)
+
+
+def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
+    traces = _read(section)
+    for trace in traces:
+        if trace.session_clock:
+            raise ConfigError(f"{trace.name}: its sessions have no common clock: give workload.sessions")
+    requests = transforms.rebase(request for trace in traces for request in trace.requests)
+    if section.slice:
+        requests = transforms.slice_by(requests, section.slice)
+    # files of lengths only get Poisson arrivals unless the scenario names others
+    timeless = next((trace for trace in traces if not trace.has_arrivals), None)
+    kind = section.arrivals or ("poisson" if timeless else "trace")
+    if kind != "trace":
+        return transforms.with_arrivals(requests, _arrivals(section, section.qps or 1.0), rng)
+    if timeless:
+        raise ConfigError(f"workload.arrivals: {timeless.name} holds no arrival times; choose poisson and a qps")
+    return requests if section.qps is None else transforms.rescale_to_rate(requests, section.qps)
+
+
+def _read(section: WorkloadSection) -> list[RequestTrace]:
+    """Read the traces. Texts of different ones share nothing."""
+    assert section.trace is not None
+    names = (section.trace,) if isinstance(section.trace, str) else section.trace
+    traces = [recorded_trace(Path(name)) if is_event_log(Path(name)) else read_trace(name) for name in names]
+    return [traces[0], *(transforms.in_namespace(trace, n) for n, trace in enumerate(traces[1:], start=1))]
+
+
+def _sessions(section: WorkloadSection, sessions: SessionsSection, rng: np.random.Generator) -> list[TraceRequest]:
+    """Return the requests of closed sessions, which start at random."""
+    requests = [request for trace in _read(section) for request in trace.requests]
+    if not all(request.session for request in requests):
+        raise ConfigError("workload.sessions: the trace has requests without a session")
+    return transforms.close_sessions(
+        requests, _arrivals(section, section.qps or 1.0), rng,
+        count=sessions.count, turns=sessions.turns, think=sessions.think, max_think_s=sessions.max_think_s,
+    )  # fmt: skip
+
+
+def _with_longs(requests: list[TraceRequest], section: WorkloadSection, rng: np.random.Generator) -> list[TraceRequest]:
+    """Replace a random share of the requests by draws of the long preset; arrival times stay."""
+    assert section.long_share is not None
+    # drawn for every request, used or not, so that another share keeps the same lengths
+    longs = preset(section.long_preset).draw(rng, _AtOnce(), len(requests))
+    chosen = rng.random(len(requests)) < section.long_share
+    return [
+        TraceRequest(old.arrival_s, new.prompt_tokens, new.output_tokens, klass="long") if pick else old
+        for old, new, pick in zip(requests, longs, chosen.tolist(), strict=True)
+    ]
 
 
 class RunDetail(NamedTuple):
@@ -236,9 +435,10 @@ def latency_of(
 ) -> LatencyModel:
     """Return the latency model of one pipeline stage: a table, a fit, or a roofline."""
     if section.source == "table":
-        return TableLatency(store.load(Path(str(section.file)), None))
+        return TableLatency(table.load(Path(str(section.file)), None))
     if section.source == "fitted":
-        from headway.perf.latency.fitted import EngineAssumptions, fitted
+        from headway.perf.latency.fitted import fitted
+        from headway.perf.latency.operators.device_fit import EngineAssumptions
 
         assumptions = EngineAssumptions(batched_prefill=section.batched_prefill)
         return fitted(device, shape, layout, layout.stages - 1, assumptions=assumptions)
@@ -253,7 +453,7 @@ def stage_roofline(
     All-reduce as a ring: each rank sends and receives 2 (tp - 1) / tp of the activations.
     """
     # the last stage has the LM head
-    rank, rates = cut(shape, layout, layout.stages - 1), section.roofline
+    rank, rates = rank_shape(shape, layout, layout.stages - 1), section.roofline
     share = ModelShape(
         layers=rank.layers,
         hidden=rank.hidden,

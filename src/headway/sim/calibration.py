@@ -1,28 +1,64 @@
-"""Comparison of the simulator with a live run: iteration times, and latencies of requests."""
+"""Comparison of the simulator with a live run, and the live run's requests as a workload."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.calibrated_table import bake
-from headway.perf.latency.scale_fit import fit_scales
-from headway.perf.latency.serving_overhead import HostedLatency
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.corrected import fit_scales
+from headway.perf.latency.table import HostedLatency, TableLatency, bake
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.metrics import RequestRecord, RunSummary, summarise
-from headway.sim.metrics.quantiles import percentiles
-from headway.sim.recorded_workload import requests_in
-from headway.sim.replayed_run import ReplayedRun
+from headway.sim.loop import simulate
+from headway.sim.metrics import RequestRecord, RunSummary, percentiles, summarise
+from headway.sim.replay import ReplayedRun, read_log, replay
 from headway.sim.result import SimResult
-from headway.sim.simulation import simulate
-from headway.sim.spec import InstanceSpec, RunSpec
-from headway.sim.vllm.spec import VllmSpec
+from headway.sim.spec import InstanceSpec, RunSpec, VllmSpec
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.traces import RequestTrace, TraceError
+
+_START = b'{"event":"start"'
+
+
+def is_event_log(path: Path) -> bool:
+    """Return whether a file begins as an event log does. False for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_START)) == _START
+    except OSError:
+        return False
+
+
+def requests_in(run: ReplayedRun, records: Sequence[RequestRecord]) -> list[TraceRequest]:
+    """Return recorded requests, which arrive in this order, with times from the first one's arrival."""
+    zero_s = records[0].arrival_s if records else 0.0
+    asked = run.requests
+    return [
+        TraceRequest(
+            r.arrival_s - zero_s,
+            r.prompt_tokens,
+            r.output_tokens,
+            r.klass,
+            asked[r.id].cached_tokens,
+            priority=asked[r.id].priority,
+        )
+        for r in records
+    ]
+
+
+def recorded_trace(path: Path) -> RequestTrace:
+    """Return the requests of a log that were answered, with the lengths of their answers. Raises ConfigError."""
+    run = replay(read_log(path))
+    answered = sorted((record for record in run.records if record.ok), key=lambda record: record.arrival_s)
+    if not answered:
+        raise TraceError(f"{path}: no request of this event log was answered")
+    return RequestTrace(path.name, "event log", tuple(requests_in(run, answered)))
+
 
 SCHEMA = "headway.calibration/1"
 _LEAST_ITERATIONS = 20

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from headway.control.decision_log import SCHEMA
-from headway.control.decision_log import read_log as read_decisions
+from headway.control.log import SCHEMA
+from headway.control.log import read_log as read_decisions
 from headway.core.errors import ConfigError
 from headway.core.request import Request
 from headway.perf.latency.eq1 import PrefillSample
-from headway.policy.placement.view import ClusterInstance
+from headway.policy.placement.contract import ClusterInstance
 from headway.sim.explanation import KvTransfer
 from headway.sim.replay import read_log
 

@@ -11,8 +11,8 @@ from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.ordering import POLICIES
 from headway.sim.calibration import simulate_again
-from headway.sim.metrics.definitions import tbt_s, ttft_s
-from headway.sim.replayed_run import ReplayedRun
+from headway.sim.metrics import tbt_s, ttft_s
+from headway.sim.replay import ReplayedRun
 from headway.sim.result import SimResult
 
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float}

@@ -15,7 +15,7 @@ from typing import Literal
 
 from headway.core.errors import ConfigError
 from headway.sim.metrics import RequestRecord
-from headway.sim.replayed_run import ReplayedChunk, ReplayedRun, ReplayedStep
+from headway.sim.replay import ReplayedChunk, ReplayedRun, ReplayedStep
 
 Cause = Literal["own chunk", "own token", "KV transfer", "under way", "queued", "no KV", "computed again", "engine"]
 """own chunk: an iteration with tokens of its prompt. own token: an iteration in which it decoded. KV transfer: its KV

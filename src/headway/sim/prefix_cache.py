@@ -12,9 +12,9 @@ from headway.core.request import Request
 from headway.kv.block_manager import BlockManager
 from headway.kv.prefix_cache import PrefixCache
 from headway.perf.latency.base import LatencyModel
-from headway.policy.iteration.prefix_caches import make_prefix_cache
+from headway.policy.iteration.admission import make_prefix_cache
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.prompt_text import PromptText
+from headway.sim.workload.traces import PromptText
 
 INFINITE = 1 << 50
 """Tokens that no workload fills."""

@@ -1,48 +1,434 @@
-"""Replay of a live run: the engine's event log through a fresh scheduler, which must decide the same again.
+"""Replay of a live run, native or inside vLLM: its event log through a fresh scheduler, which must decide the same
+again.
 
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
 exchange between KV groups if any, order of eviction of a prefix cache) and has one line for each request added (with
 the keys of its blocks, for the cache) or aborted, each batch scheduled (with the groups that were `free`, if not all),
 each batch interrupted, and each batch done (over all of its parts, with the keys of blocks that answers have filled).
-The log of the vLLM plug-in has more lines (`hosted_replay`). A difference means that the scheduler depends on something
+The log of the vLLM plug-in has more lines. A difference means that the scheduler depends on something
 that is not in the log, or that its code has changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
-from headway.core.events import RequestEvent
-from headway.core.span import Span
+from headway.core.request import Request, RequestEvent, Slo, Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import load_s
-from headway.perf.latency.corrected import load_terms
-from headway.perf.latency.parts import batch_loads
-from headway.perf.latency.recorded import restore
-from headway.perf.latency.shard_exchange import ShardExchangeCost, exchange_of
-from headway.policy.iteration.config import SchedulerConfig
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
+from headway.perf.latency.corrected import LoadTerms, load_terms, restore
+from headway.perf.latency.groups import ShardExchangeCost, batch_loads, exchange_of
+from headway.perf.latency.table import TableLatency
+from headway.policy.hosted.driver import PolicyDriver, ReservedKvPool, StepPlan
+from headway.policy.iteration.admission import make_prefix_cache
+from headway.policy.iteration.config import LONG_TOKENS, SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
-from headway.policy.iteration.grouped_scheduler import group_policies, make_scheduler
-from headway.policy.iteration.prefix_caches import make_prefix_cache
-from headway.sim.hosted_replay import HostedReplay
-from headway.sim.replayed_run import (
-    BatchTimes,
-    ReplayedChunk,
-    ReplayedPreemption,
-    ReplayedRun,
-    ReplayedStep,
-    RequestTimes,
-    limit_of_chunk,
-    request_of,
-    short_of_kv,
-    waiting_rules,
-)
+from headway.policy.iteration.groups import group_policies, make_scheduler
+from headway.policy.iteration.ordering import LADDER
+from headway.sim.metrics import RequestRecord
+
+MOST_DIFFERENCES = 10
+"""After the first difference two schedulers diverge: more of them carry no information."""
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Times of one iteration, seconds."""
+
+    predicted_s: float
+    """As the running scheduler predicted it."""
+    profile_s: float
+    """As the profile predicts it that the scheduler started from."""
+    elapsed_s: float
+    """As measured."""
+    waited_s: float
+    """Time since the end of the batch before it, if requests were waiting then: the engine's own time. Otherwise 0."""
+    terms: LoadTerms | None = None
+    """By the profile; None where several KV groups or a host's own rules made the batch."""
+    woken_s: float | None = None
+    """From the arrival at an engine that had nothing to do to the end of this, its first iteration then."""
+
+
+ChunkLimit = Literal["rest of the prompt", "token limit", "time", "smallest chunk", "host or KV shard"]
+"""What made a chunk no larger. time: the iteration's aim. smallest chunk: less would have fitted the aim. host or KV
+shard: limits outside the policy."""
+
+
+class ReplayedChunk(NamedTuple):
+    """One prefill chunk of an iteration."""
+
+    request: str
+    start: int
+    tokens: int
+    remaining: int
+    """Tokens of the prompt that were left to compute before this chunk."""
+    last: bool
+    """Whether the iteration yields a token of the request."""
+    limit: ChunkLimit
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """One iteration as it ran."""
+
+    number: int
+    """Its number in the log."""
+    decided_s: float
+    start_s: float
+    end_s: float
+    predicted_s: float
+    aim_s: float
+    """Longest iteration aimed at when it was decided: the setting, or the shortest TBT target of a running request."""
+    decodes: frozenset[str]
+    chunks: tuple[ReplayedChunk, ...]
+    short_of_kv: Mapping[str, int] = field(default_factory=dict)
+    """Waiting requests that were passed over for lack of free blocks, and how many they need."""
+    kv_used: int | None = None
+    """KV tokens in use when it had ended; None: the host's blocks are not in the log."""
+    rules: Mapping[str, str] = field(default_factory=dict)
+    """Why each other waiting request had no tokens, by request."""
+
+
+class ReplayedPreemption(NamedTuple):
+    """KV of a request that was freed, and is computed again."""
+
+    request: str
+    at_s: float
+    tokens: int
+
+
+@dataclass
+class ReplayedRun:
+    """The outcome of a replay."""
+
+    config: SchedulerConfig
+    table: TableLatency
+    """The profile at the start of the run."""
+    model: LatencyModel
+    """The scheduler's model at the end of the run; the profile itself where nothing is learned."""
+    kv_tokens: int
+    block_tokens: int
+    engine: str = "headway"
+    """"vllm" for a log of the plug-in."""
+    asynchronous: bool = False
+    """Whether vLLM scheduled a step while the one before was computed."""
+    batches: list[BatchTimes] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    """Decisions that differ from the recorded ones, as sentences; empty when the replay is exact."""
+    records: list[RequestRecord] = field(default_factory=list)
+    """One record for each request of the log."""
+    requests: dict[str, Request] = field(default_factory=dict)
+    """The requests of `records`, by id."""
+    steps: list[ReplayedStep] = field(default_factory=list)
+    preemptions: list[ReplayedPreemption] = field(default_factory=list)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether so many decisions differ that the rest need not be replayed."""
+        return len(self.differences) >= MOST_DIFFERENCES
+
+
+class RequestTimes:
+    """Times of the requests of a replay, and their records when they end."""
+
+    def __init__(self, run: ReplayedRun) -> None:
+        self._run = run
+        # By request id: the request, times of its chunks, times of its tokens.
+        self._open: dict[str, tuple[Request, list[float], list[float]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def arrived(self, request: Request) -> None:
+        """Note a new request."""
+        self._run.requests[request.id] = request
+        self._open[request.id] = (request, [], [])
+
+    def scheduled(self, name: str, at_s: float) -> None:
+        """Note that a chunk of a request was scheduled."""
+        if name in self._open:
+            self._open[name][1].append(at_s)
+
+    def token(self, name: str, at_s: float) -> None:
+        """Note an output token."""
+        if name in self._open:
+            self._open[name][2].append(at_s)
+
+    def refused(self, request: Request, predicted_s: float) -> None:
+        """Make the record of a request that was refused on arrival for its predicted time to first token."""
+        asked_s = request.slo.ttft_s
+        self.arrived(request)
+        why = f"its first token would have come after {predicted_s:.3g} s, later than the {asked_s:g} s asked for"
+        self.ended(request.id, None, f"refused: {why}", rejected=True)
+
+    def ended(self, name: str, finish_s: float | None, error: str | None, rejected: bool = False) -> None:
+        """Make the record of a request; unknown ones are ignored."""
+        request, scheduled, tokens = self._open.pop(name, (None, [], []))
+        if request is None:
+            return
+        self._run.records.append(
+            RequestRecord(
+                id=name,
+                klass="long" if request.prompt_tokens > LONG_TOKENS else "short",
+                arrival_s=request.arrival_s,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=len(tokens),
+                scheduled_s=scheduled[0] if scheduled else None,
+                token_s=tuple(tokens),
+                finish_s=finish_s,
+                error=error,
+                rejected=rejected,
+            )
+        )
+
+    def finish(self) -> None:
+        """Make records of the requests that the log leaves unfinished."""
+        for name in list(self._open):
+            self.ended(name, None, "unfinished")
+
+
+def request_of(event: Mapping[str, Any]) -> Request:
+    """Return the request of an `add` event."""
+    return Request(
+        id=event["request"],
+        arrival_s=event["arrival_s"],
+        prompt_tokens=event["prompt"],
+        max_output_tokens=event["max_output"],
+        cached_tokens=event.get("cached", 0),
+        slo=Slo(ttft_s=event["ttft_s"], tbt_s=event["tbt_s"]),
+        priority=event["priority"],
+    )
+
+
+def limit_of_chunk(config: SchedulerConfig, tokens: int, remaining: int, rows: int, cut_outside: bool) -> ChunkLimit:
+    """Return what made a chunk no larger. `rows`: of the whole iteration. `cut_outside`: it is not the size that the
+    policy chose for the prompt as a whole."""
+    if tokens >= remaining:
+        return "rest of the prompt"
+    if cut_outside:
+        return "host or KV shard"
+    if rows >= config.max_num_batched_tokens or config.chunking != "adaptive":
+        return "token limit"
+    return "smallest chunk" if tokens <= config.min_chunk else "time"
+
+
+def short_of_kv(policies: Iterable[IterationPolicy]) -> dict[str, int]:
+    """Return the waiting requests that were passed over for lack of free blocks, and how many they need."""
+    return {
+        state.request.id: state.needed_blocks
+        for policy in policies
+        for state in policy.queue
+        if state.skipped_since is not None and not state.holds_kv
+    }
+
+
+def waiting_rules(policy: IterationPolicy, chosen: Collection[str], now: float) -> dict[str, str]:
+    """Return why each waiting request of the ladder has no tokens in an iteration, whose chunks are of `chosen`."""
+    if policy.config.policy != LADDER:
+        return {}
+    order = policy.order(now)
+    first = next((state for state in order if state.request.id in chosen), None)
+    rules, in_time = {}, 0
+    for state in order:
+        name = state.request.id
+        if name in chosen or first is None:
+            in_time += not state.steps
+            continue
+        if first.request.priority < state.request.priority:
+            rules[name] = "lower priority"
+        elif first.generated and not state.generated:
+            rules[name] = "an answer goes on first"
+        elif state.steps and in_time:
+            rules[name] = f"{_count(in_time, 'request')} would have been late"
+        elif first.work_s < state.work_s:
+            rules[name] = f"shorter by {state.work_s - first.work_s:.2g} s"
+        else:
+            rules[name] = f"due {max(0.0, state.deadline_s - first.deadline_s):.2g} s earlier"
+        in_time += not state.steps
+    return rules
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# Replay of a hosted policy's log (`policy.hosted.log`): the vLLM plug-in's decisions, without vLLM.
+#
+# The host's answers about blocks come from the log. Each decision must be the recorded one, with the same prediction.
+
+Event = Mapping[str, Any]
+
+
+class _HostRequest:
+    """The attributes of vLLM's request that a driver reads."""
+
+    def __init__(self, facts: Request) -> None:
+        self.request_id = facts.id
+        self.num_tokens = facts.prompt_tokens
+        self.num_computed_tokens = facts.cached_tokens
+        self.is_prefill_chunk = True
+
+
+class _RecordedStep:
+    """One step from its decision to its results."""
+
+    def __init__(self, event: Event, plan: StepPlan, aim_s: float | None) -> None:
+        self.event, self.plan, self.aim_s = event, plan, aim_s
+        self.load = BatchLoad()
+        self.chunks: tuple[ReplayedChunk, ...] = ()
+        self.decodes: frozenset[str] = frozenset()
+        # Prompts that had their last chunk in it, and decodes.
+        self.yielding: list[str] = []
+        self.short_of_kv: dict[str, int] = {}
+        self.rules: dict[str, str] = {}
+
+
+class HostedReplay:
+    """The state of one replay. `on_<event>` applies an event of the log."""
+
+    def __init__(self, replayed: ReplayedRun, blocks: int, detail: bool) -> None:
+        self.replayed, self.detail, self.blocks = replayed, detail, blocks
+        self.times = RequestTimes(replayed)
+        # The host's answers in the current event.
+        self._free = 0
+        self._needs: dict[tuple[str, int], int] = {}
+        self._driver = self._make_driver()
+        self._requests: dict[str, _HostRequest] = {}
+        self._decisions: dict[int, _RecordedStep] = {}
+        # Requests that have not ended; the end of the latest step, None while there are none; and the arrival that
+        # ended such a time, until its first step ends.
+        self._open: set[str] = set()
+        self._done_s: float | None = None
+        self._woken_at_s: float | None = None
+
+    def _make_driver(self) -> PolicyDriver:
+        run = self.replayed
+        pool = ReservedKvPool(
+            self.blocks,
+            run.kv_tokens,
+            lambda: self._free,
+            lambda name, tokens: self._needs.get((name, tokens), 0),
+            run.block_tokens,
+        )
+        return PolicyDriver(IterationPolicy(run.config, run.model, pool), pool)
+
+    def _answers(self, event: Event) -> None:
+        """Take over the host's answers."""
+        self._free = event.get("free", self._free)
+        self._needs = {(name, tokens): blocks for name, tokens, blocks in event.get("needs", ())}
+
+    def on_rebuild(self, _: Event) -> None:
+        self._driver = self._make_driver()
+
+    def on_add(self, event: Event) -> None:
+        self._answers(event)
+        facts = request_of(event)
+        if not self._open:
+            self._done_s, self._woken_at_s = None, event["at_s"]
+        self._open.add(facts.id)
+        running = event.get("running", False)
+        request = self._requests[facts.id] = _HostRequest(facts)
+        if facts.id not in self.times:  # else the policy was made anew
+            self.times.arrived(facts)
+        self._driver.enter(facts, request, running)
+
+    def on_preempt(self, event: Event) -> None:
+        self._answers(event)
+        request = self._requests[event["request"]]
+        request.num_tokens, request.num_computed_tokens, request.is_prefill_chunk = event["tokens"], 0, True
+        self._driver.lost(request)
+        self.replayed.preemptions.append(ReplayedPreemption(request.request_id, event["at_s"], event["tokens"]))
+
+    def on_end(self, event: Event) -> None:
+        name = event["request"]
+        self._driver.ended(name)
+        self._requests.pop(name, None)
+        self._open.discard(name)
+        self.times.ended(name, None, "aborted" if event.get("aborted") else None)
+
+    def on_schedule(self, event: Event) -> None:
+        self._answers(event)
+        policy = self._driver.policy
+        aim_s = policy.budget_s(event["at_s"]) if self.detail else None
+        load = event["decodes"], event["rows"], event["kv_sum"]
+        barred = frozenset(event.get("barred", ()))
+        plan = self._driver.plan(*load, event["at_s"], event["admits_new"], barred)
+        step, ours = event["id"], [list(quota) for quota in plan.quotas.items()]
+        if ours != [list(quota) for quota in event["quotas"]]:
+            self.replayed.differences.append(f"step {step} gave {event['quotas']}, and here {ours}")
+        elif plan.predicted_s != event["predicted_s"]:
+            self.replayed.differences.append(
+                f"step {step} was to take {event['predicted_s']} s, and here {plan.predicted_s} s"
+            )
+        decision = self._decisions[step] = _RecordedStep(event, plan, aim_s)
+        if self.detail:
+            decision.short_of_kv = short_of_kv([policy])
+            decision.rules = waiting_rules(policy, plan.quotas, event["at_s"])
+        # Steps that were never carried out have no further events.
+        self._decisions.pop(step - 64, None)
+
+    def on_scheduled(self, event: Event) -> None:
+        self._answers(event)
+        decision = self._decisions[event["id"]]
+        tokens = {name: count for name, _, count, _ in event["chunks"]}
+        if self.detail:
+            decision.chunks = tuple(self._chunk(decision, chunk, event) for chunk in event["chunks"])
+        decision.decodes = frozenset(self._driver.decoding.keys() - set(event.get("left_out", ())))
+        decision.yielding = [*decision.decodes, *(name for name, *_, last in event["chunks"] if last)]
+        for name, start, count, last in event["chunks"]:
+            request = self._requests[name]
+            request.num_computed_tokens, request.is_prefill_chunk = start + count, not last
+            self.times.scheduled(name, decision.event["at_s"])
+        decision.load = self._driver.advance(decision.plan, tokens, event["others"], event["rows"])
+
+    def on_batch(self, event: Event) -> None:
+        decision = self._decisions.pop(event["id"], None)
+        if decision is None:
+            return
+        at_s, elapsed_s = event["at_s"], event["elapsed_s"]
+        ended = set(event["ended"])
+        for name in sorted(decision.yielding):
+            self.times.token(name, at_s)
+            if name in ended:
+                self.times.ended(name, at_s, None)
+        self._open -= ended
+        waited_s = max(0.0, at_s - elapsed_s - self._done_s) if self._done_s is not None else 0.0
+        woken_s = at_s - self._woken_at_s if self._woken_at_s is not None else None
+        self._done_s, self._woken_at_s = at_s, None
+        terms = load_terms(self.replayed.table, decision.load, decision.load.chunk_scale or 1.0)
+        self.replayed.batches.append(BatchTimes(event["predicted_s"], sum(terms), elapsed_s, waited_s, terms, woken_s))
+        if decision.aim_s is not None:
+            self.replayed.steps.append(
+                ReplayedStep(
+                    event["id"],
+                    decision.event["at_s"],
+                    at_s - elapsed_s,
+                    at_s,
+                    event["predicted_s"],
+                    decision.aim_s,
+                    decision.decodes,
+                    decision.chunks,
+                    decision.short_of_kv,
+                    rules=decision.rules,
+                )
+            )
+        self._driver.observed(decision.load, elapsed_s)
+
+    def _chunk(self, decision: _RecordedStep, chunk: tuple[str, int, int, bool], event: Event) -> ReplayedChunk:
+        name, start, tokens, last = chunk
+        remaining = tokens if last else self._requests[name].num_tokens - start
+        rows = event["rows"] + sum(count for _, _, count, _ in event["chunks"])
+        other = decision.plan.quotas.get(name) != tokens
+        limit = limit_of_chunk(self.replayed.config, tokens, remaining, rows, other)
+        return ReplayedChunk(name, start, tokens, remaining, last, limit)
+
 
 Events = Iterable[Mapping[str, Any]]
 

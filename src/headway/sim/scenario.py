@@ -100,9 +100,7 @@ class ClusterSection(FileSection):
         description="members of a decoding group that compute linear layers: one all of it, or all a share",
     )
     network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
-    accelerator: str = Field(
-        default="a100-80gb", description="name of an accelerator (headway.perf.hardware.accelerators)"
-    )
+    accelerator: str = Field(default="a100-80gb", description="name of an accelerator (headway.perf.hardware)")
     replicas: Count = Field(
         default=1, description="instances behind one queue; arrivals join the one with fewest requests"
     )
@@ -139,7 +137,7 @@ class LayoutSection(FileSection):
         default=None, description="tokens of one request that a KV group holds; null: what policy.t_target_s allows"
     )
     link: str | None = Field(
-        default=None, description="link between stages (headway.perf.hardware.links); null: the accelerator's"
+        default=None, description="link between stages (headway.perf.hardware); null: the accelerator's"
     )
 
 
@@ -313,7 +311,7 @@ class Scenario(FileSection):
     cluster: ClusterSection = ClusterSection()
     model: str | ModelSection = Field(
         default="llama-3-8b",
-        description="a named model (headway.perf.hardware.models), the path of a config.json, or a shape",
+        description="a named model (headway.perf.hardware), the path of a config.json, or a shape",
     )
     layout: LayoutSection = LayoutSection()
     latency: LatencySection = LatencySection()

@@ -1,21 +1,218 @@
-"""Inputs of a simulation as objects: the instance and the run. `sim.build` compiles scenario files to them."""
+"""Inputs of a simulation as objects: the instance, its pipeline, the noise of iteration times, a simulated vLLM's
+settings, and the run.
+
+`sim.build` compiles scenario files to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.utilisation import UtilisationBase
 from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.serving_overhead import NO_OVERHEAD, ServingOverhead
-from headway.perf.latency.shard_exchange import ShardExchangeCost
+from headway.perf.latency.groups import ShardExchangeCost
+from headway.perf.latency.table import NO_OVERHEAD, ServingOverhead, TimeSpread, spread_at
+from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.metrics import SloTargets
-from headway.sim.noise import NoiseSpec
-from headway.sim.pipeline import StageLink
 from headway.sim.prefix_cache import PrefixCacheSpec
-from headway.sim.vllm.spec import VllmSpec
+
+# Times at which a batch enters and leaves each pipeline stage.
+#
+# All stages take equally long; activations cross a link between neighbours. A stage begins a batch as soon as it is
+# free and the batch has arrived; the sender does not wait for the receiver (buffers are taken to suffice: batches in
+# flight never outnumber stages).
+
+
+@dataclass(frozen=True)
+class StageLink:
+    """Time to send activations from one stage to the next."""
+
+    latency_s: float = 0.0
+    """Seconds for each message."""
+    row_s: float = 0.0
+    """Seconds for each row (token) of activations."""
+
+
+class StagePipeline:
+    """A pipeline of `stages` stages, with the time at which each becomes free."""
+
+    def __init__(self, stages: int, link: StageLink) -> None:
+        self._free_s = [0.0] * stages
+        self._link = link
+
+    @property
+    def free_s(self) -> float:
+        """Virtual seconds at which stage 0 is, or became, free for another batch."""
+        return self._free_s[0]
+
+    def enter(self, now: float, stage_s: float, rows: int) -> list[tuple[float, float]]:
+        """Enter a batch of `rows` tokens at `now`, which must not be before stage 0 is free.
+
+        Return (start, end) of each stage, virtual seconds.
+        """
+        free = self._free_s
+        # fast path for the usual case: no link, no list to build up
+        if len(free) == 1:
+            free[0] = now + stage_s
+            return [(now, free[0])]
+        cross_s = self._link.latency_s + rows * self._link.row_s
+        spans = []
+        at = now
+        for stage, free_s in enumerate(free):
+            start = max(at, free_s)
+            end = start + stage_s
+            free[stage] = end
+            spans.append((start, end))
+            at = end + cross_s
+        return spans
+
+    def lockstep(
+        self, others: Sequence[StagePipeline], now: float, stage_s: float, rows: int
+    ) -> list[tuple[float, float]]:
+        """Enter a batch into this pipeline and `others` at once: each stage begins when it is free in all of them.
+
+        Return (start, end) of each stage, virtual seconds.
+        """
+        all_free = [self._free_s, *(other._free_s for other in others)]
+        cross_s = self._link.latency_s + rows * self._link.row_s
+        spans = []
+        at = now
+        for stage in range(len(self._free_s)):
+            start = max(at, *(free[stage] for free in all_free))
+            end = start + stage_s
+            for free in all_free:
+                free[stage] = end
+            spans.append((start, end))
+            at = end + cross_s
+        return spans
+
+    def end_s(self, now: float, stage_s: float, rows: int) -> float:
+        """Return the time at which a batch entering at `now` leaves the last stage, if all stages are free."""
+        cross_s = self._link.latency_s + rows * self._link.row_s
+        end = now + stage_s
+        for _ in self._free_s[1:]:
+            end = end + cross_s + stage_s
+        return end
+
+    def cut(self, end_s: float) -> None:
+        """Free the only stage at `end_s`, earlier than `enter` returned, when repeated decodes are cut short."""
+        self._free_s[0] = end_s
+
+    def reset(self, now: float) -> None:
+        """Drop the batches in all stages: every stage is free from `now` on."""
+        self._free_s = [now] * len(self._free_s)
+
+
+@dataclass(frozen=True)
+class NoiseSpec:
+    """The law of the noise: an iteration takes predicted × bias × a random factor of mean 1."""
+
+    kind: Literal["none", "lognormal", "uniform"] = "none"
+    amount: float = 0.0
+    """lognormal: standard deviation of ln(factor). uniform: the factor lies in [1 - amount, 1 + amount]."""
+    bias: float = 1.0
+    """Constant factor on every iteration; above 1, iterations take longer than predicted."""
+    measured: bool = True
+    """Whether iterations vary as those did that a table was measured with (`ServingOverhead.spread`)."""
+
+
+class NoiseSource:
+    """The sequence of factors of one replica, one for each iteration."""
+
+    def __init__(self, noise: NoiseSpec, seed: str, spread: Sequence[TimeSpread] = ()) -> None:
+        """spread: of the table that predicts iterations, drawn from in addition to `noise`."""
+        self._noise = noise
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._kept: float | None = None
+        self._spread = spread if noise.measured else ()
+        self.exact = noise.bias == 1.0 and (noise.kind == "none" or noise.amount == 0.0) and not self._spread
+
+    def fork(self, name: str) -> NoiseSource:
+        """Return an independent source, seeded by this source's seed and `name`."""
+        return NoiseSource(self._noise, f"{self._seed} {name}", self._spread)
+
+    def factor(self, predicted_s: float) -> float:
+        """Return the factor of the next iteration. predicted_s: its time without noise."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            return kept
+        if self._spread:
+            return self._drawn() * spread_at(self._spread, predicted_s).at(self._random.random())
+        return self._drawn()
+
+    def _drawn(self) -> float:
+        noise = self._noise
+        if noise.kind == "lognormal":
+            # E[exp(N(-σ²/2, σ))] = 1, so the mean stays `bias`
+            return noise.bias * math.exp(self._random.gauss(-0.5 * noise.amount**2, noise.amount))
+        if noise.kind == "uniform":
+            return noise.bias * self._random.uniform(1.0 - noise.amount, 1.0 + noise.amount)
+        return noise.bias
+
+    def keep(self, factor: float) -> None:
+        """Put back a factor whose iteration was not started; the next call of `factor` returns it."""
+        self._kept = factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSpec:
+    """vLLM's own settings, by the names of its command line. Raises ConfigError on an impossible value."""
+
+    num_blocks: int
+    """KV blocks, the null block included (`num_gpu_blocks`)."""
+    block_size: int = 16
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    """Longest request, tokens; None: as many as the blocks hold."""
+    by_priority: bool = False
+    """`--scheduling-policy priority`."""
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    async_scheduling: bool = True
+    enable_prefix_caching: bool = True
+    scheduler_reserve_full_isl: bool = True
+    """A request begins only if the whole of its known tokens fits in the free blocks."""
+    watermark: float = 0.0
+    """Share of the blocks that a request which begins must leave free."""
+    plugged: SchedulerConfig | None = None
+    """Headway's policy inside (`VllmSettings.scheduler_config`); None: vLLM's stock scheduler."""
+    priorities: Mapping[str, int] = field(default_factory=dict)
+    """Priority of the requests of a class; lower goes first, 0 without an entry."""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"the KV cache holds {self.num_blocks} blocks of {self.block_size} tokens, of which vLLM keeps one for "
+                "itself: raise memory.kv_tokens or memory.utilisation"
+            )
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can take: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def longest_request(self) -> int:
+        """Most tokens of one request, prompt and output."""
+        held = self.usable_blocks * self.block_size
+        return held if self.max_model_len is None else min(held, self.max_model_len)
+
+
+def stock_flags(scheduler: str) -> tuple[bool, int]:
+    """Return (by priority, threshold) of `default`, `priority`, `threshold:N` and `plugged`. Raises ConfigError."""
+    name, colon, tokens = scheduler.partition(":")
+    if name == "threshold" and colon and tokens.isdecimal() and int(tokens) > 0:
+        return False, int(tokens)
+    if scheduler in ("default", "plugged", "priority"):
+        return scheduler == "priority", 0
+    raise ConfigError(f"{scheduler!r} is none of default, priority, plugged and threshold:N, such as threshold:512")
 
 
 @dataclass(frozen=True, kw_only=True)

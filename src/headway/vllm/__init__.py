@@ -4,7 +4,7 @@
 
 The same policy objects as in Headway's own engine and simulator decide which prefill advances by how many tokens; vLLM
 keeps its block pool, its prefix cache and its `schedule()`. What depends on vLLM's internals is in `scheduler` and is
-checked against known versions when the engine starts (`version_check`). vLLM is imported only when `Scheduler` is asked
+checked against known versions when the engine starts (`plugin`). vLLM is imported only when `Scheduler` is asked
 for.
 """
 

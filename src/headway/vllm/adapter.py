@@ -15,8 +15,8 @@ from itertools import chain
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.processor import processor_name
-from headway.perf.latency import store
+from headway.perf.device import processor_name
+from headway.perf.latency import table
 from headway.policy.hosted.settings import VllmSettings, read_settings
 from headway.vllm.latency import EngineFacts
 
@@ -214,4 +214,4 @@ def _fingerprint(vllm_config: Any, device: str) -> str:
     bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or "auto"
     compiled = "eager" if model.enforce_eager else "compiled"
     layout = f"tp{parallel.tensor_parallel_size}-pp{parallel.pipeline_parallel_size}-{compiled}-{bound}"
-    return store.fingerprint(name, str(model.dtype), device, os.cpu_count() or 1, layout)
+    return table.fingerprint(name, str(model.dtype), device, os.cpu_count() or 1, layout)

@@ -10,15 +10,11 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import ACCELERATORS, AcceleratorSpec
-from headway.perf.hardware.models import from_hf_config
-from headway.perf.hardware.models import model as named_model
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ACCELERATORS, AcceleratorSpec, ModelShape, from_hf_config
+from headway.perf.hardware import model as named_model
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.roofline import MachineRates, roofline
-from headway.perf.latency.store import default_path, load
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import MachineRates, TableLatency, TableSource, default_path, load, roofline
 from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 
 _FLOPS_SHARE, _BANDWIDTH_SHARE = 0.5, 0.8

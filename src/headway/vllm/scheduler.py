@@ -17,22 +17,18 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm.v1.request import RequestStatus
 
-from headway.core.event_log import event_sink
+from headway.core.logs import event_sink
 from headway.core.request import Request
-from headway.policy.hosted.driver import PolicyDriver, StepPlan
-from headway.policy.hosted.driver_log import DriverLog, RecordingDriver
+from headway.policy.hosted.driver import PolicyDriver, ReservedKvPool, StepClock, StepPlan, fill_graph
 from headway.policy.hosted.gate import GatedQueueMethods
-from headway.policy.hosted.graph_padding import fill_graph
-from headway.policy.hosted.host_stats import HostStats
-from headway.policy.hosted.prefill_report import PrefillReport
-from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
+from headway.policy.hosted.log import DriverLog, RecordingDriver
+from headway.policy.hosted.report import HostStats, PrefillReport
 from headway.policy.hosted.settings import VllmSettings
-from headway.policy.hosted.step_clock import StepClock
 from headway.policy.iteration.decision import IterationPolicy
-from headway.vllm import adapter, version_check
+from headway.vllm import adapter, plugin
 from headway.vllm.latency import latency_model
 from headway.vllm.metrics import SnapshotFile, snapshot_path
-from headway.vllm.slo import read_slo
+from headway.vllm.middleware import read_slo
 
 logger = logging.getLogger("vllm.headway")  # below vLLM's logger, so that its handlers and levels hold
 
@@ -49,8 +45,8 @@ class Scheduler:
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ConfigError for a vLLM whose scheduler is not known, and for impossible settings."""
-        digests = version_check.digests(VllmScheduler)
-        warning = version_check.require_known(version_check.compare(adapter.version(), digests))
+        digests = plugin.digests(VllmScheduler)
+        warning = plugin.require_known(plugin.compare(adapter.version(), digests))
         if warning is not None:
             logger.warning(warning)
         adapter.refuse_held_prefills(vllm_config)

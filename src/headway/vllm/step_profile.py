@@ -18,11 +18,9 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.latency import store
+from headway.perf.latency import table
 from headway.perf.latency.base import LatencyModel, one_chunk_s
-from headway.perf.latency.serving_overhead import ServingOverhead
-from headway.perf.latency.step_table import StepSample, median_error, step_table
-from headway.perf.latency.table_latency import TableLatency
+from headway.perf.latency.table import ServingOverhead, StepSample, TableLatency, median_error, step_table
 
 CHUNKS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)
 """Chunk sizes to measure, tokens."""
@@ -275,8 +273,8 @@ def main(words: Sequence[str] | None = None) -> None:
         raise SystemExit(f"headway: error: {error}") from error
     latency = TableLatency(source)
     source = msgspec.structs.replace(source, serving=probe.overhead(latency))
-    path = given.headway_out or store.default_path(mark)
-    store.save(source, path)
+    path = given.headway_out or table.default_path(mark)
+    table.save(source, path)
     print(f"measured {words_of}: {mark}")
     print(f"error, median: {median_error(latency, probe.samples):.1%} of the steps that were fitted", end="")
     print(

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
+from headway.core.parse import size
 from headway.core.strict_yaml import read_yaml
-from headway.core.units import size
 from headway.sim import InstanceSpec, RunSpec, simulate
+from headway.sim.build import requests_of
 from headway.sim.report.plots import check_picture, save
 from headway.sim.report.tables import show
-from headway.sim.requests import requests_of
-from headway.sim.result_json import run_json
+from headway.sim.result import run_json
 from headway.sim.sweep import parse_sweep, points_of, with_field
 from headway.sim.workload import TraceRequest
 from headway_research.accelerator import report as tables

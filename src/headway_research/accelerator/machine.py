@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import accelerator
+from headway.perf.hardware import accelerator
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.perf.hardware.shapes import ModelShape, causal_pairs
+from headway.perf.hardware import ModelShape, causal_pairs
 from headway_research.accelerator.machine import (
     AcceleratorAssumptions,
     IterationWork,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.perf.latency.base import Seconds
-from headway.sim.runner import SimulationCache
+from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway_research.accelerator.service_figures import KV_TOKENS, MODELS, TIGHT_S, requests
 from headway_research.accelerator.serving import (

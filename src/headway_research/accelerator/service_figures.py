@@ -20,11 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.sim.runner import SimulationCache
+from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import arrivals
-from headway.sim.workload.lengths import LogNormalLengths
-from headway.sim.workload.presets import preset, simple
+from headway.sim.workload.generate import LogNormalLengths, arrivals, preset, simple
 from headway_research.accelerator.serving import (
     CapacityResult,
     ServiceLimits,

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.hardware.utilisation import UtilisationBase
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, CoupledLatency, Seconds, load_s, one_chunk_s
+from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.chunking_strategies import make_chunking
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, RunSpec, simulate

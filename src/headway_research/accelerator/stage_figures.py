@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from headway.perf.hardware.models import model
+from headway.perf.hardware import model
 from headway_research.accelerator.machine import MIB, IterationWork, assumptions, machine
 from headway_research.accelerator.operators import LayerOperators, OperatorSetting
 from headway_research.accelerator.stage import Mode as Schedule

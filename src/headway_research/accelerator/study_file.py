@@ -14,9 +14,8 @@ from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection, Positive, validated
-from headway.core.units import size, tokens
-from headway.perf.hardware.models import from_config_file, model
-from headway.perf.hardware.shapes import ModelShape
+from headway.core.parse import size, tokens
+from headway.perf.hardware import ModelShape, from_config_file, model
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.scenario import ModelSection, PolicySection
 from headway.sim.workload.section import WorkloadSection

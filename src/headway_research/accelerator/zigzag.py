@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.models import model
+from headway.perf.hardware import model
 from headway_research.accelerator.machine import MachineModel, machine
 from headway_research.accelerator.mapping import GemmShape, OpCost, search
 from headway_research.accelerator.operators import OperatorSetting, gemms

@@ -27,16 +27,15 @@ import numpy as np
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
+from headway.policy.placement.contract import ClusterInstance
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import ClusterInstance
 from headway.sim.cluster.build import cluster_of, run_cluster
-from headway.sim.cluster.result import ClusterResult
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.metrics import RequestRecord
-from headway.sim.metrics.definitions import ttft_s
-from headway.sim.runner import SimulationCache
+from headway.sim.cluster.state import ClusterResult
+from headway.sim.metrics import RequestRecord, ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.spec import InstanceSpec
+from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway_research.base import RunOptions
 from headway_research.pecsched import setting as pecsched_setting

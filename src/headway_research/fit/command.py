@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
 
 _ENDINGS = (".csv", ".csv.gz", ".parquet")
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.perf.hardware.accelerators import accelerator
+    from headway.perf.hardware import accelerator
     from headway_research.fit.operators import encode, fit_device
     from headway_research.fit.readers import FAMILIES, read_all
 

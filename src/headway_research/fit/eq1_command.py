@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
 
 if TYPE_CHECKING:
     from headway.perf.latency.eq1 import PrefillSample

@@ -16,17 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.latency.operators.batched_prefill import BatchedPrefill
-from headway.perf.latency.operators.boosting import BoostedTrees, Matrix
-from headway.perf.latency.operators.collective import CollectiveFit
-from headway.perf.latency.operators.curves import UNIT_MS, Column, SizeCurve
-from headway.perf.latency.operators.decode import MOST_EFFICIENT, BandwidthGrowth, DecodeFit, DecodeGrid, longer_reads
+from headway.perf.hardware import accelerator
+from headway.perf.latency.operators.attention import (
+    HEAD_DIM,
+    MOST_EFFICIENT,
+    BandwidthGrowth,
+    BatchedPrefill,
+    DecodeFit,
+    DecodeGrid,
+    PrefillFit,
+    longer_reads,
+)
+from headway.perf.latency.operators.curves import UNIT_MS, BoostedTrees, Column, Heads, Matrix, SizeCurve, name
 from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
-from headway.perf.latency.operators.elementwise import ElementwiseFit
-from headway.perf.latency.operators.heads import Heads, name
-from headway.perf.latency.operators.linear import FEATURES, LAYERS, LinearFit, base_ms, features
-from headway.perf.latency.operators.prefill import HEAD_DIM, PrefillFit
+from headway.perf.latency.operators.linear import (
+    FEATURES,
+    LAYERS,
+    CollectiveFit,
+    ElementwiseFit,
+    LinearFit,
+    base_ms,
+    features,
+)
 from headway_research.fit.readers import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, OperatorProfile
 
 _T = TypeVar("_T")

@@ -22,13 +22,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.perf.hardware.accelerators import AcceleratorSpec, accelerator
-from headway.perf.hardware.models import model
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator, model
 from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
-from headway.perf.latency.fitted import EngineAssumptions, fitted_source
-from headway.perf.latency.layout import ParallelLayout, RankShape, cut
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.fitted import fitted_source
+from headway.perf.latency.layout import ParallelLayout, RankShape, rank_shape
+from headway.perf.latency.operators.device_fit import EngineAssumptions
+from headway.perf.latency.table import TableLatency, TableSource
 from headway_research.base import MODES, Mode
 
 FA3_FLOPS, FA2_FLOPS = 628e12, 370e12
@@ -55,7 +54,7 @@ class InstanceModel:
     @property
     def part(self) -> RankShape:
         """The share of a rank of the first stage, which has the most layers."""
-        return cut(self.shape, self.layout, 0)
+        return rank_shape(self.shape, self.layout, 0)
 
     def hop_s(self, rows: int) -> float:
         """Return the seconds to send `rows` rows of activations to the next stage, each rank over its own link."""

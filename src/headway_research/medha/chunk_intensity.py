@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway_research.base import ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.verdicts import band, both, exact, judge
 

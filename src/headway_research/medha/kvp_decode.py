@@ -16,8 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine
 from headway_research.medha.kvp_served import PREFILL_CHUNK, TOKENS, scenario, served, served_tbt_s

@@ -1,7 +1,7 @@
 """Simulation of one request alone on KV groups, with the live scheduler on the simulator's clock.
 
 The request enters one group; whenever its shard there is full another group joins
-(`policy.iteration.grouped_scheduler`). Shards are equal: the request's tokens over the groups. Each point is a scenario
+(`policy.iteration.groups`). Shards are equal: the request's tokens over the groups. Each point is a scenario
 file; the modes differ in latencies as in `arithmetic`, which computes the same figures by Mnemosyne's Eqs. 9 and 10 for
 comparison.
 """
@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from headway.sim.build import instance_of, run_of
-from headway.sim.metrics import definitions
-from headway.sim.requests import requests_of
+from headway.sim import metrics
+from headway.sim.build import instance_of, requests_of, run_of
+from headway.sim.loop import simulate
 from headway.sim.result import GroupJoin
 from headway.sim.scenario import parse_scenario
-from headway.sim.simulation import simulate
 from headway_research.base import Mode
 from headway_research.medha.arithmetic import machine
 
@@ -83,10 +82,10 @@ def served(
     (record,) = result.records
     # Iterations of the prefill; the others are decodes only.
     rows = [row for row in result.iterations if row.chunks]
-    first_s = definitions.ttft_s(record)
+    first_s = metrics.ttft_s(record)
     assert first_s is not None
     assert record.ok
-    gaps = definitions.tbt_s(record)
+    gaps = metrics.tbt_s(record)
     return KvpServedResult(
         ttft_s=first_s,
         tbt_s=float(np.median(gaps)) if output > 1 else None,

@@ -11,8 +11,7 @@ import math
 from functools import partial
 from typing import Any
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway_research.base import ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.verdicts import at_most, band, both, judge, judge_same, order
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from headway.perf.hardware.models import model
+from headway.perf.hardware import model
 from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.adaptive_pareto import slowdown
 from headway_research.medha.arithmetic import latency_source, machine, prefill_flops

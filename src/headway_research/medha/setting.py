@@ -28,12 +28,12 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from headway.sim import metrics
 from headway.sim.build import run_scenario
-from headway.sim.metrics import definitions
-from headway.sim.metrics.quantiles import percentiles
+from headway.sim.metrics import percentiles
 from headway.sim.result import SimResult
-from headway.sim.runner import SimulationCache
 from headway.sim.scenario import parse_scenario
+from headway.sim.sweep import SimulationCache
 from headway_research.base import MODES, ClaimRow, Mode, RunOptions
 from headway_research.verdicts import VerdictRule, both, judge
 
@@ -149,7 +149,7 @@ def capacity_scenario(system: str, mode: Mode, qps: float, long_share: float, wi
 def _cluster(system: str, mode: Mode, qps: float, long_share: float, window_s: float) -> dict[str, Any]:
     """Return the scenario of a LoongServe system.
 
-    Spans take the time of one instance's fitted latency on a ring (`perf.latency.ring`); KV as memory allows, but for
+    Spans take the time of one instance's fitted latency on a ring (`perf.latency.groups`); KV as memory allows, but for
     the activations of whole prompts.
     """
     data = scenario("FCFS", mode, qps, long_share, window_s)
@@ -175,7 +175,7 @@ def measure(result: SimResult) -> MedhaResult:
     done = {"short": 0, "long": 0}
     soon = 0
     for record in result.records:
-        first = definitions.ttft_s(record)
+        first = metrics.ttft_s(record)
         # a lower bound for requests still without a first token
         waits[record.klass].append(first if first is not None else end_s - record.arrival_s)
         done[record.klass] += record.ok
@@ -184,8 +184,8 @@ def measure(result: SimResult) -> MedhaResult:
     return MedhaResult(
         ttft_s=percentiles(waits["short"] + waits["long"]),
         short_ttft_s=percentiles(waits["short"]),
-        tpot_s=percentiles(map(definitions.tpot_s, ok)),
-        max_tbt_s=percentiles(max(definitions.tbt_s(record), default=None) for record in ok),
+        tpot_s=percentiles(map(metrics.tpot_s, ok)),
+        max_tbt_s=percentiles(max(metrics.tbt_s(record), default=None) for record in ok),
         requests=len(result.records),
         completed=len(ok),
         soon=soon / len(result.records),

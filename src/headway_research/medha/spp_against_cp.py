@@ -3,7 +3,7 @@
 SPP: TP8 in a node, a stage a node, chunks of 4096 (as §6.2 of Mnemosyne). Context parallelism is arithmetic, not a
 system: striped attention in a ring of all GPUs, as ring attention without tensor parallelism has it. Every GPU computes
 its share of the rows and 1/p of causal attention, balanced, at the rate of our largest chunk less what attention loses
-in a ring (`perf.latency.ring`, measured on eight A100 and extrapolated to 128 here); a layer's ring has p steps, each
+in a ring (`perf.latency.groups`, measured on eight A100 and extrapolated to 128 here); a layer's ring has p steps, each
 the longer of computing a block and of passing on a KV block; nothing overlaps across layers. It cannot be preempted.
 
 In paper mode attention runs at FlashAttention-2's rate on both sides, the kernels of the papers' date (`arithmetic`).
@@ -12,7 +12,7 @@ In paper mode attention runs at FlashAttention-2's rate on both sides, the kerne
 from __future__ import annotations
 
 from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
-from headway.perf.latency.ring import ring_share
+from headway.perf.latency.groups import ring_share
 from headway_research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, latency_source, machine, static_prefill
 from headway_research.verdicts import at_least, at_most, band, both, descending, judge, only

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.memory import InfeasibleError, plan_memory
+from headway.sim.build import InfeasibleError, plan_memory
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine, static_prefill
 from headway_research.medha.kvp_served import served_tbt_s

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, RunSpec, simulate

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.fast_sp import FORMS, AcceleratorGroup, Form, SpPlan, SpRates
 
 

@@ -16,9 +16,11 @@ from typing import Any
 from headway.core.errors import InvariantError
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterSnapshot,
+    ClusterState,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -35,7 +37,6 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.view import ClusterSnapshot, ClusterState
 
 # kinds of events; at one instant the lower kind comes first, so ends precede arrivals
 _DONE, _SHORT, _NEWS, _TIMER, _ARRIVE = range(5)

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
 from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.sim.workload.arrivals import ConstantArrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import ConstantArrivals, preset
 from headway_research.base import ExperimentReport, RunOptions
 from headway_research.pecsched.setting import REGIMES, SERVED, PecSchedStudy
 from headway_research.verdicts import ascending, at_least, at_most, band, every, judge, judge_same

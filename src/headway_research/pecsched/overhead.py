@@ -15,17 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.core.request import Request
-from headway.perf.hardware.models import model
+from headway.perf.hardware import model
 from headway.perf.latency.groups import GroupLatency
+from headway.policy.placement.contract import ClusterInstance, ClusterState
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
-from headway.policy.placement.view import ClusterInstance, ClusterState
 from headway.sim.cluster.build import cluster_of
-from headway.sim.cluster.spec import ClusterSpec
+from headway.sim.cluster.state import ClusterSpec
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import ConstantArrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import ConstantArrivals, preset
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 from headway_research.pecsched.setting import MODELS, scenario, work_s

@@ -40,12 +40,11 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupShape
 from headway.sim.cluster.build import cluster_of, run_cluster
-from headway.sim.cluster.result import ClusterResult
-from headway.sim.runner import SimulationCache
+from headway.sim.cluster.state import ClusterResult
 from headway.sim.scenario import parse_scenario
+from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import ConstantArrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import ConstantArrivals, preset
 from headway_research.base import MODES, Mode, RunOptions
 
 Regime = Literal["0.8", "0.8, memory", "2023", "2024", "unsaturated", "busy"]

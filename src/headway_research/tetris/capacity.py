@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headway.sim import metrics
 from headway.sim.build import run_scenario
-from headway.sim.metrics import definitions
-from headway.sim.metrics.quantiles import percentiles
+from headway.sim.metrics import percentiles
 from headway.sim.scenario import parse_scenario
 from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
 from headway_research.tetris.setting import TetrisStudy
@@ -206,8 +206,8 @@ def _unified(options: RunOptions) -> list[ClaimRow]:
     for which in ("pool", "apart"):
         records = run_scenario(parse_scenario(unified(which, 30 if options.quick else 300)), 0).sim.records
         records = records[len(records) // 10 :]
-        ttft = percentiles(definitions.ttft_s(record) for record in records)["p50"]
-        tpot = percentiles(definitions.tpot_s(record) for record in records)["p50"]
+        ttft = percentiles(metrics.ttft_s(record) for record in records)["p50"]
+        tpot = percentiles(metrics.tpot_s(record) for record in records)["p50"]
         found[which] = (ttft or 0.0, tpot or 1.0)
     one, other = found["pool"], found["apart"]
     return [

@@ -25,11 +25,10 @@ from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.registry import make_placement
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import arrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import arrivals, preset
 from headway_research.base import ExperimentReport, PlotPanel, RunOptions
 from headway_research.tetris.setting import prefill_cluster
 from headway_research.verdicts import at_most, every, judge_same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.cdsp_plan import ChunkAllocation
+from headway.policy.placement.cdsp import ChunkAllocation
 from headway_research.base import ExperimentReport, PlotPanel, RunOptions
 from headway_research.tetris.literal import LiteralPlanner
 from headway_research.verdicts import at_most, band, exact, judge_same, order

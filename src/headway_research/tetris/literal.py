@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
+from headway.policy.placement.cdsp import ChunkAllocation, ChunkPlan
 
 Pool = Mapping[int, float]
 """Queuing seconds T_i of each instance, by id."""

@@ -12,19 +12,25 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from headway.core.span import Span, Strategy
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.core.request import Span, Strategy
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency import eq1
 from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.groups import GroupShape, ShardedDecode
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.sharded_decode import ShardedDecode
-from headway.policy.placement.base import Action, CommitSpans, Event, KvReady, RequestArrived, TransferKv
 from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.view import ClusterInstance, ClusterSnapshot
-from headway.sim.cluster.balance import exposed_s
+from headway.policy.placement.contract import (
+    Action,
+    ClusterInstance,
+    ClusterSnapshot,
+    CommitSpans,
+    Event,
+    KvReady,
+    RequestArrived,
+    TransferKv,
+)
+from headway.sim.cluster.backend import exposed_s
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.workload import TraceRequest
 from headway_research.base import ClaimRow, ExperimentReport, RunOptions

@@ -16,7 +16,7 @@ from time import sleep
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import write_output
+from headway.core.files import write_output
 
 _SEND_TIMEOUT_S = 30.0
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from headway.serving.load.endpoint import server_root
+    from headway.serving.load.client import server_root
 
     every = arguments.every
     if every is not None and (not 0 < every <= 1e7 or None in (arguments.lengths, arguments.url)):
@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, folder: Path) -> None:
     import msgspec
 
-    from headway.cli.options import seeds_of
+    from headway.core.settings import seeds_of
     from headway.core.strict_yaml import read_yaml
-    from headway.policy.placement.tetris_rates import RateTable
+    from headway.policy.placement.contract import RateTable
     from headway.sim.scenario import parse_scenario
     from headway.sim.sweep import parse_sweep
     from headway_research.tetris.rates import CANDIDATES, best_rates, scenario_ttft_s
@@ -118,7 +118,7 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> None:
 
 def _send(url: str, api_key: str | None, table: dict[str, Any]) -> None:
     """Give a running cluster its rates."""
-    from headway.serving.load.endpoint import ask, server_root
+    from headway.serving.load.client import ask, server_root
 
     root = server_root(url)
     try:
@@ -133,7 +133,7 @@ def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
 
     newest: only of so many last prompts; then no other file will do. Raises ConfigError, and `_TryLaterError` where
     requests may still come."""
-    from headway.control.decision_log import read_log
+    from headway.control.log import read_log
     from headway.sim.cluster_log import is_cluster_log
 
     if not file.exists() or (file.is_file() and not file.stat().st_size):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.sim.build import run_scenario
-from headway.sim.metrics.definitions import ttft_s
+from headway.sim.metrics import ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import with_field
 from headway_research.base import RunOptions

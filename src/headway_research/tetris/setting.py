@@ -2,7 +2,7 @@
 
 8b: Llama-3 8B, two nodes of eight A100s prefill with tp 1 (16 instances), two nodes decode; times of chunks from
 Eq. (1) fitted to the paper's Table 1. 70b: Llama-3 70B, four nodes prefill with tp 4 (8 instances), four decode; its
-latencies are not published, so chunks come from one instance's operator fits on a ring (`perf.latency.ring`), and
+latencies are not published, so chunks come from one instance's operator fits on a ring (`perf.latency.groups`), and
 Eq. (1) is fitted to those. Lengths: truncated log-normals with the published minimum, maximum and mean; Poisson
 arrivals; 3,000 requests a run, of which the first tenth is left out; seeds 0, 1, 2.
 
@@ -20,28 +20,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.perf.hardware.accelerators import accelerator
-from headway.perf.hardware.models import model
+from headway.perf.hardware import accelerator, model
 from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.fitted import fitted
+from headway.perf.latency.groups import RingLatency
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.ring import RingLatency
-from headway.perf.latency.table_latency import TableLatency, TableSource
+from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.placement.contract import ClusterInstance, ClusterLinks
 from headway.policy.placement.registry import make_placement
-from headway.policy.placement.view import ClusterInstance, ClusterLinks
-from headway.sim.cluster.result import ClusterResult
+from headway.sim.build import plan_memory
 from headway.sim.cluster.simulation import simulate_cluster
-from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.memory import plan_memory
-from headway.sim.metrics.definitions import ttft_s
-from headway.sim.noise import NoiseSpec
-from headway.sim.runner import SimulationCache
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.cluster.state import ClusterResult, ClusterSpec
+from headway.sim.metrics import ttft_s
+from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
+from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.arrivals import PoissonArrivals
-from headway.sim.workload.presets import preset
+from headway.sim.workload.generate import PoissonArrivals, preset
 from headway_research.base import RunOptions
 
 WORKLOADS = ("short", "medium", "long")

@@ -6,7 +6,7 @@ import heapq
 import threading
 from collections.abc import Callable
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 
 
 class TimedCalls:

@@ -13,10 +13,8 @@ from typing import Any
 
 from tests.helpers.timed.alarm import TimedCalls
 
-from headway.core.batch import Batch, KvOp
-from headway.core.clock import ClockProtocol
-from headway.core.executor import EmittedToken, StepResult
-from headway.core.sampling import SamplingParams
+from headway.core.batch import Batch, ClockProtocol, EmittedToken, KvOp, StepResult
+from headway.core.request import SamplingParams
 
 TOKEN = 1
 """What is always said."""

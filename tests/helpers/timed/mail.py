@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from headway.runtime.engine.protocol import PeerLostError
 from headway.runtime.kv_transfer.connector import FinishedTransfers, KvLost, KvReceived
-from headway.runtime.kv_transfer.peers import PeerLostError, PeerNetwork
+from headway.runtime.kv_transfer.peers import PeerNetwork
 
 
 class TimedArrival(msgspec.Struct, frozen=True, tag=True):

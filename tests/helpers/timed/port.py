@@ -14,7 +14,7 @@ from tests.helpers.timed.alarm import TimedCalls
 from tests.helpers.timed.mail import TimedArrival, TimedMail
 from tests.helpers.timed.runs import TimedLatency, TimedSpanExecutor
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
 
 

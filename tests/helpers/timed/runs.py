@@ -2,7 +2,7 @@
 
 All of a group begin when they are told, which is at once but for what messages take, and end with the slowest: nothing
 that they would exchange is waited for. A pause is said to the group's first, which tells the others. What a run takes,
-and where it can be paused, is what the simulator goes by (`perf.latency.pause_points`).
+and where it can be paused, is what the simulator goes by (`perf.latency.groups`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from msgspec import structs
 from tests.helpers.timed.executor import TOKEN
 from tests.helpers.timed.mail import TimedMail, TimedStop
 
-from headway.core.clock import ClockProtocol
-from headway.core.executor import EmittedToken
-from headway.core.sampling import SamplingParams
-from headway.core.span import cut
-from headway.perf.latency.pause_points import PausePoints
-from headway.runtime.cluster.agent_protocols import Slots
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask
+from headway.core.batch import ClockProtocol, EmittedToken
+from headway.core.request import SamplingParams, SpanTask, cut
+from headway.perf.latency.groups import PausePoints
+from headway.runtime.cluster.agent import Slots
+from headway.runtime.engine.protocol import ComputeSpan
 from headway.runtime.kv_transfer.peers import PeerStream
 
 _NAP_S = 0.005
@@ -47,7 +45,7 @@ class TimedLatency(Protocol):
 
 
 class TimedSavedBytes(NamedTuple):
-    """See `runtime.sequence_parallel.paused_state`; bytes by the model's shape."""
+    """See `runtime.sequence_parallel.prefill`; bytes by the model's shape."""
 
     kv_bytes: int
     activation_bytes: int

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from tests.helpers.timed.runs import TimedSavedBytes
 
-from headway.core.request import Request
-from headway.core.span import Span
-from headway.runtime.engine.instance_protocol import SpanTask
-from headway.sim.cluster.spans import predicted_s
-from headway.sim.cluster.spec import ClusterSpec
+from headway.core.request import Request, Span, SpanTask
+from headway.sim.cluster.backend import predicted_s
+from headway.sim.cluster.state import ClusterSpec
 
 _ANY = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=1)
 

@@ -15,13 +15,12 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
-from headway.perf.latency.store import save
-from headway.perf.latency.table_latency import TableSource
+from headway.perf.latency.table import TableSource, save
 from headway.sim.calibration import calibrate
 from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 from headway.sim.report.perfetto import engine_timeline
-from headway.vllm import version_check
+from headway.vllm import plugin
 from headway.vllm.endpoint import WhyEndpoint
 
 Make = Callable[..., VirtualEngine]
@@ -163,7 +162,7 @@ def test_the_script_for_other_versions_reads_the_digests_that_the_engine_compare
 
     path = Path(__file__).resolve().parents[3] / "scripts" / "check_vllm_version.py"
     digests_of = runpy.run_path(str(path))["digests_of"]
-    assert digests_of(Path(scheduler.__file__).read_text())[0] == version_check.digests(scheduler.Scheduler)
+    assert digests_of(Path(scheduler.__file__).read_text())[0] == plugin.digests(scheduler.Scheduler)
 
 
 def test_the_endpoint_is_a_plugin_that_vllm_takes() -> None:

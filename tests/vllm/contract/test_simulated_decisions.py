@@ -23,10 +23,9 @@ from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, decode_l
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.policy.hosted.settings import TRUST_PROFILE, VllmSettings
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.simulation import InstanceSimulation
-from headway.sim.spec import InstanceSpec, RunSpec
+from headway.sim.loop import InstanceSimulation
+from headway.sim.spec import InstanceSpec, RunSpec, VllmSpec
 from headway.sim.vllm.engine import SimulatedVllm
-from headway.sim.vllm.spec import VllmSpec
 from headway.sim.workload import TraceRequest
 from headway.vllm import adapter
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
-from headway.runtime.http_cluster.server_metrics import parse_load
+from headway.runtime.cluster.http_server import parse_load
 from headway.vllm import metrics
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from tests.helpers.checked_tally import checked_decodes_of
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
-from headway.policy.hosted.running_tally import RunningTally
+from headway.policy.hosted.driver import RunningTally
 
 Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long

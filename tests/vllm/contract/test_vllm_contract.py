@@ -16,7 +16,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make
 from tests.vllm.contract.virtual_engine import BLOCK, RATES, VirtualEngine, model_config
 
 from headway.core.errors import ConfigError
-from headway.vllm import version_check
+from headway.vllm import plugin
 
 Make = Callable[..., VirtualEngine]
 pytestmark = pytest.mark.long
@@ -47,7 +47,7 @@ def test_the_installed_version_is_one_that_is_known() -> None:
     import vllm
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    report = version_check.compare(vllm.__version__, version_check.digests(Scheduler))
+    report = plugin.compare(vllm.__version__, plugin.digests(Scheduler))
     assert report.known_as == vllm.__version__, report.moved
 
 
@@ -241,10 +241,10 @@ def test_an_unknown_scheduler_is_refused_with_a_sentence(make: Make, monkeypatch
         raise AssertionError("not the method that is known")
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
-    monkeypatch.delenv(version_check.TRY_ANYWAY, raising=False)
+    monkeypatch.delenv(plugin.TRY_ANYWAY, raising=False)
     with pytest.raises(ConfigError, match=r"does not know the scheduler of vLLM.*these methods differ: schedule\."):
         make()
-    monkeypatch.setenv(version_check.TRY_ANYWAY, "1")
+    monkeypatch.setenv(plugin.TRY_ANYWAY, "1")
     assert make().scheduler.headway_errors == 0
 
 

@@ -34,7 +34,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import headway.vllm
-from headway.perf.latency.roofline import MachineRates
+from headway.perf.latency.table import MachineRates
 from headway.vllm import adapter, latency
 
 BLOCK = 16

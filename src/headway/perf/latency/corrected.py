@@ -1,4 +1,5 @@
-"""Latency model that corrects itself from measured iteration times.
+"""Latency model that corrects itself from measured iteration times; its scales can be recorded, and fitted to a whole
+run.
 
 Four scales (fixed cost, rows, decode attention, chunk attention) multiply a base model's terms and follow measurements
 by recursive least squares with forgetting. A server that starts on a rough profile sizes its chunks correctly after
@@ -9,13 +10,17 @@ scales, so a recorded run replays exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
-from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
-from headway.perf.latency.further_prompts import FurtherPrompts
+from headway.core.errors import ConfigError
+from headway.perf.latency.base import BatchLoad, FurtherPrompts, LatencyModel, Seconds
+from headway.perf.latency.table import TableLatency, TableSource
 
 # Weight of an observation after each further one: a memory of about 200 iterations.
 _FORGET = 0.995
@@ -73,8 +78,9 @@ class CorrectedLatency(LatencyModel):
         return self._k_chunk
 
     @property
+    @override
     def rough(self) -> bool:
-        """See `LatencyModel`: the base model counts for less than one observation."""
+        """The base model counts for less than one observation."""
         return self.confidence < 1.0
 
     def token_s(self, first: int, last: int) -> Seconds:
@@ -159,3 +165,54 @@ class CorrectedLatency(LatencyModel):
         self._unit = self._unit * factor
         self.scales = self.scales * factor
         return left_s - work_s
+
+
+def describe(model: LatencyModel) -> dict[str, Any] | None:
+    """Return a table model, corrected or not, as plain data; None for other models.
+
+    Call it before the first `observe`: learned scales are not recorded, a replay learns them again."""
+    base = model.base if isinstance(model, CorrectedLatency) else model
+    if not isinstance(base, TableLatency):
+        return None
+    confidence = model.confidence if isinstance(model, CorrectedLatency) else None
+    return {"table": msgspec.to_builtins(base.source), "confidence": confidence}
+
+
+def restore(data: Mapping[str, Any] | None) -> tuple[TableLatency, LatencyModel]:
+    """Return (the table, the model as it was at the start). Raises ConfigError when the log does not contain one."""
+    if data is None:
+        raise ConfigError("the log does not say which latency model the engine used, so it cannot be replayed")
+    try:
+        table = TableLatency(msgspec.convert(data["table"], TableSource))
+        confidence = data["confidence"]
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ConfigError(f"the log's latency model cannot be read: {error}") from error
+    # `confidence` is None where the run used the table without correction.
+    return table, table if confidence is None else CorrectedLatency(table, confidence)
+
+
+# Scales of a latency table's terms, fitted to all iterations of a run.
+#
+# `CorrectedLatency` follows the last couple of hundred iterations, so that what it knows at the end of a run is what
+# the host did in its last second. What is to hold for another run, or for the whole of this one, is fitted to all of
+# it.
+
+_PRIOR = 1.0
+"""Weight of scales of 1, in iterations: for terms that hardly occurred."""
+
+
+def fit_scales(terms: Sequence[LoadTerms], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return the scales (fixed, rows, decodes, chunks) by which the `terms` best sum up to what iterations took.
+
+    Least squares of relative errors; times above `OUTLIER` times the prediction count as that. No scale leaves
+    FLOOR..CEILING."""
+    x, took = np.array(terms, dtype=np.float64), np.array(seconds, dtype=np.float64)
+    scales = np.ones(4)
+    for _ in range(20):
+        predicted = np.maximum(x @ scales, 1e-9)
+        rows, target = x / predicted[:, None], np.minimum(took / predicted, OUTLIER)
+        gram, right = rows.T @ rows + _PRIOR * np.eye(4), rows.T @ target + _PRIOR
+        # One scale after another, so that each stays within its bounds: terms that occur together are told apart badly.
+        for i in list(range(4)) * 10:
+            scales[i] = np.clip((right[i] - gram[i] @ scales) / gram[i, i] + scales[i], FLOOR, CEILING)
+    return tuple(float(scale) for scale in scales)

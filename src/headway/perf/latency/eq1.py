@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.core.span import Strategy
+from headway.core.request import Strategy
 from headway.perf.latency.groups import GroupLatency, GroupShape
 
 SCHEMA = "headway.eq1/1"
@@ -94,7 +94,7 @@ class Eq1Latency:
         if found is not None:
             return max(0, int(found.solve(past, budget_s)))
         # Interpolated sizes have no closed form.
-        from headway.perf.latency.ring import largest
+        from headway.perf.latency.groups import largest
 
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 
@@ -264,7 +264,7 @@ class TableCells:
         return self._whole(tokens, group.sp)
 
     def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        from headway.perf.latency.ring import largest
+        from headway.perf.latency.groups import largest
 
         return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
 

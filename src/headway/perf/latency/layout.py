@@ -12,9 +12,7 @@ import re
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.accelerators import AcceleratorSpec
-from headway.perf.hardware.links import NetworkLink, link
-from headway.perf.hardware.shapes import DecoderShape, ModelShape
+from headway.perf.hardware import AcceleratorSpec, DecoderShape, ModelShape, NetworkLink, link
 
 
 class ParallelLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +81,7 @@ class RankShape(DecoderShape, frozen=True, kw_only=True):
         return (self.layers * self.layer_parameters + tables) * self.dtype_bytes
 
 
-def cut(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
+def rank_shape(shape: ModelShape, layout: ParallelLayout, stage: int = 0) -> RankShape:
     """Return the shape of one rank of `stage` (counted from 0). Raises ConfigError when the layout does not divide the
     model."""
     if not 0 <= stage < layout.stages:

@@ -1,4 +1,5 @@
-"""Driver of an `IterationPolicy` over the requests of vLLM's scheduler: events in, quotas out.
+"""Driver of an `IterationPolicy` inside vLLM's scheduler: vLLM's requests and blocks in, token quotas for the next step
+out.
 
 Nothing here imports vLLM: requests are read through a few attributes of vLLM's, so that a driver can be rebuilt from
 vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs the same code.
@@ -6,20 +7,189 @@ vLLM's state at any time, and the simulator's model of vLLM (`sim.vllm`) runs th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from headway.core.request import Request
 from headway.perf.latency.base import BatchLoad, decode_load, load_s, one_chunk_s
-from headway.policy.hosted.reserved_kv_pool import ReservedKvPool
-from headway.policy.hosted.running_tally import RunningTally
 from headway.policy.iteration.decision import IterationPolicy
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.requests import PrefillState
 
 VllmRequest = Any
 """`vllm.v1.request.Request`, or the simulator's `VllmRequestState`."""
+
+
+class RunningTally:
+    """How many requests decode, and the KV tokens that they read together.
+
+    Counted anew where a change cannot be followed: a decode was preempted, or requests run that the policy does not
+    know. Otherwise each step adds what it computes."""
+
+    def __init__(self, decoding: Mapping[str, VllmRequest]) -> None:
+        """`decoding`: the decodes that the policy knows, by id; owned and kept by the driver."""
+        self._decoding = decoding
+        # Prefills that run, by id.
+        self.begun: set[str] = set()
+        # KV tokens of all decodes; None: count them.
+        self._kv_sum: int | None = None
+
+    def decodes_of(self, running: Sequence[VllmRequest], recount: bool = False) -> tuple[int, int]:
+        """Return (decodes, their KV tokens) among `running`. `recount`: trust nothing that was kept."""
+        known = len(running) == len(self._decoding) + len(self.begun)
+        if known and not recount and self._kv_sum is not None:
+            return len(self._decoding), self._kv_sum
+        cached = [request.num_computed_tokens for request in running if not request.is_prefill_chunk]
+        kv_sum = sum(cached)
+        # With others among them, what they compute could not be told from the decodes' tokens.
+        self._kv_sum = kv_sum if known and len(cached) == len(self._decoding) else None
+        return len(cached), kv_sum
+
+    def computed(self, tokens: int) -> None:
+        """Add the tokens that the decodes compute in a step."""
+        if self._kv_sum is not None:
+            self._kv_sum += tokens
+
+    def decoding_from_now(self, name: str) -> None:
+        """Count a request, already among the decodes, whose prompt is complete with this step."""
+        self.begun.discard(name)
+        if self._kv_sum is not None:
+            self._kv_sum += self._decoding[name].num_computed_tokens
+
+    def ended(self, name: str) -> None:
+        """Take off a request that has ended and is about to leave the decodes, if it is one."""
+        self.begun.discard(name)
+        if self._kv_sum is not None and name in self._decoding:
+            self._kv_sum -= self._decoding[name].num_computed_tokens
+
+    def lost(self, name: str) -> None:
+        """Take off a request whose KV is gone: its own count of cached tokens is 0 already."""
+        self.begun.discard(name)
+        if name in self._decoding:
+            self._kv_sum = None
+
+    def forget(self) -> None:
+        """Count anew in the next step: requests that the policy does not know may have begun."""
+        self._kv_sum = None
+
+
+_MOST = 64
+"""Steps whose results never came (an executor that was reset) are forgotten beyond so many."""
+
+
+class StepClock:
+    """Pairs the load of a step with the time until its results came back.
+
+    Under asynchronous scheduling step n+1 is made while step n runs: its time counts from where step n came back, so
+    that what overlaps is not counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[int, tuple[float, BatchLoad, float]] = OrderedDict()
+        self._returned_s = 0.0
+
+    def made(self, key: int, now: float, load: BatchLoad, predicted_s: float) -> None:
+        """Note a step that goes to the executor. `key` identifies it until it returns."""
+        self._steps[key] = (now, load, predicted_s)
+        if len(self._steps) > _MOST:
+            self._steps.popitem(last=False)
+
+    def returned(self, key: int, now: float) -> tuple[BatchLoad, float, float] | None:
+        """(load, seconds measured, seconds predicted) of a step whose results are there; None where it is unknown."""
+        step = self._steps.pop(key, None)
+        began_s, self._returned_s = self._returned_s, now
+        if step is None:
+            return None
+        made_s, load, predicted_s = step
+        return load, now - max(made_s, began_s), predicted_s
+
+
+class ReservedKvPool:
+    """Implements `policy.iteration.admission.KvPool`.
+
+    vLLM allocates chunk by chunk, so that several prefills in flight could run the pool dry and preempt each other:
+    each is pledged what its whole prompt will take, and `free_blocks` is without it. A pledge shrinks as vLLM
+    allocates (`settle`) and is dropped once the prompt is computed: decodes grow by vLLM's own rules.
+    """
+
+    answers_hold = 16
+    """Asking vLLM looks a prompt up in its prefix cache, which changes meanwhile."""
+    holders_grow = False
+    cache: None = None
+    """vLLM looks prompts up itself: it reports a hit when it first schedules the request."""
+
+    def __init__(
+        self,
+        n_blocks: int,
+        total_tokens: int,
+        free: Callable[[], int],
+        needed: Callable[[str, int], int],
+        reserve_tokens: int,
+    ) -> None:
+        """`free`: blocks that vLLM could allocate now. `needed(request_id, tokens)`: how many of them a request would
+        take, beside those that it has, for `tokens` tokens in all. `reserve_tokens`: of a block."""
+        self.n_blocks = n_blocks
+        self.total_tokens = total_tokens
+        self.reserve_tokens = reserve_tokens
+        self._free = free
+        self._needed = needed
+        # By request: tokens that its pledge is for, and blocks of it that vLLM has not allocated yet.
+        self._tokens: dict[str, int] = {}
+        self._open: dict[str, int] = {}
+        self._open_sum = 0
+        self._held: dict[str, int] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are neither allocated nor pledged; never below 0."""
+        return max(0, self._free() - self._open_sum)
+
+    @property
+    def pledged_blocks(self) -> int:
+        """Blocks that half-done prefills will still take."""
+        return self._open_sum
+
+    def needed_blocks(self, request_id: str, tokens: int) -> int:
+        """See `KvPool`."""
+        return self._needed(request_id, tokens)
+
+    def held_blocks(self, request_id: str) -> int:
+        """Return the blocks pledged to a request; 0 without a pledge."""
+        return self._held.get(request_id, 0)
+
+    def pledge(self, request_id: str, tokens: int, headroom_blocks: int = 0) -> bool:
+        """See `KvPool`."""
+        needed = self._needed(request_id, tokens)
+        if needed + headroom_blocks > self.free_blocks:
+            return False
+        self._tokens[request_id] = tokens
+        self._held[request_id] = needed
+        self._set_open(request_id, needed)
+        return True
+
+    def settle(self, request_id: str) -> None:
+        """Shrink a pledge by the blocks that vLLM has allocated to the request since."""
+        if request_id in self._tokens:
+            self._set_open(request_id, max(0, self._needed(request_id, self._tokens[request_id])))
+
+    def complete(self, request_id: str) -> None:
+        """End the pledge of a request whose prompt is computed."""
+        if self._tokens.pop(request_id, None) is not None:
+            self._set_open(request_id, 0)
+            del self._open[request_id]
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that has ended, or whose blocks vLLM has preempted."""
+        self.complete(request_id)
+        self._held.pop(request_id, None)
+
+    def _set_open(self, request_id: str, blocks: int) -> None:
+        self._open_sum += blocks - self._open.get(request_id, 0)
+        self._open[request_id] = blocks
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -205,3 +375,22 @@ class PolicyDriver:
     def _place(plan: StepPlan) -> Any:
         places = {name: place for place, name in enumerate(plan.quotas)}
         return lambda name: (places.get(name, len(places)), name)
+
+
+_MOST_ROWS = 16
+"""Rows that are filled: the distance of vLLM's own sizes. Beyond it attention to a long history would not be free."""
+
+
+def fill_graph(plan: StepPlan, sizes: Sequence[int], states: Mapping[str, PrefillState]) -> StepPlan:
+    """Return a plan whose cut prefills, most urgent first, also get the rows up to the next of `sizes`.
+
+    `sizes`: tokens of the captured graphs, ascending; larger steps run without one, and stay as they are. `states`: of
+    the prefills that have quotas."""
+    place = bisect_left(sizes, plan.load.tokens)
+    spare = min(sizes[place] - plan.load.tokens, _MOST_ROWS) if place < len(sizes) else 0
+    filled = dict(plan.quotas)
+    for name, tokens in plan.quotas.items():
+        more = min(spare, states[name].remaining - tokens)
+        filled[name] += more
+        spare -= more
+    return replace(plan, quotas=filled)

@@ -1,4 +1,5 @@
-"""Admission of waiting requests to KV: how many blocks one reserves, who may pass one that finds no room.
+"""Admission of waiting requests to KV: blocks that a request reserves, blocks that a long one leaves free, growth of
+decodes, and what a cached block is worth.
 
 A request enters with blocks for its whole prompt, or not at all. One whose blocks are not free is passed by later ones
 until it has waited `ADMISSION_AGE_S`; then, of those behind it in the order, only small ones pass it, within the
@@ -8,13 +9,77 @@ headroom that large ones leave free for them. A request that computes lost KV ag
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Final
+from typing import Final, Protocol
 
 from headway.core.errors import RequestError
 from headway.core.request import Request
+from headway.kv.block_manager import BlockManager, KvLease
+from headway.kv.eviction import make_eviction
+from headway.kv.prefix_cache import PrefixCache
+from headway.perf.latency.base import LatencyModel, one_chunk_s
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.kv_pool import KvPool
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.requests import PrefillState, SequenceState
+
+
+class PrefixLookup(Protocol):
+    """Implemented by `kv.prefix_cache.PrefixCache`: what of the prompts of waiting requests is cached."""
+
+    def drain_changes(self) -> list[tuple[str, int]]:
+        """Return requests that hold no KV and whose number of cached tokens has changed, with that number."""
+
+    def cached_tokens(self, request: str) -> int | None:
+        """Return the cached tokens of a request that holds no KV; None for any other."""
+
+    def computed_by(self, request: str) -> str | None:
+        """Return the request that computes the next block of a waiting request's prompt, if any does."""
+
+    def restored(self, request: str) -> bool:
+        """Return whether the next block of a waiting request's prompt is being read from elsewhere."""
+
+
+class KvPool(Protocol):
+    """Implemented by `kv.block_manager.BlockManager`; a plug-in implements it over its engine's block pool.
+
+    All methods are called within a decision, so each must take constant time. The owner of the pool releases a pledge
+    when the request ends or loses its KV.
+    """
+
+    reserve_tokens: int
+    """Tokens reserved beyond what is known, and grown by on demand."""
+    answers_hold: int
+    """Decisions for which an answer of `needed_blocks` about a request without KV may be used; 0: it is asked again."""
+    holders_grow: bool
+    """Whether `held_blocks` of a request may change while it holds KV."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the pool, free or not."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that all blocks hold."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are neither held by a request nor pledged to one."""
+
+    @property
+    def cache(self) -> PrefixLookup | None:
+        """Cached prefixes that waiting requests would share; None: the pool looks no prompts up."""
+
+    def needed_blocks(self, request_id: str, tokens: int) -> int:
+        """Return how many more blocks a request needs for `tokens` tokens in all."""
+
+    def held_blocks(self, request_id: str) -> int:
+        """Blocks that a request holds or has been pledged; 0 for an unknown one."""
+
+    def pledge(self, request_id: str, tokens: int, headroom_blocks: int = 0) -> bool:
+        """Set aside blocks for `tokens` tokens of a request that is about to begin.
+
+        False, and no change, if that would leave fewer than `headroom_blocks` free. An engine that allocates chunk by
+        chunk must exclude blocks that are pledged and not yet allocated from `free_blocks`: otherwise several prefills
+        in flight exhaust the pool and preempt each other."""
+
 
 KV_HEADROOM: Final = 0.05
 """Share of the pool that large requests leave free. Those that take less than that are small."""
@@ -207,3 +272,53 @@ class KvBlockAdmission:
         # Of two at a time: machine code for it calls no function.
         tokens = min(min(state.known + self._reserve_tokens, most), min(self._total_tokens, state.limit))
         return max(1, tokens)
+
+
+class KvGrowth:
+    """Growth within one group's blocks."""
+
+    def __init__(self, block_manager: BlockManager, admission: KvBlockAdmission) -> None:
+        self._reserve_tokens = block_manager.reserve_tokens
+        self._block_manager = block_manager
+        self._admission = admission
+
+    def grow(self, sequence: SequenceState) -> bool:
+        """Grow a decode's lease, by the pool's `reserve_tokens` if possible, else by one token.
+
+        False: no block, or the shard is full."""
+        lease = sequence.lease
+        assert lease is not None
+        most = sequence.prompt + sequence.request.max_output_tokens
+        need = sequence.computed + 1 - sequence.base
+        if need > sequence.limit:
+            return False
+        # A larger step grows rarely; it stops at the request's own end and at the edge of its shard.
+        wanted = max(need, min(need + self._reserve_tokens, most - sequence.base, sequence.limit))
+        return self._block_manager.grow(lease, wanted) or self._block_manager.grow(lease, need)
+
+    def next_shard(self, sequence: SequenceState, start: int) -> KvLease | None:
+        """Reserve the next shard, from token `start` on, of a request that has filled its shard in another group.
+
+        None: too few free blocks. A prefill reserves its known tokens up to the shard's limit, and leaves headroom; a
+        decode leaves none."""
+        most = sequence.prompt + sequence.request.max_output_tokens
+        known = max(1, min(sequence.known, start + sequence.limit) - start)
+        tokens = max(1, min(sequence.known + self._reserve_tokens, most, start + sequence.limit) - start)
+        blocks = self._block_manager.blocks_for(tokens)
+        headroom = 0 if sequence.decoding else self._admission.headroom(sequence, blocks)
+        name = sequence.request.id
+        # First with room for output, then for the known tokens only.
+        return self._block_manager.reserve(name, tokens, headroom, start) or self._block_manager.reserve(
+            name, known, headroom, start
+        )
+
+
+def make_prefix_cache(
+    eviction: str, latency: LatencyModel, block_tokens: int, unused_blocks: int | None = None
+) -> PrefixCache:
+    """Return an empty cache with a policy of eviction by name. `unused_blocks`: see `PrefixCache`."""
+
+    def block_s(depth: int) -> float:
+        return latency.rows_s(block_tokens) + one_chunk_s(latency, block_tokens * (depth - 1), block_tokens)
+
+    return PrefixCache(make_eviction(eviction, block_s), block_tokens, unused_blocks)

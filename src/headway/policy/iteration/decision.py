@@ -1,4 +1,5 @@
-"""Decide what one engine instance computes next: which prefills get how many tokens, next to the running decodes.
+"""Decide what one engine instance computes next: which prefills get how many tokens beside the running decodes, and the
+time to first token that follows for a new request.
 
 `IterationPolicy.pick` is the decision: order the waiting prefills, then fill the iteration's time in that order, and
 reserve KV for each that begins. The policy sees requests as token counts and latency targets, and KV as numbers of
@@ -13,21 +14,52 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from headway.core.errors import PredictedLateError
 from headway.core.request import BACKGROUND_PRIORITY, Request
-from headway.perf.latency.base import BatchLoad, LatencyModel, one_chunk_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
 from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.admission import KvBlockAdmission
+from headway.policy.iteration.admission import KvBlockAdmission, KvPool
+from headway.policy.iteration.budget import IterationBudget, reference_aim_s
 from headway.policy.iteration.chunking_strategies import is_empty, make_chunking
 from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, SchedulerConfig
-from headway.policy.iteration.efficient_chunks import reference_aim_s
+from headway.policy.iteration.contract import InstanceScheduler
 from headway.policy.iteration.fill import PROGRESS_EVERY, ChunkAllocation, ChunkRequest, IterationFill
-from headway.policy.iteration.iteration_budget import IterationBudget
-from headway.policy.iteration.kv_pool import KvPool
 from headway.policy.iteration.medha import LONG, MedhaRules
 from headway.policy.iteration.ordering import OrderingPolicy, PrefillFacts, UrgencyLine, make_policy
-from headway.policy.iteration.predicted_ttft import prefill_speed
-from headway.policy.iteration.prefill import WHOLE, PrefillState
 from headway.policy.iteration.queue import LadderQueue, LineQueue, WaitingQueue
+from headway.policy.iteration.requests import WHOLE, PrefillState
+
+LONGEST_RETRY_S = 60.0
+"""Longest time after which a refused client is asked to try again, seconds."""
+_LEAST = 0.05
+"""However long the decodes take, prefills advance (`fill.PROGRESS_EVERY`)."""
+
+
+def prefill_speed(latency: LatencyModel, decodes: BatchLoad, budget_s: float) -> float:
+    """Return the isolated prefill seconds that a second of iterations of `budget_s` does beside these decodes."""
+    if not decodes.decodes or budget_s <= 0:
+        return 1.0
+    # The fixed cost of an iteration is part of isolated times, and paid once for both.
+    beside_s = load_s(latency, decodes) - latency.rows_s(1)
+    return min(1.0, max(_LEAST, 1.0 - beside_s / budget_s))
+
+
+def refuse_late(scheduler: InstanceScheduler, request: Request, now: float) -> None:
+    """Raise PredictedLateError for a request that asked to be refused rather than late and is predicted to be late."""
+    ttft_s = request.slo.ttft_s
+    if not request.slo.refuse_late or ttft_s is None:
+        return
+    predicted_s = scheduler.predicted_ttft_s(request, now)
+    if predicted_s <= ttft_s:
+        return
+    raise PredictedLateError(
+        f"the first token would come after {predicted_s:.3g} s, later than the {ttft_s:g} s asked for ('refuse_late'); "
+        "try again later, or ask for a later one",
+        # By then what is ahead has advanced by as much as is missing.
+        min(predicted_s - ttft_s, LONGEST_RETRY_S),
+        predicted_s,
+    )
+
 
 BACKGROUND_EVERY: Final = 128
 """Iterations of other work after which a background request has tokens in one of them, where it otherwise has

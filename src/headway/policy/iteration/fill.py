@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, decodes_s, load_s, one_chunk_s
-from headway.perf.latency.shard_exchange import WithExchange
+from headway.perf.latency.groups import WithExchange
+from headway.policy.iteration.budget import EfficientChunks
 from headway.policy.iteration.chunking_strategies import ChunkingStrategy, PrefillDemand, is_empty
-from headway.policy.iteration.efficient_chunks import EfficientChunks
 
 MAX_UNSCHEDULABLE: Final = 2
 """How many requests are tried in vain for what is left of the time: a bound on a decision."""

@@ -16,7 +16,7 @@ from headway.core.errors import ConfigError
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.ordering import UrgencyLine
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.requests import PrefillState
 
 Mode = Literal["default", "paper"]
 

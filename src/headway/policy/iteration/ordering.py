@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 import msgspec
 
-from headway.core.dotted_path import is_dotted, load_dotted
 from headway.core.errors import ConfigError
+from headway.core.parse import is_dotted, load_dotted
 
 
 class PrefillFacts(msgspec.Struct, frozen=True, gc=False):

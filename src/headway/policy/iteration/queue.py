@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from headway.policy.iteration.ordering import UrgencyLine
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.requests import PrefillState
 from headway.policy.ladder import ladder_order
 
 REFRESH_S = 0.25
@@ -154,8 +155,8 @@ class LineQueue(WaitingQueue):
         """Return the line of a member."""
         return self._lines[member.order]
 
+    @override
     def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
-        """See `WaitingQueue`."""
         if self._changed or not self._parallel:
             n, members = len(self._members), self._members
             urgency = self._intercept[:n] - self._slope[:n] * now
@@ -169,8 +170,8 @@ class LineQueue(WaitingQueue):
             self._changed = False
         return self._order
 
+    @override
     def remove(self, member: PrefillState) -> None:
-        """See `WaitingQueue`."""
         super().remove(member)
         del self._lines[member.order]
 
@@ -195,8 +196,8 @@ class LadderQueue(WaitingQueue):
         # The last of the places that go by length; once it has left, the order is made anew.
         self._last_placed: PrefillState | None = None
 
+    @override
     def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
-        """See `WaitingQueue`."""
         placed = self._last_placed
         if now >= self._until_s or (placed is not None and placed.slot < 0):
             if self._restarted:
@@ -207,13 +208,14 @@ class LadderQueue(WaitingQueue):
             self._last_placed = self._order[min(PLACES, len(self._order)) - 1] if self._order else None
         return self._order
 
+    @override
     def add(self, member: PrefillState) -> None:
-        """See `WaitingQueue`."""
         super().add(member)
         self._until_s = float("-inf")
 
+    @override
     def current(self, now: float) -> list[PrefillState]:
-        """See `WaitingQueue`: newcomers come last of their priority until the next decision."""
+        """Newcomers come last of their priority until the next decision."""
         order, known = self._order, len(self._order)
         return sorted(
             self._members,

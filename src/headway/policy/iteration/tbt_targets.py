@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.iteration.prefill import PrefillState
+from headway.policy.iteration.requests import PrefillState
 
 
 class TbtTargets:

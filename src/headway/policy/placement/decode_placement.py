@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from headway.core.request import Request
-from headway.policy.placement.base import (
+from headway.policy.placement.contract import (
     Action,
+    ClusterSnapshot,
     EnqueueRequest,
     Event,
     KvReady,
@@ -20,7 +21,6 @@ from headway.policy.placement.base import (
     SpanDone,
     TransferKv,
 )
-from headway.policy.placement.view import ClusterSnapshot
 
 
 class DecodePlacement:

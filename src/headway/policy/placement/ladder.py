@@ -25,11 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from headway.core.span import Phase, Span
+from headway.core.request import Phase, Span
 from headway.policy.ladder import ladder_order
-from headway.policy.placement.base import (
+from headway.policy.placement.baselines import prefill_instances
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -44,7 +46,6 @@ from headway.policy.placement.base import (
     SpanPaused,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.groups import prefill_instances
 from headway.policy.placement.ladder_groups import (
     ALONE,
     LATE_WEIGHT,
@@ -57,7 +58,6 @@ from headway.policy.placement.ladder_groups import (
 )
 from headway.policy.placement.prefix_reuse import PrefixStart, cheapest_start, longest_prefix
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
-from headway.policy.placement.view import ClusterSnapshot
 
 _AHEAD_S = 0.1
 """Work of an instance's scheduler up to which it takes another prompt: about two iterations."""

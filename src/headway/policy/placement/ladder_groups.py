@@ -18,15 +18,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from headway.core.request import Request
-from headway.core.span import Strategy
+from headway.core.request import Request, Strategy
 from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.groups import GroupShape
 from headway.policy.ladder import STEP
-from headway.policy.placement.base import CachedPrefix
+from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot
 from headway.policy.placement.prefix_reuse import copy_seconds
 from headway.policy.placement.registry import PolicyContext
-from headway.policy.placement.view import ClusterSnapshot
 
 LATE_WEIGHT = 3.0
 """A second after the due time counts so many seconds of waiting."""

@@ -14,9 +14,8 @@ from pydantic import model_validator
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.base import CachedPrefix
+from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot
 from headway.policy.placement.registry import PolicyContext, PolicyOptions
-from headway.policy.placement.view import ClusterSnapshot
 
 _ALONE = GroupShape(1)
 

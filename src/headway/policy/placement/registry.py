@@ -14,13 +14,12 @@ from typing import Any, Literal
 import msgspec
 from pydantic import ConfigDict
 
-from headway.core.dotted_path import is_dotted, load_dotted
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
-from headway.perf.hardware.shapes import ModelShape
-from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.perf.latency.pause_points import pause_points_of
-from headway.policy.placement.base import PlacementPolicy
+from headway.core.parse import is_dotted, load_dotted
+from headway.perf.hardware import ModelShape
+from headway.perf.latency.groups import GroupLatency, GroupShape, pause_points_of
+from headway.policy.placement.contract import PlacementPolicy
 
 DEFAULT = "ladder"
 """The placement of clusters that name none."""
@@ -31,19 +30,19 @@ POLICIES: dict[str, tuple[str, str]] = {
         "one queue, fewest late, shortest first; instances and groups take from it as they run out of work",
     ),
     "fifo": (
-        "fifo:FifoPlacement:FifoOptions",
+        "baselines:FifoPlacement:FifoOptions",
         "order of arrival: short requests to the instance that is free first, long ones to a group",
     ),
     "fixed-sp": (
-        "fixed_sp:FixedSp:FixedSpOptions",
+        "baselines:FixedSp:FixedSpOptions",
         "groups of one size; a prompt goes whole to the one that is free first",
     ),
     "context-parallel": (
-        "context_parallel:context_parallel:ContextParallelOptions",
+        "baselines:context_parallel:ContextParallelOptions",
         "every prompt over all instances, one after another",
     ),
     "jsq": (
-        "jsq:JoinShortestQueue:JsqOptions",
+        "baselines:JoinShortestQueue:JsqOptions",
         "replicas with schedulers of their own; a request joins the shortest queue",
     ),
     "tetris": (
@@ -51,11 +50,11 @@ POLICIES: dict[str, tuple[str, str]] = {
         "chunks on growing groups that fill the gaps between queues (CDSP)",
     ),
     "reservation": (
-        "reservation:ReservationPlacement:ReservationOptions",
+        "ablations:ReservationPlacement:ReservationOptions",
         "some instances for long requests only, the others for short ones only",
     ),
     "priority": (
-        "priority:PriorityPlacement:PriorityOptions",
+        "ablations:PriorityPlacement:PriorityOptions",
         "short requests first; a long one when no short one waits on enough instances",
     ),
     "loongserve": (
@@ -141,7 +140,7 @@ def _load(name: str, part: int) -> Any:
         if not (isinstance(kind, type) and callable(getattr(kind, "on_event", None))):
             raise ConfigError(
                 f"placement {name!r} must be a class with `on_event(event, view)` and `next_wakeup(now)` "
-                "(headway.policy.placement.base.PlacementPolicy)"
+                "(headway.policy.placement.contract.PlacementPolicy)"
             )
         return kind if part == 1 else getattr(kind, "Options", PolicyOptions)
     if name not in POLICIES:

@@ -12,32 +12,34 @@ from typing import Annotated, NamedTuple, Self
 
 import msgspec
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, Positive
-from headway.core.request import Request
-from headway.core.span import Span, Strategy
+from headway.core.request import Request, Span, Strategy
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.policy.placement.base import (
+from headway.policy.placement.baselines import prefill_instances
+from headway.policy.placement.cdsp import CdspPlanner, ChunkAllocation, ChunkPlan
+from headway.policy.placement.contract import (
     Action,
     ActionRefused,
     CachedPrefix,
+    ClusterSnapshot,
     CommitSpans,
     Event,
+    LoadAwareRates,
     PlacementPolicy,
+    RateControl,
+    RateTable,
     RequestArrived,
     RequestDropped,
     RequestFinished,
+    load_rates,
 )
-from headway.policy.placement.cdsp import CdspPlanner
-from headway.policy.placement.cdsp_plan import ChunkAllocation, ChunkPlan
 from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.groups import prefill_instances
 from headway.policy.placement.prefix_reuse import AffinityOptions, copy_pays, copy_seconds, longest_prefix
 from headway.policy.placement.registry import PolicyContext
-from headway.policy.placement.tetris_rates import RateControl, RateTable, load_rates
-from headway.policy.placement.view import ClusterSnapshot
 
 
 class TetrisOptions(AffinityOptions):
@@ -76,7 +78,7 @@ class PrefixPlan(NamedTuple):
     prefix: CachedPrefix | None
 
 
-class TetrisPlacement(PlacementPolicy):
+class TetrisPlacement(LoadAwareRates, PlacementPolicy):
     """See the module."""
 
     def __init__(self, context: PolicyContext, options: TetrisOptions) -> None:
@@ -102,8 +104,8 @@ class TetrisPlacement(PlacementPolicy):
             self.forget_cached(event.request)
         return self._decodes.on_event(event)
 
+    @override
     def replace_rates(self, table: RateTable) -> None:
-        """See `LoadAwareRates`."""
         self.rates.replace(table)
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:

@@ -1,6 +1,8 @@
 """Attention over a paged KV pool: the plan of a batch, its backends, and the merge of partial answers.
 
-`base` is the interface that an iteration sees: plan once, run once a layer. `cpu` and `sdpa` are its backends, `native`
-the compiled kernels for bf16 on processors that have the instructions. `primitive` is attention of given rows over
-given keys with the log-sum-exp, which KV parallelism and sequence parallelism merge.
+Start with `backend` (interface, primitive, merge), `cpu` (the backend that serves) and `native` (compiled kernels).
+
+1. An iteration plans once and runs once a layer.
+2. Partial answers over disjoint keys merge exactly, by their log-sum-exp, in fp32.
+3. Compiled kernels are optional: without them everything runs on torch's own.
 """

@@ -14,14 +14,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from headway.runtime.attention.base import AttentionPlan, BatchSegment
-from headway.runtime.attention.kv_pool import KvPool
+from headway.kv.allocator import cut_ranges
+from headway.runtime.attention.backend import AttentionBackend, AttentionPlan, BatchSegment, attend, merge
+from headway.runtime.attention.kv_pool import KvPool, KvWritePlan, plan_writes
 from headway.runtime.attention.native import DIMS, general_kernels, isa, kernels
-from headway.runtime.attention.native_decode import NativeDecodes
-from headway.runtime.attention.native_prefill import NativeChunks, pool_kernel
-from headway.runtime.attention.primitive import attend, merge
-from headway.runtime.attention.slots import KvWritePlan, cut_ranges, plan_writes
+from headway.runtime.attention.native_calls import NativeChunks, NativeDecodes, pool_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class CpuPlan:
     """New keys and values, except those that `native` stores."""
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """The backend named "cpu". Stateless: everything that lasts is in the pool.
 
     native: use the compiled kernels of this machine, if any.
@@ -72,8 +71,8 @@ class CpuBackend:
             return f"compiled kernels ({vectors}{widened})"
         return "ATen"
 
+    @override
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> CpuPlan:
-        """See `AttentionBackend.plan`."""
         check_cover(segments)
         decodes: list[_SegmentRows] = []
         chunks: list[_SegmentRows] = []
@@ -122,8 +121,8 @@ class CpuBackend:
             prefill = NativeChunks(kernel, spans, span_runs, pool)
         return CpuPlan(rows, native, prefill, tuple(decodes), tuple(chunks), plan_writes(new, rows, pool))
 
+    @override
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        """See `AttentionBackend.run`."""
         assert isinstance(plan, CpuPlan)
         rows, q_heads, dim = q.shape
         kv_heads = k.shape[1]

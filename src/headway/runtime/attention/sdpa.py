@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from typing_extensions import override
 
-from headway.runtime.attention.base import AttentionPlan, BatchSegment
+from headway.kv.allocator import cut_ranges
+from headway.runtime.attention.backend import AttentionBackend, AttentionPlan, BatchSegment
 from headway.runtime.attention.cpu import check_cover, new_runs
-from headway.runtime.attention.kv_pool import KvPool
-from headway.runtime.attention.slots import KvWritePlan, cut_ranges, plan_writes
+from headway.runtime.attention.kv_pool import KvPool, KvWritePlan, plan_writes
 
 _MASK = 1 << 25
 """The most entries of one call's mask."""
@@ -56,14 +57,14 @@ class SdpaPlan:
     writes: KvWritePlan
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     """The backend named "sdpa". Stateless. `mask`: the most entries of a call's mask."""
 
     def __init__(self, mask: int = _MASK) -> None:
         self._mask = mask
 
+    @override
     def plan(self, segments: Sequence[BatchSegment], pool: KvPool) -> SdpaPlan:
-        """See `AttentionBackend.plan`."""
         check_cover(segments)
         alike: dict[int, list[tuple[int, Tensor]]] = {}
         chunks: list[_ChunkGather] = []
@@ -82,8 +83,8 @@ class SdpaBackend:
         decodes = tuple(_together(some, pool.data.device) for some in alike.values())
         return SdpaPlan(rows, pool, decodes, tuple(chunks), plan_writes(new, rows, pool))
 
+    @override
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
-        """See `AttentionBackend.run`."""
         assert isinstance(plan, SdpaPlan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         plan.writes.store(layer, k, v)

@@ -1,4 +1,5 @@
-"""A cluster as one engine: the server's `EngineClient`, with a `LiveController` behind it.
+"""A cluster as one engine: the server's `EngineClient`, with the controller behind it. Events and rosters of instances,
+and one report for all of them, belong to it.
 
 The policies (`headway.policy.placement`) and the controller (`headway.control`) are the same objects that the simulator
 drives. Requests are accepted here, up to a bound, and answered here; `LiveController` does what is in between.
@@ -9,37 +10,300 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import msgspec
+from typing_extensions import override
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.perf.hardware.shapes import ModelShape
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import PlacementPolicy, RatesReplaced
-from headway.policy.placement.tetris_rates import RateTable
-from headway.policy.placement.view import ClusterLinks
-from headway.runtime.cluster.client_answer import time_limit
-from headway.runtime.cluster.cluster_report import ClusterReport, InstanceReport
-from headway.runtime.cluster.cluster_request import ClusterRequest
-from headway.runtime.cluster.instance_events import InstanceEvents
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.cluster.instance_roster import Another
-from headway.runtime.cluster.live_backend import LatencyOf
-from headway.runtime.cluster.live_controller import DecisionLog, LiveController
-from headway.runtime.cluster.live_instance import LiveInstance
-from headway.runtime.cluster.merged_reports import merged_info, merged_stats
-from headway.runtime.engine.cumulative_counters import accumulate_counters
+from headway.perf.utilisation import UtilisationBase
+from headway.policy.placement.contract import ClusterLinks, PlacementPolicy, RatesReplaced, RateTable
+from headway.runtime.cluster.driver import DecisionLog, LiveController
+from headway.runtime.cluster.instances import (
+    ClusterReport,
+    ImprovementRateAdmin,
+    InstanceAdmin,
+    InstanceListener,
+    InstanceReport,
+    LiveInstance,
+)
+from headway.runtime.cluster.membership import LiveMembership
+from headway.runtime.cluster.native_backend import LatencyOf
+from headway.runtime.cluster.requests import ClusterRequest, InstanceRegistry, time_limit
+from headway.runtime.engine.config import accumulate_counters
 from headway.runtime.engine.protocol import (
     EngineInfo,
     EngineSamples,
     EngineState,
     EngineStats,
+    FromInstance,
     OutputDelta,
+    SampledEngine,
     SubmitRequest,
 )
+
+_SAME = ("model", "architecture", "dtype", "vocab_size", "parameters", "eos_token_ids")
+_SUMMED = ("kv_tokens_total", "max_num_seqs", "max_queued_requests", "weights_bytes", "kv_bytes")
+_NEWEST = ("last_chunk_tokens", "last_iteration_s")
+
+
+def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """Merge the instances' reports; `max_model_len` is what every instance can hold.
+
+    Raises ConfigError when they do not serve the same model.
+    """
+    first = infos[0]
+    for i, info in enumerate(infos):
+        for name in _SAME:
+            if getattr(info, name) != getattr(first, name):
+                raise ConfigError(
+                    f"instance {i} has {name} {getattr(info, name)!r}, instance 0 {getattr(first, name)!r}: "
+                    "the instances of a cluster serve one model"
+                )
+    layouts = ", ".join(f"{count} x {name}" for name, count in sorted(Counter(i.layout for i in infos).items()))
+    sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
+    longest = min(info.max_model_len for info in infos)
+    return msgspec.structs.replace(
+        first, **sums, max_model_len=longest, layout=layouts, latency=None, utilisation=_merged_base(infos)
+    )
+
+
+def _merged_base(infos: Sequence[EngineInfo]) -> UtilisationBase | None:
+    """Return the peaks of all instances together; None where one is not known."""
+    bases = [info.utilisation for info in infos if info.utilisation is not None]
+    if len(bases) < len(infos):
+        return None
+    return replace(
+        bases[0],
+        peak_flops=sum(base.peak_flops for base in bases),
+        peak_bandwidth=sum(base.peak_bandwidth for base in bases),
+    )
+
+
+def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
+    """Merge the instances' stats: sums of all counts, and of the last iteration's figures the largest."""
+    sums = {
+        name: sum(getattr(stats, name) for stats in all_stats)
+        for name in EngineStats.__struct_fields__
+        if name not in (*_NEWEST, "stage_busy_s", "recovering")
+    }
+    sums["waiting"] += waiting
+    newest: dict[str, Any] = {name: max((getattr(stats, name) for stats in all_stats), default=0) for name in _NEWEST}
+    return EngineStats(**sums, **newest, recovering=any(stats.recovering for stats in all_stats))
+
+
+Another = Callable[[int, int, int, int | None], LiveInstance]
+"""Starts one more instance, from (number, pool, number of processes that had the number before, bytes of KV of the
+pool's other instances; None: there are none). Raises RequestError."""
+
+
+class InstanceRoster:
+    """All instances of one cluster, with their tasks and the counters of those that have left."""
+
+    def __init__(self, fleet: InstanceRegistry, listener: InstanceListener, another: Another | None) -> None:
+        self._fleet, self._listener, self._another = fleet, listener, another
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._incarnations: dict[int, int] = {}
+        self.gone = EngineStats()
+        """Counters of the instances that have left."""
+
+    def look_after(self, instance: LiveInstance) -> None:
+        """Start the task that runs an instance and receives its messages."""
+        self._tasks[instance.number] = asyncio.create_task(instance.look_after(self._listener))
+
+    def stop(self) -> None:
+        """Cancel the tasks of all instances."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def reports(self, membership: LiveMembership | None) -> list[InstanceReport]:
+        """Return the reports of all instances."""
+        placed = Counter[int]() if membership is None else membership.placed()
+        return [self._report(each, membership, placed) for each in self._fleet]
+
+    def _report(
+        self, instance: LiveInstance, membership: LiveMembership | None, all_placed: Counter[int]
+    ) -> InstanceReport:
+        number, stats = instance.number, instance.stats
+        placed = all_placed[number]
+        queued, free_in_s = (0, 0.0) if membership is None else membership.figures(number)
+        if instance.state == "lost":
+            queued, free_in_s = 0, 0.0
+        return InstanceReport(
+            id=number,
+            role=instance.role,
+            node=instance.node,
+            host=instance.host,
+            pool=instance.pool,
+            state="draining" if membership is not None and number in membership.leaving else instance.state,
+            incarnation=instance.incarnation,
+            pid=instance.pid,
+            placed=placed,
+            running=stats.running,
+            waiting=stats.waiting,
+            queued_tokens=queued,
+            free_in_s=free_in_s,
+            kv_tokens_used=stats.kv_tokens_used,
+            kv_tokens_total=0 if instance.info is None else instance.info.kv_tokens_total,
+            prefill_tokens_total=stats.prefill_tokens_total,
+            decode_tokens_total=stats.decode_tokens_total,
+            restarts_total=stats.engine_restarts_total,
+            failure=instance.failure,
+        )
+
+    def join(self, pool: int, membership: LiveMembership) -> InstanceReport:
+        """See `InstanceAdmin.join`. The instance gets the lowest free number."""
+        if self._another is None:
+            raise RequestError("this cluster cannot start more instances", "pool")
+        number = 0
+        while self._fleet.get(number) is not None:
+            number += 1
+        try:
+            instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
+        except OSError as error:
+            raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
+        self._fleet.add(instance)
+        membership.reserve(number)
+        self.look_after(instance)
+        return self._report(instance, membership, membership.placed())
+
+    def _kv_bytes(self, pool: int) -> int | None:
+        """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
+        infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
+        return max((info.kv_bytes for info in infos), default=None)
+
+    def leave(self, number: int, membership: LiveMembership) -> InstanceReport:
+        """See `InstanceAdmin.leave`."""
+        instance = self._fleet[number]
+        # Without a process there is nothing to drain: the instance leaves at once.
+        if not instance.serves:
+            instance.drain()
+            if instance.state == "failed":
+                self.remove(instance)
+        elif number not in membership.leaving and instance.state == "ready":
+            why = membership.refuses(membership.others(number))
+            if why is not None:
+                raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
+            membership.close(number)
+        return self._report(instance, membership, membership.placed())
+
+    def remove(self, instance: LiveInstance) -> None:
+        """Remove an instance from the cluster, and keep its counters."""
+        self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
+        # A later instance of this number goes on counting, so that its peers can tell it from this one.
+        self._incarnations[instance.number] = instance.incarnation + 1
+        self._fleet.remove(instance.number)
+        self._tasks.pop(instance.number, None)
+
+
+class InstanceEvents:
+    """The `InstanceListener` of a cluster. What instances report about requests goes to `LiveController.messages`."""
+
+    said: Callable[[int, FromInstance], None]
+    heard: Callable[[int, OutputDelta], None]
+    measured: Callable[[int], None]
+
+    def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
+        """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
+        self._fleet, self._is_lost = fleet, is_lost
+        self.roster = InstanceRoster(fleet, self, another)
+        self._live: LiveController | None = None
+        # Nothing can be about a request before there is a controller.
+        self.said = lambda number, message: None
+        self.heard = lambda number, delta: None
+        self.measured = lambda number: None
+        self._info: EngineInfo | None = None
+        self._ready: dict[int, asyncio.Future[None]] = {}
+        self.receive_samples: Callable[[int, EngineSamples], None] | None = None
+        """Called with samples of instances' iterations."""
+
+    async def all_ready(self) -> None:
+        """Run all instances, and return when each is ready. Raises ConfigError when one has failed."""
+        loop = asyncio.get_running_loop()
+        self._ready = {each.number: loop.create_future() for each in self._fleet}
+        for each in list(self._fleet):
+            self.roster.look_after(each)
+        await asyncio.gather(*self._ready.values())
+
+    def begin(self, live: LiveController, info: EngineInfo) -> None:
+        """Bring events before a controller from now on. info: what instances that join later have to agree with."""
+        self._live, self._info = live, info
+        self.said, self.heard, self.measured = live.messages.said, live.messages.heard, live.messages.measured
+        live.messages.sampled = self.sampled
+
+    def close(self) -> None:
+        """End the tasks of all instances, and the wait for them."""
+        for future in self._ready.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the server is closing"))
+                # Retrieved, or asyncio would log it if no caller awaits the start.
+                future.exception()
+        self.roster.stop()
+
+    # -- the listener -------------------------------------------------------------------------------------------------
+
+    def joined(self, number: int) -> None:
+        """See `InstanceListener`."""
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_result(None)
+        if self._live is None:
+            return
+        if (why := self._differs(number)) is not None:
+            self._fleet[number].fail(why)
+            return
+        self._live.membership.joined(number)
+
+    def sampled(self, number: int, samples: EngineSamples) -> None:
+        """See `InstanceListener`."""
+        if self.receive_samples is not None:
+            self.receive_samples(number, samples)
+
+    def lost(self, number: int, why: str) -> None:
+        """See `InstanceListener`."""
+        if self._live is not None:
+            membership = self._live.membership
+            # Read before `lost`, which takes the number out of `leaving`.
+            leaves = number in membership.leaving
+            membership.lost(number, why)
+            # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
+            if leaves:
+                self._fleet[number].drain()
+
+    def ended(self, number: int) -> None:
+        """See `InstanceListener`."""
+        instance = self._fleet[number]
+        ready = self._ready.get(number)
+        if ready is not None and not ready.done():
+            ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
+        if instance.state == "left":
+            self.roster.remove(instance)
+        if self._live is not None and self._is_lost():
+            requests = self._live.requests
+            why = instance.failure or requests.not_placeable
+            requests.fail_all(UnavailableError(f"no instance is left to serve: {why}", 30.0))
+
+    def _differs(self, number: int) -> str | None:
+        """Return why an instance that has joined cannot be part of this cluster; None: it can."""
+        info, ours = self._fleet[number].info, self._info
+        assert info is not None
+        assert ours is not None
+        try:
+            merged_info([ours, info])
+        except ConfigError as error:
+            return str(error)
+        longest = ours.max_model_len
+        # Requests of up to that length have been accepted.
+        if info.max_model_len < longest:
+            return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
+        return None
+
 
 log = logging.getLogger("headway.cluster")
 
@@ -60,7 +324,7 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     """Log of all decisions."""
 
 
-class ClusterClient:
+class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     """The live `EngineClient` of a whole cluster. One for each server."""
 
     def __init__(
@@ -143,8 +407,8 @@ class ClusterClient:
             )
         return accumulate_counters(self._roster.gone, stats)
 
+    @override
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
-        """See `SampledEngine`."""
         self._events.receive_samples = receive
 
     async def start(self) -> EngineInfo:
@@ -253,8 +517,8 @@ class ClusterClient:
 
     # -- for operators ------------------------------------------------------------------------------------------------
 
+    @override
     def report(self) -> ClusterReport:
-        """See `InstanceAdmin.report`."""
         live = self._live
         return ClusterReport(
             placement=self._placement,
@@ -268,22 +532,22 @@ class ClusterClient:
             instances=self._roster.reports(None if live is None else live.membership),
         )
 
+    @override
     def join(self, pool: int) -> InstanceReport:
-        """See `InstanceAdmin.join`."""
         if self._live is None or self._drains:
             raise RequestError(f"no instance can join a cluster that is {self.state}", "pool")
         return self._roster.join(pool, self._live.membership)
 
+    @override
     def replace_rates(self, table: RateTable) -> None:
-        """See `ImprovementRateAdmin`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "points")
         if not self._live.policies.has_rates:
             raise RequestError(f"{self._placement} has no improvement rates: tetris has", "points")
         self._live.machine.woken(self._clock(), RatesReplaced(table))
 
+    @override
     def leave(self, number: int) -> InstanceReport:
-        """See `InstanceAdmin.leave`."""
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
         return self._roster.leave(number, self._live.membership)

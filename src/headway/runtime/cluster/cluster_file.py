@@ -12,9 +12,8 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
-from headway.policy.placement.capabilities import HTTP_CAPABILITIES, missing_for
+from headway.policy.placement.contract import HTTP_CAPABILITIES, Role, missing_for
 from headway.policy.placement.registry import DEFAULT, check_options
-from headway.policy.placement.view import Role
 from headway.runtime.kv_transfer.connector import check_connector
 from headway.sim.scenario import RunSection, SloSection
 from headway.sim.workload.section import WorkloadSection
@@ -122,7 +121,7 @@ class ClusterFile(FileSection):
     backends: Count = Field(default=16, description="slices of KV that an instance receives at a time")
     span_rows: Annotated[int, Field(ge=0)] = Field(
         default=SPAN_ROWS,
-        description="most rows of a span that an instance computes at once (`core.span.cut`); 0: all",
+        description="most rows of a span that an instance computes at once (`core.request.cut`); 0: all",
     )
     group_decode: Literal["gather", "in-place"] = Field(
         default="gather",

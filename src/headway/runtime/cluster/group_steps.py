@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.core.span import Strategy
-from headway.runtime.cluster.attempt import RequestAttempt
-from headway.runtime.cluster.instance_registry import InstanceRegistry
-from headway.runtime.engine.instance_protocol import ComputeSpan, SpanTask, SpanTaskDone
+from headway.core.request import SpanTask, Strategy
+from headway.runtime.cluster.requests import InstanceRegistry, RequestAttempt
+from headway.runtime.engine.protocol import ComputeSpan, SpanTaskDone
 
 _LOW = 64
 """Free KV tokens below which the master is replaced by the group's instance with the most free tokens."""

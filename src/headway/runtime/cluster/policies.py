@@ -11,8 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from headway.policy.placement.base import (
+from typing_extensions import override
+
+from headway.policy.placement.contract import (
     Action,
+    ClusterSnapshot,
     CommitSpans,
     EnqueueRequest,
     Event,
@@ -21,8 +24,10 @@ from headway.policy.placement.base import (
     InstanceJoined,
     InstanceLeft,
     InstanceLost,
+    LoadAwareRates,
     PlacementPolicy,
     RatesReplaced,
+    RateTable,
     ReleaseGroup,
     RequestArrived,
     RequestDropped,
@@ -30,13 +35,11 @@ from headway.policy.placement.base import (
     TransferKv,
     WakeupDue,
 )
-from headway.policy.placement.tetris_rates import LoadAwareRates, RateTable
-from headway.policy.placement.view import ClusterSnapshot
 
 log = logging.getLogger("headway.cluster")
 
 
-class PlacementChain:
+class PlacementChain(PlacementPolicy):
     """A `PlacementPolicy` made of several: each request belongs to the one that was the newest at its arrival."""
 
     def __init__(self, make: Callable[[], PlacementPolicy]) -> None:
@@ -71,8 +74,9 @@ class PlacementChain:
         if self._rates is not None and isinstance(self._newest, LoadAwareRates):
             self._newest.replace_rates(self._rates)
 
+    @override
     def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        """See `PlacementPolicy.on_event`. Where a policy raises, its request is placed again, by the newest one: an
+        """Where a policy raises, its request is placed again, by the newest one: an
         older policy may raise at a cluster that it does not know."""
         wanted: list[Action] = []
         for policy in self._concerned(event, view):
@@ -117,8 +121,8 @@ class PlacementChain:
             self._left(policy)
         return [policy]
 
+    @override
     def next_wakeup(self, now: float) -> float | None:
-        """See `PlacementPolicy.next_wakeup`."""
         self._due = []
         for policy in self._alive:
             try:

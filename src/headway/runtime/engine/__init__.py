@@ -1,5 +1,8 @@
 """The engine of one instance: a core loop that schedules, executes and updates, in a process of its own.
 
-`core` is the loop's body, `service` its sockets, `client` and `engine_child` the server's end, `protocol` the messages
-between the two. Nothing in here imports torch.
+Start with `core` (the loop's body), `service` (its sockets) and `client` (the server's end).
+
+1. A prompt is sent once; no later message grows with its length.
+2. The loop never waits for a client.
+3. Nothing in here imports torch.
 """

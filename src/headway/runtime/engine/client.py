@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import msgspec
+from typing_extensions import override
 
 from headway.core.errors import ConfigError, RequestError, UnavailableError
-from headway.core.scratch_folder import ScratchFolder
+from headway.core.files import ScratchFolder
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.engine_child import ENDED_IN_ORDER, EngineChild
-from headway.runtime.engine.engine_supervisor import EngineSupervisor, Message
+from headway.runtime.engine.prefix_lookups import rejection_error
+from headway.runtime.engine.process import ENDED_IN_ORDER, EngineChild
 from headway.runtime.engine.protocol import (
     AbortRequest,
     EndProcess,
+    EngineClient,
     EngineInfo,
     EngineSamples,
     EngineState,
@@ -24,11 +26,12 @@ from headway.runtime.engine.protocol import (
     FatalError,
     IterationOutputs,
     OutputDelta,
+    SampledEngine,
     SubmitRequest,
 )
-from headway.runtime.engine.rejections import rejection_error
-from headway.runtime.launcher.engine_spawn import ENGINE
-from headway.runtime.launcher.engine_template import TEMPLATE, EngineTemplate
+from headway.runtime.engine.supervisor import EngineSupervisor, Message
+from headway.runtime.launcher.network import ENGINE
+from headway.runtime.launcher.standby import TEMPLATE, EngineTemplate
 
 log = logging.getLogger("headway.server")
 
@@ -54,7 +57,7 @@ class _ResponseStream:
         self.deltas.put_nowait(delta)
 
 
-class ProcessEngineClient:
+class ProcessEngineClient(EngineClient, SampledEngine):
     """The live `EngineClient` of one engine process. One for each server.
 
     Starts the process at construction, so that it loads while the server imports its own modules, and connects when
@@ -105,12 +108,13 @@ class ProcessEngineClient:
         """The engine's process id, for tests and operators; 0 until it is forked."""
         return self._engine.process.process.pid or 0
 
+    @override
     def on_samples(self, receive: Callable[[int, EngineSamples], None]) -> None:
-        """See `SampledEngine`."""
         self._receive_samples = receive
 
+    @override
     async def start(self) -> EngineInfo:
-        """See `EngineClient.start`. May be awaited several times; the outcome is shared."""
+        """May be awaited several times; the outcome is shared."""
         if self._ready is None:
             self._ready = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._supervise(self._ready))

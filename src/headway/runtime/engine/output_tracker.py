@@ -5,8 +5,8 @@ Used wherever tokens are sampled: in a scheduler's iteration or in a span of sev
 
 from __future__ import annotations
 
-from headway.core.executor import EmittedToken
-from headway.core.sampling import SamplingParams
+from headway.core.batch import EmittedToken
+from headway.core.request import SamplingParams
 from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.protocol import EngineInfo, FinishReason, OutputDelta, SubmitRequest
 

@@ -1,21 +1,22 @@
-"""Messages between the server process and the engine process, and the server's interface to the engine.
+"""Messages between the server, the engines and the instances of a cluster, and the addresses to which they go.
 
-The server process never imports torch; the engine process never handles HTTP. They exchange the messages below
-(msgspec over ZeroMQ). A prompt is sent once, as one binary frame of little-endian int32 behind the message that
-announces it; no later message grows with its length.
+The server process never imports torch; the engine process never handles HTTP. They exchange the messages below (msgspec
+over ZeroMQ). A prompt is sent once, as one binary frame of little-endian int32 behind the message that announces it; no
+later message grows with its length.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from headway.core.request import Slo
-from headway.core.sampling import SamplingParams, TokenLogprobs
-from headway.core.span import Phase
-from headway.perf.hardware.utilisation import UtilisationBase
+from headway.core.batch import EmittedToken
+from headway.core.errors import ConfigError, HeadwayError
+from headway.core.request import Phase, SamplingParams, Slo, SpanTask, TokenLogprobs
+from headway.perf.utilisation import UtilisationBase
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Rejection = Literal["invalid", "overloaded", "unavailable"]
@@ -125,7 +126,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     passes_total: int = 0
     """Forward passes of KV groups, which each read all weights; an iteration has one for each group that takes part."""
     kv_read_tokens_total: int = 0
-    """Tokens whose KV attention read, and pairs of query and key, as `perf.hardware.utilisation.AttentionWork`; work on
+    """Tokens whose KV attention read, and pairs of query and key, as `perf.utilisation.AttentionWork`; work on
     spans, outside the scheduler, is not in them."""
     attention_pairs_total: float = 0.0
     refused_late_total: int = 0
@@ -160,7 +161,7 @@ class ChunkSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     remaining: int
     """Tokens of the prompt that were left to compute before this chunk."""
     limit: str
-    """What made it no larger (`sim.replayed_run.ChunkLimit`)."""
+    """What made it no larger (`sim.replay.ChunkLimit`)."""
 
 
 class IterationSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -268,7 +269,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     utilisation: UtilisationBase | None = None
     """What MFU and MBU are shares of; None: not known."""
     latency: dict[str, Any] | None = None
-    """The latency model as data (`perf.latency.recorded`), for a cluster's controller."""
+    """The latency model as data (`perf.latency.corrected`), for a cluster's controller."""
     peer_address: str | None = None
     """Where other instances of the cluster reach this one. None: it computes no spans, and no KV moves."""
     peer_others: tuple[str, ...] = ()
@@ -344,3 +345,260 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """End the engine process. Unfinished requests fail with UnavailableError."""
+
+
+# An instance that is several processes has an end for each rank; what goes from which rank of one to which of another.
+#
+# Re-sharding: each rank of the target gets its own KV heads from ranks of the source that have them, directly. Where
+# the source has a head several times (fewer KV heads than ranks), its copies take turns; where the target has it
+# several times, each copy is sent. No torch.
+
+_APART = 1 << 16
+"""Difference between the numbers of two ends of an instance; instances have smaller numbers, and rank 0's end has the
+instance's own."""
+
+
+def end_of(instance: int, rank: int) -> int:
+    """Return the number that identifies a rank of an instance among its peers."""
+    return instance + rank * _APART
+
+
+def instance_of(end: int) -> int:
+    """Return the instance of an end."""
+    return end % _APART
+
+
+def rank_of(end: int) -> int:
+    """Return the rank of an end."""
+    return end // _APART
+
+
+def named(end: int) -> str:
+    """An end in words."""
+    return f"instance {instance_of(end)}" + (f" (worker {rank_of(end)})" if rank_of(end) else "")
+
+
+def heads_of(kv_heads: int, ranks: int, rank: int) -> range:
+    """The KV heads that a tensor-parallel rank has (`runtime.model.shard`)."""
+    return range(rank * kv_heads // ranks, ((rank + 1) * kv_heads - 1) // ranks + 1)
+
+
+@cache
+def routes(kv_heads: int, sources: int, targets: int) -> dict[tuple[int, int], range]:
+    """Map (source rank, target rank) to the KV heads sent, for instances of so many tensor-parallel ranks.
+
+    Each target rank gets each of its heads once; pairs of ranks that are missing exchange nothing.
+    """
+    found: dict[tuple[int, int], range] = {}
+    for target in range(targets):
+        for head in heads_of(kv_heads, targets, target):
+            holders = [rank for rank in range(sources) if head in heads_of(kv_heads, sources, rank)]
+            # Copies of a head take turns, so that no source rank sends to all targets.
+            way = (holders[target % len(holders)], target)
+            found[way] = range(found[way].start if way in found else head, head + 1)
+    return found
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """How one instance reaches another. `incarnation` grows with each process that takes the number. `address`:
+    `unix:PATH` or `tcp:HOST:PORT`; of an instance that is several processes that of rank 0, and `others` of the other
+    tensor-parallel ranks, in order."""
+
+    instance: int
+    incarnation: int
+    address: str
+    others: tuple[str, ...] = ()
+
+    def ends(self) -> list[PeerAddress]:
+        """Each of its ranks as a peer of its own."""
+        return [
+            PeerAddress(end_of(self.instance, rank), self.incarnation, address)
+            for rank, address in enumerate((self.address, *self.others))
+        ]
+
+
+class PeerLostError(HeadwayError):
+    """What was sent or expected will not come: the other instance is gone, or what was between them was cut. `end`: the
+    other one, where it is that."""
+
+    def __init__(self, why: str, end: int | None = None) -> None:
+        super().__init__(why)
+        self.end = end
+
+
+def endpoint(address: str) -> str:
+    """What ZeroMQ calls an address. Raises ConfigError."""
+    kind, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind == "unix" and rest:
+        return f"ipc://{rest}"
+    if kind == "tcp" and host and port.isdecimal():
+        return f"tcp://{host}:{port}"
+    raise ConfigError(f"peer address {address!r}: must be unix:PATH or tcp:HOST:PORT")
+
+
+# Messages between the controller and an instance, beside those of `runtime.engine.protocol`.
+#
+# All travel on the engine's one socket; where the instance is several processes, the engine and its ranks use the same
+# messages among each other (`runtime.executor.plans`). Requests are identified by an id that the controller makes
+# for each attempt, so a late message about an attempt that was given up matches no request. Instances are identified by
+# their number in the cluster. Token positions count from the beginning of the prompt. `number`, where a message has it,
+# is set between an engine and its ranks only: the request's number in the plan stream, 0 if it has none.
+
+
+class MeetPeers(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All instances that are there now, the receiver included. Sent whenever that changes.
+
+    Connections to an incarnation that is not listed any more are closed, and waits on them end with PeerLostError.
+    """
+
+    peers: tuple[PeerAddress, ...]
+
+
+class ComputeSpan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """Compute a span task of a request together with the rest of its group. Sent to all instances of the group."""
+
+    id: str
+    index: int
+    """Number of the task: of the span in the prompt, or of the token that a group decodes."""
+    run: SpanTask
+    drawn: tuple[int, ...] = ()
+    """Tokens that end with the task's last one, as many as may be unknown here: those drawn by other instances since
+    `SubmitRequest`."""
+    before: tuple[SpanTask, ...] = ()
+    """Tasks computed before this one, in order: the layout of the KV follows from them."""
+    last: bool = False
+    """Whether the prompt ends with this task: the group's first instance then draws a token."""
+    beside: bool = False
+    """Whether the scheduler's iterations continue between layers; otherwise they stop until the task ends or pauses."""
+    home: int | None = None
+    """Instance where a scheduler has left the KV of all tokens before the task, which owns it from now on; `before`
+    describes it too."""
+    preemptible: bool = False
+    """Whether the task can be paused."""
+    cached: bool = False
+    """Whether `before`, one task of one instance of the group, is not computed: that instance has its tokens in its
+    prefix cache."""
+    cached_slots: tuple[tuple[int, int], ...] = ()
+    """Where that instance's engine has found them, as (first, count): for its span executor, and for its ranks. They
+    are other requests': copied."""
+
+
+class PauseRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop computing a request, to go on here later or elsewhere.
+
+    A span task stops at the next layer edge of the piece that is being computed: sent to the group's first instance,
+    and answered by all of the group with `SpanTaskPaused`, or with `SpanTaskDone` where the last layer had begun. A
+    decode leaves the scheduler after the token under way: answered by a delta with `staged`, or by the last one
+    where the request ends with that token.
+    """
+
+    id: str
+
+
+class ResumeSpan(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Continue a paused span, or a rank's part in it that waits. Sent to all instances of the group."""
+
+    id: str
+    slots: tuple[tuple[int, int], ...] = ()
+    """To a rank that needs slots of the pool: their ranges, as (first, count)."""
+
+
+class ReserveKv(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Reserve blocks for the KV of an admitted request. Comes back when they are, in order of request, behind a stats
+    snapshot that shows them as used."""
+
+    id: str
+    tokens: int
+    serial: int = 0
+    """An instance that a request has left may get another reservation of it."""
+    number: int = 0
+
+
+class SendKv(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """Send the KV of tokens [start, end) that is here, or will be after the task under way, to instance `to`.
+
+    Layer by layer, as soon as each is computed. Only to an instance that has answered `ReserveKv`.
+    """
+
+    id: str
+    piece: int
+    """Number of the movement, which the receiver's `KvArrived` repeats."""
+    start: int
+    end: int
+    to: int
+    number: int = 0
+    there: int = 0
+    """To a rank: tokens that are there under that number, if any; it may know of more."""
+
+
+class SpanTaskDone(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A span task is complete on this instance. Times are CLOCK_MONOTONIC."""
+
+    id: str
+    index: int
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    cached_tokens: int = 0
+    """Tokens before the task that came from a prefix cache (`ComputeSpan.cached`)."""
+    saved_s: float = 0.0
+    """Seconds that these would have taken alone, on this instance."""
+    delta: OutputDelta | None = None
+    """From the group's first instance after the last task: the token, with `finish` set where it ends the request."""
+    # From a rank, in place of times and delta (`SpanExecutor.finish` and `whole_tokens`).
+    emitted: EmittedToken | None = None
+    moved: bool = False
+    whole: int = 0
+
+
+class SpanTaskPaused(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
+    """A span task has stopped until `ResumeSpan`. Bytes are those that this instance keeps
+    (`runtime.sequence_parallel.prefill`)."""
+
+    id: str
+    index: int
+    tokens: int = 0
+    """Position before which all tokens are complete in all layers."""
+    layer: int = 0
+    """Number of layers that are complete of the piece after that position."""
+    kv_bytes: int = 0
+    activation_bytes: int = 0
+    kv_bytes_at_end: int = 0
+    """KV bytes of the whole task, once it is complete."""
+    waits: bool = False
+    """From a rank, which is not to pause: it waits for `slots` of the pool (`span_executor.SlotAllocator`), or, with a
+    `layer`, carries out batches that the engine has submitted."""
+    slots: int = 0
+    replace: bool = False
+
+
+class SpanTaskLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A task or a transfer cannot be completed here. The controller drops the attempt."""
+
+    id: str
+    why: str
+    by: int | None = None
+    """The instance to which the loss is attributed: one that cannot be reached from here, or this one, where something
+    has failed; None: neither."""
+    transfer: bool = False
+    """From a rank, of which `by` names the end: it is a transfer (`connector.KvLost`)."""
+
+
+class KvArrived(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A slice of KV has arrived completely. Sent by the receiver, once per sender."""
+
+    id: str
+    piece: int
+    source: int
+    """The instance that sent it."""
+    # CLOCK_MONOTONIC of the first and the last byte.
+    began_s: float
+    ended_s: float
+    whole: bool = False
+    """From a rank: its part of all other slices has arrived too."""
+    serial: int = 0
+    """From a rank: of the `ReserveKv` whose blocks it has filled."""
+
+
+ToInstance = MeetPeers | SubmitRequest | ComputeSpan | PauseRequest | ResumeSpan | ReserveKv | SendKv
+FromInstance = SpanTaskDone | SpanTaskPaused | SpanTaskLost | ReserveKv | KvArrived

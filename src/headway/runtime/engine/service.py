@@ -15,26 +15,27 @@ from typing import Any
 
 import msgspec
 import zmq
+from typing_extensions import override
 
-from headway.core.clock import ClockProtocol
+from headway.core.batch import ClockProtocol
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.instance_agent import InstanceAgent
+from headway.runtime.cluster.agent import EngineLoop, InstanceAgent
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.instance_protocol import FromInstance, ToInstance
-from headway.runtime.engine.iteration_deadline import IterationProgress
+from headway.runtime.engine.liveness import HeartbeatSender, IterationProgress
 from headway.runtime.engine.prefix_lookups import take_changes
 from headway.runtime.engine.protocol import (
     AbortRequest,
     EndProcess,
     EngineInfo,
     FatalError,
+    FromInstance,
     IterationOutputs,
     OutputDelta,
     SubmitRequest,
+    ToInstance,
     split_endpoints,
 )
-from headway.runtime.launcher.heartbeat import HeartbeatSender
-from headway.runtime.launcher.secret import guard_client
+from headway.runtime.launcher.network import guard_client
 
 _STATS_EVERY_S = 0.1
 _IDLE_POLL_MS = 500
@@ -44,7 +45,7 @@ _decoder = msgspec.msgpack.Decoder(AbortRequest | EndProcess | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class EngineService:
+class EngineService(EngineLoop):
     """The engine process's sockets and loop. Ends after `EndProcess`, or when `is_wanted` is no longer true.
 
     token: authenticates this process to a server on another host; such a connection is not reopened once it has ended.
@@ -152,8 +153,8 @@ class EngineService:
     def _message_waits(self) -> bool:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    @override
     def send(self, message: FromInstance, measured: bool = False) -> None:
-        """See `runtime.cluster.instance_agent.EngineLoop`."""
         if measured:
             self._stats_sent_s = self._clock.now()
             assert self._core is not None, "run has begun"

@@ -1,5 +1,8 @@
 """Executors carry out batches on a model: in one process, or over tensor-parallel, pipeline and KV-parallel ranks.
 
-The engine's end is `single_process` or `multi_process`; a rank's end is `rank_process`, `rank_loop` and `worker`. The
-engine sends every rank a stream of plans (`plan_stream`), from which each rank derives block tables and batches itself.
+Start with `worker` (a batch on one rank), `multi_process` (the engine's end) and `plans` (what passes between them).
+
+1. A rank derives block tables and batches from a stream of plans; no table is sent.
+2. All ranks of a group carry out the same plans in the same order.
+3. The engine keeps what new ranks need to go on where others were lost.
 """

@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware.device import CudaReport
+from headway.perf.device import CudaReport
 
 
 def look() -> CudaReport:

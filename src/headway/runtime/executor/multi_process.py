@@ -1,4 +1,7 @@
-"""The engine's executor over many ranks: batches are sent as plans, the ranks' reports become results. No torch.
+"""The engine's executor over many ranks: it sends batches as plans, collects the ranks' reports, and starts and
+restarts the ranks. No torch.
+
+No torch.
 
 Several batches are in flight, one for each pipeline stage. The engine's process is not a rank: it schedules while the
 ranks compute. It keeps the data from which new ranks go on where others were lost: prompts and generated tokens.
@@ -6,32 +9,214 @@ ranks compute. It keeps the data from which new ranks go on where others were lo
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import msgspec
+import zmq
+from typing_extensions import override
 
-from headway.core.batch import Batch, DecodeGroup, GroupBatch, KvOp
-from headway.core.errors import InvariantError, LostError
-from headway.core.executor import EmittedToken, StepResult
-from headway.core.sampling import SamplingParams
+from headway import __version__
+from headway.core.batch import Batch, DecodeGroup, EmittedToken, Executor, GroupBatch, KvOp, StepResult
+from headway.core.errors import ConfigError, InvariantError, LostError
+from headway.core.files import ScratchFolder
+from headway.core.request import SamplingParams
 from headway.perf.latency.layout import ParallelLayout
-from headway.runtime.engine.protocol import FatalError, SubmitRequest
-from headway.runtime.executor.messages import (
+from headway.runtime.engine.liveness import HeartbeatMonitor
+from headway.runtime.engine.protocol import EndProcess, FatalError, SubmitRequest
+from headway.runtime.executor.plans import (
+    CONTROL_IDENTITY,
+    HEARTBEAT_IDENTITY,
+    PROTOCOL_VERSION,
+    BatchPlan,
+    ForeignTokens,
+    Frame,
     FromRank,
+    HostLauncher,
     InstanceFromRank,
     InstanceToRank,
+    LoadedRank,
     PlanDone,
+    PlanWriter,
+    QueryTargets,
+    RankConfig,
+    RankHello,
+    RankLostError,
+    RankPosition,
     RankQuery,
+    RankTransport,
+    RankWelcome,
     ToRank,
+    places,
 )
-from headway.runtime.executor.plan_stream import QueryTargets
-from headway.runtime.executor.plans_in_flight import GroupStream, PlanInFlight, TrackedRequest, make_groups
-from headway.runtime.executor.rank_layout import RankPosition, places
-from headway.runtime.executor.rank_transport import Frame, HostLauncher, RankLostError, RankTransport
-from headway.runtime.executor.restart import RankRestart
+from headway.runtime.launcher.rank_launcher import RANK, end_words, launch
+from headway.runtime.launcher.ray_hosts import RayHosts, RemoteProcess
+
+
+class TrackedRequest:
+    """A live request's data at the engine, for ranks that start over."""
+
+    __slots__ = ("known_outputs", "number", "output", "params", "prompt")
+
+    def __init__(self, number: int, prompt: bytes, params: SamplingParams, groups: int) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.params = params
+        self.output: list[int] = []
+        self.known_outputs = [0] * groups
+        """For each KV group: how many output tokens it holds as of its last committed plan."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """A token id has 4 bytes."""
+        return len(self.prompt) // 4
+
+
+class PlanInFlight:
+    """A plan that not all ranks of its group have carried out."""
+
+    __slots__ = ("batch_id", "foreign_tokens", "names", "part", "pending_ranks", "plan", "result", "stage_spans")
+
+    def __init__(
+        self, batch_id: int, part: GroupBatch, plan: BatchPlan, foreign: ForeignTokens, ranks: set[int], stages: int
+    ) -> None:
+        self.batch_id = batch_id
+        self.part = part
+        self.plan = plan
+        self.foreign_tokens = foreign
+        self.pending_ranks = ranks
+        self.names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
+        """The requests that get a token, in the order of the tokens in `result`."""
+        self.stage_spans: list[tuple[float, float] | None] = [None] * stages
+        """For each pipeline stage: first begin and last end among its ranks, in seconds of our clock."""
+        self.result: PlanDone | None = None
+        """The report of the rank that samples."""
+
+    def emitted(self) -> list[EmittedToken]:
+        """The tokens that were drawn. The plan has been carried out."""
+        assert self.result is not None
+        logprobs = self.result.logprobs or (None,) * len(self.names)
+        return [EmittedToken(*each) for each in zip(self.names, self.result.tokens, logprobs, strict=True)]
+
+
+class GroupStream:
+    """One group's plan stream. Groups that share no request advance independently."""
+
+    def __init__(self, index: int, ranks: tuple[RankPosition, ...], numbers: Mapping[str, int]) -> None:
+        self.index = index
+        self.ranks = ranks
+        self.writer = PlanWriter(numbers)
+        self.in_flight: deque[PlanInFlight] = deque()
+        self.last_contact_s = 0.0
+        """When a rank was last probed or sent a plan, or last sent a message."""
+        self.last_progress_s = 0.0
+        """When a rank last got a plan or sent anything."""
+
+    def touch(self, now: float) -> None:
+        """Record that a plan was sent, or that a rank sent a message."""
+        self.last_contact_s = self.last_progress_s = now
+
+    def record_done(self, place: RankPosition, done: PlanDone, ahead_s: float) -> None:
+        """Take in a rank's report. ahead_s is added to its times. Raises InvariantError for a plan not in flight."""
+        flight = next((flight for flight in self.in_flight if flight.plan.seq == done.seq), None)
+        if flight is None or place.rank not in flight.pending_ranks:
+            raise InvariantError(f"worker {place.rank} has carried out plan {done.seq}, which is not in flight")
+        flight.pending_ranks.remove(place.rank)
+        before = flight.stage_spans[place.stage]
+        span = (done.start_s + ahead_s, done.end_s + ahead_s)
+        # A stage lasts from the first begin to the last end of its tensor-parallel ranks.
+        flight.stage_spans[place.stage] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
+        if place.draws:
+            flight.result = done
+
+    def commit(self, flight: PlanInFlight, requests: Mapping[str, TrackedRequest]) -> list[EmittedToken]:
+        """Take in the tokens of the oldest plan, which all ranks have carried out, and return them."""
+        assert self.in_flight.popleft() is flight
+        for name, known, tokens in flight.foreign_tokens:
+            if name in requests:
+                outputs = requests[name].known_outputs
+                # `known` and `tokens` count from the prompt's first token, known_outputs from the first output token.
+                outputs[self.index] = max(outputs[self.index], known + len(tokens) - requests[name].prompt_tokens)
+        emitted = flight.emitted()
+        for one in emitted:
+            if one.request in requests:
+                requests[one.request].output.append(one.token)
+                requests[one.request].known_outputs[self.index] += 1
+        return emitted
+
+    def unknown_tokens(self, part: GroupBatch, requests: Mapping[str, TrackedRequest]) -> ForeignTokens:
+        """Tokens generated in other groups of the requests that this group begins to hold with `part`.
+
+        None of their batches are in flight in this group, so all that has come back is all that there is.
+        """
+        unknown = []
+        for op in part.kv_ops:
+            request = requests.get(op.request)
+            if op.verb == "reserve" and request is not None:
+                known = request.known_outputs[self.index]
+                if known < len(request.output):
+                    unknown.append((op.request, request.prompt_tokens + known, tuple(request.output[known:])))
+        return tuple(unknown)
+
+
+def make_groups(layout: ParallelLayout, numbers: Mapping[str, int]) -> list[GroupStream]:
+    """Empty streams of all KV groups of a layout."""
+    ranks = places(layout)
+    return [
+        GroupStream(group, tuple(place for place in ranks if place.group == group), numbers)
+        for group in range(layout.kvp)
+    ]
+
+
+# Restart of ranks on a separate thread, while the engine keeps serving its clients' messages. No torch.
+
+_PATIENCE_S = 5.0
+
+
+class RankRestart:
+    """Runs `make` on a thread from construction on: it starts ranks and waits until they are ready."""
+
+    def __init__(self, make: Callable[[], RankTransport]) -> None:
+        self.ready = os.eventfd(0, os.EFD_CLOEXEC)
+        """File descriptor that becomes readable when `make` has returned or failed."""
+        self._make = make
+        self._made: RankTransport | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="restart", daemon=True)
+        self._thread.start()
+
+    def wire(self, timeout_s: float | None) -> RankTransport | None:
+        """Return the transport to the new ranks; None while they start. Raises LostError when they could not start.
+
+        Must not be called again after it has returned a transport or raised: it then has closed `ready`.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
+        os.close(self.ready)
+        if self._error is not None:
+            raise LostError(f"the workers could not start again: {self._error}") from self._error
+        return self._made
+
+    def abandon(self) -> None:
+        """Kill the new ranks, if they are ready within `_PATIENCE_S`. Otherwise they end with this process."""
+        self._thread.join(_PATIENCE_S)
+        if self._made is not None:
+            self._made.kill()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+        except Exception as error:  # raised again by `wire`
+            self._error = error
+        # Last: whatever `wire` reads is set before the descriptor becomes readable.
+        os.eventfd_write(self.ready, 1)
+
 
 _NO_BATCH = -1
 """The batch id of a plan that only carries KV operations: it has no result."""
@@ -40,7 +225,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-class MultiProcessExecutor:
+class MultiProcessExecutor(Executor):
     """`Executor` over ranks that are ready, reached by a transport.
 
     restart: starts new ranks when these are lost, and returns their transport when they are ready. None: a loss is
@@ -82,8 +267,8 @@ class MultiProcessExecutor:
     # -- the executor's contract --------------------------------------------------------------------------------
 
     @property
+    @override
     def waits_on(self) -> tuple[Any, ...]:
-        """See `Executor.waits_on`."""
         return self._transport.waits_on if self._restart is None else (self._restart.ready,)
 
     @property
@@ -92,8 +277,8 @@ class MultiProcessExecutor:
         return bool(self.free)
 
     @property
+    @override
     def free(self) -> tuple[int, ...]:
-        """See `Executor.free`."""
         if self._lost is not None or self._restart is not None:
             return ()
         # Plans pass the stages in order: once the newest plan has left all embedding ranks, the first stage is free.
@@ -102,6 +287,7 @@ class MultiProcessExecutor:
             index for index, waiting in enumerate(entered) if not any(self._places[rank].embeds for rank in waiting)
         )
 
+    @override
     def admit(
         self,
         request_id: str,
@@ -110,7 +296,7 @@ class MultiProcessExecutor:
         output: tuple[int, ...] = (),
         kept: bool = False,
     ) -> None:
-        """See `Executor.admit`. Ranks that embed get the prompt; the one that samples gets the settings."""
+        """Ranks that embed get the prompt; the one that samples gets the settings."""
         # With KV kept from an earlier phase, the blocks at the ranks belong to the old number: the request continues
         # it.
         number = self._groups[0].writer.holder_number(request_id) if kept else None
@@ -128,8 +314,8 @@ class MultiProcessExecutor:
             for place in self._places:
                 self._admit_to_rank(place, request)
 
+    @override
     def submit(self, batch: Batch) -> None:
-        """See `Executor.submit`."""
         in_flight = []
         for part in batch.parts:
             group = self._groups[part.group]
@@ -165,8 +351,8 @@ class MultiProcessExecutor:
         for place in self._places:
             self._put(place.rank, (head, *frames))
 
+    @override
     def result(self, timeout_s: float | None) -> StepResult | None:
-        """See `Executor.result`."""
         try:
             if self._restart is not None:
                 self._adopt_ranks(self._restart, timeout_s)
@@ -176,8 +362,9 @@ class MultiProcessExecutor:
             self._lost = error
             raise
 
+    @override
     def recover(self) -> None:
-        """See `Executor.recover`. The old ranks are gone when it returns; new ones are on their way."""
+        """The old ranks are gone when it returns; new ones are on their way."""
         self._transport.kill()
         if self._start_ranks is None:
             raise self._lost or LostError("these workers cannot be started again")
@@ -238,16 +425,16 @@ class MultiProcessExecutor:
             self._lost = error
             raise
 
+    @override
     def forget(self, request_id: str) -> None:
-        """See `Executor.forget`."""
         self._requests.pop(request_id, None)
         number = self._numbers.pop(request_id, None)
         if number is not None:
             for group in self._groups:
                 group.writer.forget(number)
 
+    @override
     def close(self) -> None:
-        """See `Executor.close`."""
         if self._restart is not None:
             self._restart.abandon()
         self._transport.close()
@@ -371,3 +558,176 @@ def _pop_finished(batches: deque[list[PlanInFlight]], groups: Sequence[GroupStre
             batches.remove(batch)
             return batch
     return None
+
+
+# Ranks as processes: started by forkserver with torch preloaded, connected over ZeroMQ. No torch here.
+#
+# The forkserver imports once and each rank is a fork of it, so that ten ranks start nearly as quickly as one.
+
+_GRACE_S = 3.0
+"""How long `close` waits for ranks to stop before it kills them."""
+_LOOK_S = 0.5
+"""Interval between two checks for silent ranks."""
+
+
+class ProcessTransport(RankTransport):
+    """`RankTransport` to the ranks of `config.layout`, started at construction and ready after `start`.
+
+    hosts: launches the ranks that run on other hosts. Each rank sends heartbeats from a separate thread; one that hangs
+    or is cut off counts as lost after `config.timeout_s`.
+    """
+
+    def __init__(self, config: RankConfig, hosts: RayHosts | None = None) -> None:
+        self._folder = ScratchFolder("headway-ranks-")
+        self._directory = self._folder.path
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        # Sending to a rank without a connection is an error, not a silent drop.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a rank that was cut off may be back before that is noticed
+        if hosts is None:
+            endpoint = f"ipc://{self._directory}/ranks"
+            self._socket.bind(endpoint)
+        else:
+            endpoint = hosts.open(self._socket)
+        settings = msgspec.json.encode(config)
+        self.processes: list[ForkServerProcess | RemoteProcess] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        for rank in range(config.layout.accelerators):
+            remote = None if hosts is None else hosts.launch(rank, endpoint, settings, RANK)
+            process = launch(rank, endpoint, settings) if remote is None else remote
+            self.processes.append(process)
+            self._poller.register(process.sentinel, zmq.POLLIN)
+        self._timeout_s = config.timeout_s
+        self._pulse = HeartbeatMonitor(range(len(self.processes)), config.start_timeout_s, time.monotonic())
+
+    @property
+    @override
+    def waits_on(self) -> tuple[Any, ...]:
+        return (self._socket, *(process.sentinel for process in self.processes))
+
+    def start(self) -> list[LoadedRank]:
+        """Wait until all ranks have connected and loaded. Returns their reports, by rank.
+
+        Raises ConfigError, with the rank's own message, when one cannot start.
+        """
+        try:
+            hellos = self._gather()
+            for rank, hello in enumerate(hellos):
+                if (hello.protocol, hello.version) != (PROTOCOL_VERSION, __version__):
+                    raise ConfigError(
+                        f"worker {rank} is of version {hello.version} (protocol {hello.protocol}), the engine of "
+                        f"{__version__} (protocol {PROTOCOL_VERSION})"
+                    )
+            for rank in range(len(hellos)):
+                self.send(rank, (_encoder.encode(RankWelcome(hellos[0].store_port)),))
+            ready = [hello.loaded for hello in self._gather() if hello.loaded is not None]
+            if len({one.mark for one in ready}) > 1:
+                raise ConfigError("the workers have loaded different checkpoints: " + ", ".join(r.mark for r in ready))
+            # Until here the longer start time-out applied.
+            self._pulse.timeout_s = self._timeout_s
+            return ready
+        except RankLostError as error:
+            self.close()
+            raise ConfigError(
+                f"{error} while starting (its log says more; out of memory ends with signal 9)"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @override
+    def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        try:
+            self._socket.send_multipart([b"%d" % rank, *frames], copy=False)
+        except zmq.ZMQError as error:
+            self.processes[rank].join(1.0)  # its connection ends a moment before it does
+            self._check_alive()
+            raise RankLostError(rank, f"cannot be reached ({error})") from error
+
+    @override
+    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
+        """Messages that a rank sent before it ended are returned before the loss."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                # A rank has up to three connections; any message on any of them counts as a sign of life.
+                rank = int(name.removeprefix(HEARTBEAT_IDENTITY).removeprefix(CONTROL_IDENTITY))
+                self._pulse.record_beat(rank, time.monotonic())
+                if not name.startswith(HEARTBEAT_IDENTITY):
+                    return rank, frames
+                continue
+            except zmq.Again:
+                self._check_silence()
+            left_s = _LOOK_S if until is None else max(0.0, min(_LOOK_S, until - time.monotonic()))
+            ready = dict(self._poller.poll(round(left_s * 1000.0)))
+            # Only with an empty socket: what a rank sent before it ended is delivered first.
+            if self._socket not in ready:
+                self._check_alive()
+                if until is not None and time.monotonic() >= until:
+                    return None
+
+    @override
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self.close()
+
+    @override
+    def close(self) -> None:
+        for rank, process in enumerate(self.processes):
+            if process.is_alive():
+                try:
+                    self._socket.send_multipart([b"%d" % rank, _encoder.encode(EndProcess())])
+                except zmq.ZMQError:
+                    process.kill()
+        until = time.monotonic() + _GRACE_S
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._socket.close()
+        self._context.destroy(linger=0)
+        self._folder.close()
+
+    def _check_alive(self) -> None:
+        for rank, process in enumerate(self.processes):
+            why = _ended(process)
+            if why is not None:
+                raise RankLostError(rank, why)
+
+    def _check_silence(self) -> None:
+        silent = self._pulse.silent(time.monotonic())
+        if silent is not None:
+            raise RankLostError(silent, f"sent no heartbeat for {self._pulse.timeout_s:g} s: it hangs or is cut off")
+
+    def _gather(self) -> list[RankHello]:
+        """Receive a hello from every rank; return them by rank."""
+        replies: dict[int, RankHello] = {}
+        while len(replies) < len(self.processes):
+            message = self.receive(None)
+            assert message is not None
+            rank, frames = message
+            try:
+                reply = _decoder.decode(frames[0])
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"worker {rank} is of another version than this engine's: {error}") from None
+            if isinstance(reply, FatalError):
+                raise ConfigError(reply.error if reply.final else f"worker {rank} failed while starting: {reply.error}")
+            if not isinstance(reply, RankHello):
+                raise ConfigError(f"worker {rank} sent {reply!r} while starting")
+            replies[rank] = reply
+        return [replies[rank] for rank in sorted(replies)]
+
+
+def _ended(process: ForkServerProcess | RemoteProcess) -> str | None:
+    """Return why a process has ended, as a phrase that follows 'worker 3'; None while it runs."""
+    if isinstance(process, RemoteProcess):
+        return process.ended
+    return None if process.exitcode is None else f"has ended with {end_words(process.exitcode)}"

@@ -1,6 +1,6 @@
 """Entry point of a rank's process: joins the other ranks, loads its share of the model, serves.
 
-Started by `runtime.executor.rank_processes`, on another host by `runtime.launcher.host_actor`, never by hand.
+Started by `runtime.executor.multi_process`, on another host by `runtime.launcher.host_actor`, never by hand.
 
 usage there: python -m headway.runtime.executor.rank_process ENDPOINT PARENT_PID RANK < config.json
 """
@@ -25,31 +25,38 @@ import msgspec
 import torch
 import zmq
 from torch._C._distributed_c10d import Store
+from typing_extensions import override
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.core.structured_log import setup
-from headway.runtime.attention.base import make_backend
+from headway.core.logs import setup
+from headway.runtime.attention.backend import make_backend
+from headway.runtime.engine.liveness import PER_TIMEOUT, HeartbeatSender
 from headway.runtime.engine.protocol import EndProcess, FatalError
-from headway.runtime.executor.gloo_links import GlooLinks, choose_interface, join, local_rendezvous, rendezvous
-from headway.runtime.executor.group_attention import GroupAttention
-from headway.runtime.executor.messages import (
+from headway.runtime.executor.plans import (
     CONTROL_IDENTITY,
     HEARTBEAT_IDENTITY,
     FromRank,
     LoadedRank,
+    RankChannel,
+    RankConfig,
     RankHello,
     RankWelcome,
     ToRank,
+    place_of,
 )
-from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.executor.rank_layout import place_of
-from headway.runtime.executor.rank_loop import RankLoop, failure
-from headway.runtime.executor.worker import ModelWorker
-from headway.runtime.kv_transfer.rank_transfer import RankKvTransfer
-from headway.runtime.launcher.heartbeat import PER_TIMEOUT, HeartbeatSender
-from headway.runtime.launcher.secret import guard_client
-from headway.runtime.model.config import read_config
-from headway.runtime.model.fields import read_json
+from headway.runtime.executor.rank import (
+    GlooLinks,
+    RankKvTransfer,
+    RankLoop,
+    choose_interface,
+    failure,
+    join,
+    local_rendezvous,
+    rendezvous,
+)
+from headway.runtime.executor.worker import GroupAttention, ModelWorker
+from headway.runtime.launcher.network import guard_client
+from headway.runtime.model.config import read_config, read_json
 from headway.runtime.model.loading import load_decoder, resolve_dtype
 
 _encoder = msgspec.msgpack.Encoder()
@@ -62,7 +69,7 @@ _PARENT_S = 0.5
 """Interval between two looks for the parent of a rank on another host."""
 
 
-class ZmqChannel:
+class ZmqChannel(RankChannel):
     """`RankChannel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
 
     def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
@@ -106,16 +113,16 @@ class ZmqChannel:
 
         return send
 
+    @override
     def receive(self, wait: bool) -> list[memoryview] | None:
-        """See `RankChannel.receive`."""
         try:
             frames = self._socket.recv_multipart(0 if wait else zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         return [memoryview(frame.buffer) for frame in frames]
 
+    @override
     def send(self, frame: bytes) -> None:
-        """See `RankChannel.send`."""
         self._socket.send(frame)
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from headway.core.batch import Batch, KvOp
-from headway.core.executor import StepResult
-from headway.core.sampling import SamplingParams
-from headway.runtime.executor.compute_threads import ComputeThreads
+from headway.core.batch import Batch, KvOp, StepResult
+from headway.core.request import SamplingParams
+from headway.runtime.executor.measure import ComputeThreads
 from headway.runtime.executor.worker import ModelWorker
 
 

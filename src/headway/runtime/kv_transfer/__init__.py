@@ -1,6 +1,9 @@
-"""Transfer of KV between instances: connections between ends, connectors, and what a rank sends and receives.
+"""Transfer of KV between instances: connections between peers, connectors, and what a rank sends and receives.
 
-`peers` holds the connections of one process to the others (ZeroMQ). A connector (`peer_connector`) moves slices of KV
-over them, through memory that the other end reads (`slab_memory`: shared, `nixl_memory`: NIXL); `pool_port` and
-`rank_transfer` read and write the pool. No torch in `peers`.
+Start with `connector` (the interface), `port` (the pool's side) and `local` (the connector `peers`); `nixl` moves the
+same slices by NIXL.
+
+1. The holder of KV pushes it, slice by slice; a decode begins when all of it has arrived.
+2. A loss is reported on one side at least.
+3. Slots that are being sent are copied out before they change.
 """

@@ -17,15 +17,14 @@ from typing import NamedTuple
 import msgspec
 
 from headway import __version__
-from headway.core.cpu_affinity import CORES
 from headway.core.errors import HeadwayError
-from headway.perf.hardware.memory import available_bytes
+from headway.core.machine import CORES
+from headway.perf.device import available_bytes
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.executor.rank_config import RankConfig
-from headway.runtime.launcher.engine_spawn import spawn
-from headway.runtime.launcher.network import address_towards
+from headway.runtime.executor.plans import RankConfig
+from headway.runtime.launcher.network import address_towards, spawn
 from headway.runtime.launcher.rank_launcher import RANK, end_words
-from headway.runtime.model.identity import identity
+from headway.runtime.model.config import identity
 
 _POLL_S = 0.05
 """Interval between two looks for the end of a process."""

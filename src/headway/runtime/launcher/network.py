@@ -1,12 +1,27 @@
-"""Addresses of hosts (IPv4): by which address and interface this host reaches another. No torch."""
+"""How processes of an engine find and trust each other: addresses of hosts, CURVE keys, and the start of a process.
+
+No torch.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import os
+import secrets
 import socket
 import struct
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils import z85
 
 from headway.core.errors import ConfigError
+from headway.runtime.engine.config import NUMERICS
 
 _ANY_PORT = 9
 _SIOCGIFADDR = 0x8915
@@ -35,3 +50,58 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+# ZeroMQ CURVE keys, derived from a random token that processes of different hosts get through Ray. No torch.
+#
+# Connections are encrypted, and closed to peers without the token: the serving socket's permanent key pair is made from
+# it, and without that public key, which is never sent, a client cannot even begin CURVE's handshake (RFC 26/CurveZMQ).
+# Every connection has keys of its own beside that.
+
+_PURPOSE = b"headway channel 1\x00"
+
+
+def new_token() -> str:
+    """192 random bits, as text."""
+    return secrets.token_urlsafe(24)
+
+
+def guard_server(socket: zmq.Socket[Any], token: str) -> None:
+    """Admit only peers with the token. Called before `bind`."""
+    secret = _server_secret(token)
+    socket.curve_secretkey = secret
+    socket.curve_publickey = zmq.curve_public(secret)
+    socket.curve_server = True
+
+
+def guard_client(socket: zmq.Socket[Any], token: str) -> None:
+    """Prove this end's token, and refuse servers without it. Called before `connect`."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = zmq.curve_public(_server_secret(token))
+
+
+def _server_secret(token: str) -> bytes:
+    if not zmq.has("curve"):
+        raise ConfigError("several hosts need a ZeroMQ with CURVE, which this one was built without")
+    return bytes(z85.encode(hashlib.sha256(_PURPOSE + token.encode()).digest()))
+
+
+ENGINE = "headway.runtime.assembly.engine_process"
+
+
+def spawn(endpoint: str, config: msgspec.Struct, module: str = ENGINE, *more: str) -> subprocess.Popen[bytes]:
+    """A process that speaks to its server at `endpoint`, ends with this one, and leads a group of its own.
+
+    config: its settings, as its `module` reads them; more: arguments that follow. Raises OSError.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module, endpoint, str(os.getpid()), *more],
+        stdin=subprocess.PIPE,
+        env={**NUMERICS, **os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended already, which is noticed
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
+    return process

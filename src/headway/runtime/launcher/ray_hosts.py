@@ -20,9 +20,8 @@ from contextlib import suppress
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.runtime.launcher.engine_spawn import ENGINE
 from headway.runtime.launcher.host_actor import HostActor, HostFacts, ProcessLaunch, host_facts, mismatch
-from headway.runtime.launcher.secret import guard_server, new_token
+from headway.runtime.launcher.network import ENGINE, guard_server, new_token
 
 log = logging.getLogger("headway.engine")
 

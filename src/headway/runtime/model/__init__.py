@@ -1,5 +1,8 @@
 """Decoder families as data: configuration, loading, rotary embedding, the forward pass, and sampling.
 
-One decoder runs all supported families; a row of `family` says in what they differ. Weights are read from safetensors
-into the shard that a rank holds, and packed for the processor at hand.
+Start with `config` (what differs between families), `decoder` (the one forward pass) and `loading`.
+
+1. One decoder runs all supported families.
+2. A rank reads only its own slices of the weights, and keeps each once, packed for the processor at hand.
+3. A sampled token depends on the request's own row, settings, seed and position only.
 """

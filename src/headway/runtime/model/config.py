@@ -1,16 +1,254 @@
-"""Configuration of a decoder: everything in which the supported families differ. No torch."""
+"""Configuration of a decoder, read from a model folder: family, shape, position encoding, and a fingerprint. No torch.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from headway.core.errors import CheckpointError, ConfigError
-from headway.perf.hardware.shapes import ModelShape
-from headway.runtime.model.family import FamilySpec, family_of
-from headway.runtime.model.fields import JsonFields
-from headway.runtime.model.rope_config import RopeConfig, read_rope
+from headway.perf.hardware import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFields:
+    """Typed reader of a JSON object. A field that is null counts as absent."""
+
+    data: Mapping[str, Any]
+    origin: str
+    """Name of the object in errors, usually its file."""
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number. Raises CheckpointError when it is absent without a default, or of another type."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return an integer of at least `least`. Raises CheckpointError as `number`."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(name, f"an integer of at least {least}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean. Raises CheckpointError as `number`."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of numbers. Raises CheckpointError as `number`."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+            raise self.wrong(name, "a list of numbers")
+        return tuple(float(item) for item in value)
+
+    def has(self, name: str) -> bool:
+        """Whether the field is present and not null."""
+        return self.data.get(name) is not None
+
+    def wrong(self, name: str, wanted: str) -> CheckpointError:
+        """Return the error that names the field, what was expected and what was found."""
+        return CheckpointError(f"{self.origin}: '{name}' must be {wanted}, not {self.data.get(name)!r}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.data.get(name)
+        if value is not None:
+            return value
+        if default is None:
+            raise CheckpointError(f"{self.origin}: '{name}' is missing")
+        return default
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError when it is missing, not JSON, or not an object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, not a {type(data).__name__}")
+    return data
+
+
+# Configuration of the position encoding, read from either spelling of a Hugging Face config.json. No torch.
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One model's rotary embedding. Fields that a kind does not use keep their defaults."""
+
+    kind: str
+    """One of `KINDS`."""
+    theta: float
+    rotary_dim: int
+    """The leading dimensions of a head that rotate; even."""
+    original_max: int
+    """Tokens that the model was first trained with."""
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    """None: derived from `factor`."""
+    short_factor: tuple[float, ...] = ()
+    """rotary_dim / 2 numbers."""
+    long_factor: tuple[float, ...] = ()
+    """rotary_dim / 2 numbers."""
+
+
+def read_rope(config: Mapping[str, Any], head_dim: int, max_positions: int, origin: str) -> RopeConfig:
+    """Return the rotary embedding of a config.json, from `rope_parameters`, or `rope_scaling` and `rope_theta`.
+
+    Raises CheckpointError for a kind that is not one of `KINDS`, for a field of it that is missing or misshapen, and
+    where both objects are given and do not mean the same.
+    """
+    given = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    found = [_read(config, config[name], head_dim, max_positions, origin) for name in given]
+    if len(found) == 2 and found[0] != found[1]:
+        raise CheckpointError(
+            f"{origin}: 'rope_parameters' and 'rope_scaling' (with 'rope_theta') say different things: keep the one "
+            "that the model was trained with"
+        )
+    return found[0] if found else _read(config, {}, head_dim, max_positions, origin)
+
+
+def _read(config: Mapping[str, Any], raw: Any, head_dim: int, max_positions: int, origin: str) -> RopeConfig:
+    """Return what one of the two objects says; the fields at the top level of config.json complete it."""
+    top = JsonFields(config, origin)
+    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+        raise CheckpointError(
+            f"{origin}: rope parameters that differ by layer are not supported; one object for all is"
+        )
+    rope = JsonFields(raw, f"{origin} (rope parameters)")
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kinds: tuple[str, ...] = KINDS
+    if config.get("model_type") == "phi3":
+        kinds = ("default", "longrope")
+        # Older Phi-3 files call LongRoPE "su" or "yarn".
+        kind = "longrope" if kind in ("su", "yarn") else kind
+    if kind not in kinds:
+        raise CheckpointError(f"{origin}: rope type {kind!r} is not supported; supported are {', '.join(kinds)}")
+    share = rope.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and config.get("model_type") != "phi3":
+        raise CheckpointError(
+            f"{origin}: 'partial_rotary_factor' is {share:g}, but only Phi-3 rotates a part of a head"
+        )
+    rotary_dim = int(head_dim * share)
+    least = 4 if kind == "dynamic" else 2
+    if rotary_dim < least or rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(
+            f"{origin}: {rotary_dim} of {head_dim} head dimensions would rotate: must be even, {least} up"
+        )
+    original = max_positions
+    if kind in ("llama3", "yarn", "longrope"):
+        # Beside the parameters it counts more than in them; Phi-3 has it only there.
+        at = top if top.has("original_max_position_embeddings") or config.get("model_type") == "phi3" else rope
+        original = at.whole("original_max_position_embeddings", None if at is top else max_positions)
+    factor = 1.0
+    if kind != "default":
+        null = kind == "yarn" and "factor" in raw
+        factor = rope.number("factor", max_positions / original if kind == "longrope" or null else None)
+    if factor <= 0:
+        raise rope.wrong("factor", "a positive number")
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not 0 < low < high:
+            raise rope.wrong("high_freq_factor", f"above 'low_freq_factor' ({low:g})")
+    half = rotary_dim // 2
+    return RopeConfig(
+        kind=kind,
+        theta=rope.number("rope_theta", top.number("rope_theta", 10000.0)),
+        rotary_dim=rotary_dim,
+        original_max=original,
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        truncate=rope.flag("truncate", True),
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        short_factor=_factors(rope, "short_factor", half) if kind == "longrope" else (),
+        long_factor=_factors(rope, "long_factor", half) if kind == "longrope" else (),
+    )
+
+
+def _factors(rope: JsonFields, name: str, count: int) -> tuple[float, ...]:
+    values = rope.numbers(name)
+    if len(values) != count:
+        raise CheckpointError(f"{rope.origin}: '{name}' has {len(values)} numbers where {count} dimensions rotate")
+    return values
+
+
+# Table of the supported model families. One decoder runs them all; a row describes a family's checkpoints.
+
+
+@dataclass(frozen=True, slots=True)
+class FamilySpec:
+    """Properties of an architecture that its config.json does not state."""
+
+    name: str
+    qkv_bias: bool | None = False
+    """A bias where config.json has no `attention_bias`. None: config.json decides, absent means false."""
+    out_bias: bool | None = False
+    mlp_bias: bool | None = False
+    """Likewise with `mlp_bias`."""
+    qk_norm: bool = False
+    """Query and key heads are RMS-normalised before rotation."""
+    fused: bool = False
+    """The checkpoint holds qkv_proj and gate_up_proj as single tensors."""
+    windowed: bool = False
+    """`sliding_window` of config.json applies."""
+    window_switch: bool = False
+    """`sliding_window` applies only where `use_sliding_window` is true, and to layers that `layer_types` names."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for fields that config.json leaves out, where it is not what the other families have."""
+
+
+_QWEN: Mapping[str, Any] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+FAMILIES: dict[str, FamilySpec] = {
+    "LlamaForCausalLM": FamilySpec("llama", qkv_bias=None, out_bias=None, mlp_bias=None),
+    "YiForCausalLM": FamilySpec("yi"),
+    "MistralForCausalLM": FamilySpec(
+        "mistral", windowed=True, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": FamilySpec("qwen2", qkv_bias=True, windowed=True, window_switch=True, defaults=_QWEN),
+    "Qwen3ForCausalLM": FamilySpec(
+        "qwen3", qkv_bias=None, out_bias=None, qk_norm=True, windowed=True, window_switch=True,
+        defaults={**_QWEN, "head_dim": 128},
+    ),
+    "Phi3ForCausalLM": FamilySpec("phi3", fused=True, windowed=True, defaults={"rms_norm_eps": 1e-5}),
+}  # fmt: skip
+
+
+def family_of(architecture: str) -> FamilySpec:
+    """Return the row of an architecture named in config.json; CheckpointError lists the supported ones."""
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"architecture '{architecture}' is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[architecture]
+
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -230,3 +468,35 @@ def _token_ids(value: Any, origin: str) -> tuple[int, ...]:
     if not all(isinstance(item, int) for item in ids):
         raise CheckpointError(f"{origin}: 'eos_token_id' must be a token id or a list of them, not {value!r}")
     return tuple(ids)
+
+
+# Fingerprint of a model folder, compared between hosts before anything is loaded. No torch.
+
+_PIECE = 4096
+_PIECES = 64
+_HEADER = 16 << 20
+
+
+def identity(folder: Path) -> str:
+    """Return 16 hex digits that differ between models, also between other weights of the same shapes.
+
+    Hashed are config.json and, of every safetensors file, its name, size, header and 64 pieces of 4 KiB spread evenly
+    over it. Takes milliseconds. Raises CheckpointError when a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        digest.update((folder / "config.json").read_bytes())
+        for path in sorted(folder.glob("*.safetensors")):
+            size = path.stat().st_size
+            digest.update(f"\0{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                # A safetensors file begins with the length of its JSON header: 8 bytes, little-endian.
+                header = int.from_bytes(file.read(8), "little")
+                digest.update(file.read(min(header, size, _HEADER)))
+                for piece in range(_PIECES):
+                    # The first piece starts at byte 0, the last one ends with the file.
+                    file.seek(max(0, size - _PIECE) * piece // (_PIECES - 1))
+                    digest.update(file.read(_PIECE))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder}: {error.strerror}") from error
+    return digest.hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""Layouts of a prompt's KV over ranks (heads and tokens of each), and the moves from one layout to another.
+"""Layouts of a prompt over ranks: which tokens and heads each has, the group of a chunk, and the moves from one layout
+to another. Pure data.
 
 Re-balancing onto a larger group (Tetris §4.1), another strategy's cut, and transfer to a decode instance of another TP
 degree are all two layouts and the moves between them. Pure data.
@@ -10,14 +11,154 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Literal
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headway.core.errors import ConfigError
+from headway.core.request import Strategy, cut
 from headway.runtime.model.config import DecoderConfig
-from headway.runtime.model.shard import ModelShard
-from headway.runtime.sequence_parallel.group import ChunkSpec
-from headway.runtime.sequence_parallel.tokens import Positions, share
+from headway.runtime.model.shard import ModelShard, divides
+
+# Placement of a chunk's tokens on the members of a ring. Pure data.
+#
+# With a causal mask later tokens cost more, so that equal consecutive shares are unequal work. Zigzag (2N shards,
+# member i takes the i-th and the i-th last; Tetris §2.2) and striped placement (every N-th token; Brandon et al. 2023)
+# are even. Tokens that are decoded one by one all go to the first member, LoongServe's master (§4.2).
+
+Positions = npt.NDArray[np.int64]
+"""Global token positions of a request."""
+
+Order = Literal["zigzag", "striped", "contiguous", "first"]
+ORDERS: tuple[Order, ...] = ("zigzag", "striped", "contiguous")
+"""Those that are even: of any chunk. `first` is for chunks in place."""
+
+
+def spread(start: int, tokens: int, members: int, order: Order) -> tuple[Positions, ...]:
+    """The positions in [start, start + tokens) of each member, ascending. Members get none where tokens run out.
+
+    Shares differ by one token at most, in zigzag by two.
+    """
+    end = start + tokens
+    if order == "striped":
+        return tuple(np.arange(start + member, end, members, dtype=np.int64) for member in range(members))
+    if order == "contiguous":
+        return tuple(start + _share(tokens, members, member) for member in range(members))
+    if order == "first":
+        return tuple(np.arange(start, end if member == 0 else start, dtype=np.int64) for member in range(members))
+    # Member i takes shards i and 2N - 1 - i: an early, cheap one and a late, costly one.
+    shards = 2 * members
+    return tuple(
+        start + np.concatenate([_share(tokens, shards, i), _share(tokens, shards, shards - 1 - i)])
+        for i in range(members)
+    )
+
+
+def share(size: int, parts: int, part: int) -> tuple[int, int]:
+    """Return begin and end of part `part` of `size` items, cut evenly and in order into `parts`."""
+    return part * size // parts, (part + 1) * size // parts
+
+
+def _share(tokens: int, parts: int, part: int) -> Positions:
+    return np.arange(*share(tokens, parts, part), dtype=np.int64)
+
+
+# The ranks of one chunk, and how its attention is cut over them. Pure data.
+
+
+class SpGroup(msgspec.Struct, frozen=True):
+    """Ranks by their number in the transport, in order: `tp` ranks make a region (one copy of the model), whole regions
+    make a node. `node` is the number of ranks a node, None for all: Ulysses exchanges heads within a node.
+    """
+
+    ranks: tuple[int, ...]
+    tp: int = 1
+    node: int | None = None
+
+    def __post_init__(self) -> None:
+        size = len(self.ranks)
+        if not size or len(set(self.ranks)) != size or min(self.ranks) < 0:
+            raise ConfigError(f"group.ranks {self.ranks}: at least one rank, each once, none negative")
+        if self.tp < 1 or size % self.tp:
+            raise ConfigError(f"group.tp {self.tp}: must divide the group's {size} ranks")
+        if self.node is not None and (self.node < 1 or size % self.node or self.node % self.tp):
+            raise ConfigError(f"group.node {self.node}: must divide {size} ranks and be a multiple of tp {self.tp}")
+
+    def region(self, index: int) -> tuple[int, ...]:
+        """The indices of the ranks that share the model with rank `index`, itself included."""
+        first = index // self.tp * self.tp
+        return tuple(range(first, first + self.tp))
+
+
+class ChunkSpec(msgspec.Struct, frozen=True):
+    """One chunk of a prompt: tokens [start, end) on a group, with a strategy. The data that a span carries.
+
+    Strategies: `ulysses` is Ulysses. `ring`, `megatron` and `local` are one form: activations are gathered within a TP
+    region and KV is passed round a ring of regions. Nothing is gathered at tp 1, and nothing is passed with one region.
+    """
+
+    start: int
+    end: int
+    group: SpGroup
+    strategy: Strategy = Strategy()
+    order: Order = "zigzag"
+    preemptible: bool = False
+    """The first rank may pause the chunk between layers."""
+    in_place: bool = False
+    """KV of earlier chunks stays where it lies, and rows are sent to it: for chunks of few rows, such as one token
+    that is decoded over the KV of a whole group (LoongServe §4.2). KV whose heads are cut otherwise is laid out
+    anew, as before any other chunk."""
+    keepers: tuple[int, ...] = ()
+    """Of an in-place chunk: the ranks on which KV stays, the group's first among them; KV of the others is moved to
+    these while the layers are computed (scale-down). Empty: all ranks."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ConfigError(f"chunk [{self.start}, {self.end}): must begin at 0 or later and hold at least one token")
+        orders = (*ORDERS, "first") if self.in_place else ORDERS
+        if self.order not in orders:
+            raise ConfigError(f"order '{self.order}': must be one of {', '.join(orders)}")
+        if self.keepers:
+            self._check_keepers()
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def width(self) -> int:
+        """Ranks that share one ring member's tokens, each with some of the heads."""
+        group = self.group
+        return (group.node or len(group.ranks)) if self.strategy.attn == "ulysses" else group.tp
+
+    @property
+    def members(self) -> int:
+        """Members of the ring: nodes under Ulysses, else TP regions."""
+        return len(self.group.ranks) // self.width
+
+    def _check_keepers(self) -> None:
+        ranks, kept = self.group.ranks, set(self.keepers)
+        members = [ranks[at : at + self.width] for at in range(0, len(ranks), self.width)]
+        whole = all(kept.issuperset(member) or kept.isdisjoint(member) for member in members)
+        if not self.in_place or not kept.issubset(ranks) or ranks[0] not in kept or not whole:
+            raise ConfigError(
+                f"keepers {self.keepers}: must be whole members, the first included, of {ranks}, in place"
+            )
+
+    def check(self, config: DecoderConfig) -> None:
+        """Raise ConfigError where the model's heads cannot be cut so."""
+        for name, ranks in (("tp", self.group.tp), ("ulysses", self.width)):
+            if not divides(config, ranks):
+                raise ConfigError(
+                    f"{name} over {ranks} ranks: must divide {config.q_heads} query heads, and divide or be a multiple "
+                    f"of {config.kv_heads} KV heads"
+                )
+
+    def heads(self, index: int) -> ModelShard:
+        """The heads that the rank at `index` attends with, as a shard of the whole model."""
+        return ModelShard(index % self.width, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +424,32 @@ def _union(parts: Sequence[Positions]) -> Positions:
 
 def _ranks(spec: ChunkSpec, member: int) -> tuple[int, ...]:
     return spec.group.ranks[member * spec.width : (member + 1) * spec.width]
+
+
+# Division of a span task into successive chunks on one group, which bounds the rows computed at once.
+#
+# Between the chunks of a task no KV moves (`core.request.cut`). Cost: a ring passes all KV so far once for each chunk,
+# so n chunks at the beginning of a prompt pass (n + 1) / 2 times the KV of one. Gain: activations are those of a chunk,
+# and so is the duration of a layer, for which a pause or a message waits.
+
+
+def pieces(spec: ChunkSpec, rows: int) -> tuple[ChunkSpec, ...]:
+    """Return `spec` as chunks of at most `rows` rows a TP region; undivided for 0, and in place, where rows are few."""
+    if not rows or spec.in_place:
+        return (spec,)
+    regions = len(spec.group.ranks) // spec.group.tp
+    edges = cut(spec.start, spec.end, regions, rows)
+    return tuple(msgspec.structs.replace(spec, start=start, end=end) for start, end in edges)
+
+
+def layout_after(chunks: Sequence[ChunkSpec], held: KvLayout, config: DecoderConfig) -> KvLayout:
+    """Return the KV layout after all chunks of a task: the same as from one `ChunkPlan` after the other.
+
+    That is history, balanced once, followed by each member's tokens of chunk after chunk. Raises ConfigError.
+    """
+    first = chunks[0]
+    first.check(config)
+    history = history_of(held, first, config)
+    # History is balanced once, before the first chunk; between the chunks of a task KV does not move.
+    shares = [spread(one.start, one.tokens, one.members, one.order) for one in chunks]
+    return extended(history, first, [np.concatenate(fresh) for fresh in zip(*shares, strict=True)])

@@ -1,25 +1,127 @@
 """State of the live page, bounded in memory: iterations in a ring, requests, and latencies of the last minutes.
 
-Producers are a server (`serving.live.server_feed`) and a log (`serving.live.log_player`). Times are arguments, seconds
-of one clock.
+Producers are a server (`serving.live.feed`) and a log (`serving.live.watch`). Times are arguments, seconds of one
+clock.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from headway.runtime.engine.protocol import EngineSamples, IterationSample, TransferSample
-from headway.serving.live.history import BUCKET_S, LatencyHistory
+from headway.core.errors import UnavailableError
+from headway.runtime.cluster.instances import InstanceAdmin
+from headway.runtime.engine.protocol import EngineClient, EngineSamples, IterationSample, SampledEngine, TransferSample
+from headway.serving.errors import ApiError
+from headway.serving.records import GenerationRecord
+from headway.vllm.log_explanation import LogExplainer
 
 if TYPE_CHECKING:
     from headway.sim.explanation import RequestExplanation
+
+
+BUCKET_S = 2.0
+MOST_BUCKETS = 450
+"""15 minutes."""
+_STEP = math.log(1.1)
+"""Durations are counted in classes 10% apart: percentiles are off by 5% at most."""
+_SHORTEST_S, _LONGEST_S = 1e-4, 1e5
+
+
+class DurationHistogram:
+    """Counts of durations in classes that grow by 10%: at most 218 of them."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add a duration so many times."""
+        self._counts[round(math.log(min(max(seconds, _SHORTEST_S), _LONGEST_S)) / _STEP)] += count
+
+    def merge(self, other: DurationHistogram) -> None:
+        """Add the other's durations."""
+        self._counts.update(other._counts)
+
+    def quantile(self, share: float) -> float | None:
+        """Return the duration below which this share lies, within 5%; None of nothing."""
+        left = share * self._counts.total()
+        for index in sorted(self._counts):
+            left -= self._counts[index]
+            if left <= 0:
+                return math.exp(index * _STEP)
+        return None
+
+
+@dataclass
+class HistoryBucket:
+    """What happened within `BUCKET_S` seconds."""
+
+    number: int
+    """Its start, in units of `BUCKET_S` on the feed's clock."""
+    ttft: DurationHistogram = field(default_factory=DurationHistogram)
+    gaps: DurationHistogram = field(default_factory=DurationHistogram)
+    met: int = 0
+    missed: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    kv_share: float | None = None
+    waiting: int = 0
+    running: int = 0
+
+    def row(self) -> list[float | int | None]:
+        """Return it as the page has it: start, TTFT and TBT (median, P99), KV share, waiting, running, tokens a second
+        of prefill and decode, met, missed."""
+        times = [self.ttft.quantile(0.5), self.ttft.quantile(0.99), self.gaps.quantile(0.5), self.gaps.quantile(0.99)]
+        rates = [self.prefill_tokens / BUCKET_S, self.decode_tokens / BUCKET_S]
+        loads = [self.kv_share, self.waiting, self.running]
+        return [self.number * BUCKET_S, *times, *loads, *rates, self.met, self.missed]
+
+
+class LatencyHistory:
+    """The last `MOST_BUCKETS` buckets in which anything happened."""
+
+    def __init__(self) -> None:
+        self._buckets: deque[HistoryBucket] = deque(maxlen=MOST_BUCKETS)
+
+    def at(self, now: float) -> HistoryBucket:
+        """Return the bucket of a time; a time before the newest bucket belongs to the newest."""
+        number = int(now // BUCKET_S)
+        if not self._buckets or number > self._buckets[-1].number:
+            self._buckets.append(HistoryBucket(number))
+        return self._buckets[-1]
+
+    def rows(self, since: int) -> list[list[float | int | None]]:
+        """Return the rows of all buckets from a number on; the newest may still change."""
+        return [bucket.row() for bucket in self._buckets if bucket.number >= since]
+
+    def latencies(self, since_s: float) -> dict[str, float | None]:
+        """Return percentiles of TTFT and of gaps over all buckets that begin after a time, in seconds."""
+        ttft, gaps = DurationHistogram(), DurationHistogram()
+        for bucket in self._buckets:
+            if bucket.number * BUCKET_S > since_s:
+                ttft.merge(bucket.ttft)
+                gaps.merge(bucket.gaps)
+        return {
+            "ttft_p50_s": ttft.quantile(0.5),
+            "ttft_p99_s": ttft.quantile(0.99),
+            "tbt_p99_s": gaps.quantile(0.99),
+        }
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest bucket; -1 without any."""
+        return self._buckets[-1].number if self._buckets else -1
+
 
 MOST_BLOCKS = 20_000
 """Samples kept: at the sampler's limit of 640 a second those of the last half minute, usually of several minutes."""
@@ -307,8 +409,104 @@ def _block_row(block: FeedBlock) -> list[Any]:
 
 
 def instance_loads(reports: Sequence[Any]) -> list[InstanceLoad]:
-    """Return the loads of a cluster's instances from its reports (`runtime.cluster.cluster_report`)."""
+    """Return the loads of a cluster's instances from its reports (`runtime.cluster.instances`)."""
     return [
         InstanceLoad(one.id, one.role, one.state, one.kv_tokens_used, one.kv_tokens_total, one.running, one.waiting)
         for one in reports
     ]
+
+
+class ServerFeed:
+    """The `LivePage` of one server. event_log: of its only engine; explanations then come from a replay of it."""
+
+    def __init__(self, engine: EngineClient, event_log: Path | None) -> None:
+        self.feed = LiveFeed()
+        self._engine = engine
+        self._explainer = None if event_log is None else LogExplainer()
+        self._event_log = event_log
+        if isinstance(engine, SampledEngine):
+            engine.on_samples(self._sampled)
+
+    def follow(self, name: str, record: GenerationRecord) -> None:
+        """Follow a request by its record. name: its id in the engine."""
+        feed, first, gap, finish, reject = (
+            self.feed, record.on_first, record.on_gap, record.on_finish, record.on_reject,
+        )  # fmt: skip
+
+        def on_first(of: GenerationRecord, seconds: float, tokens: int) -> None:
+            first(of, seconds, tokens)
+            feed.tokens(name, of.received_s + seconds, tokens)
+
+        def on_gap(of: GenerationRecord, seconds: float, tokens: int) -> None:
+            gap(of, seconds, tokens)
+            feed.tokens(name, (of.last_token_s or of.received_s) + seconds, tokens)
+
+        def on_finish(of: GenerationRecord) -> None:
+            finish(of)
+            objectives = of.objectives()
+            met = all(objectives.values()) if objectives else None
+            feed.ended(name, time.monotonic(), str(of.reason), met)
+
+        def on_reject(status: int) -> None:
+            reject(status)
+            feed.ended(name, time.monotonic(), f"refused with {status}", None)
+
+        record.on_first, record.on_gap, record.on_finish, record.on_reject = on_first, on_gap, on_finish, on_reject
+        slo = record.slo
+        feed.arrived(
+            FollowedRequest(name, record.request_class, record.received_s, record.prompt_tokens, slo.ttft_s, slo.tbt_s)
+        )
+
+    def page(self, after: int, bucket: int, at_s: float | None) -> dict[str, Any]:
+        """See `LivePage`."""
+        now = time.monotonic()
+        self._refresh(now)
+        return {**self.feed.page(now, after, bucket), "title": self._title(), "state": self._engine.state}
+
+    async def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
+        """See `LivePage`."""
+        if self._explainer is not None and self._event_log is not None:
+            # A restarted engine writes a log of its own.
+            restarts = self._engine.stats.engine_restarts_total
+            log = Path(f"{self._event_log}.{restarts}") if restarts else self._event_log
+            status, body = await self._explainer.explain(log, request_id, under)
+            if status != 200:
+                raise ApiError(status, body["error"]["message"])
+            return body
+        if under:
+            raise ApiError(400, "counterfactuals need the decisions: serve one engine with --event-log FILE", "under")
+        explain = self.feed.explanation(request_id)
+
+        def work() -> dict[str, Any]:
+            from headway.sim.report.why import why_json  # brings numpy
+
+            return why_json(explain())
+
+        return await asyncio.to_thread(work)
+
+    def _sampled(self, instance: int, samples: EngineSamples) -> None:
+        self.feed.sampled(instance, samples)
+        self._refresh(time.monotonic())
+
+    def _refresh(self, now: float) -> None:
+        engine, feed = self._engine, self.feed
+        try:
+            info = engine.info
+        except UnavailableError:
+            return
+        feed.policy, feed.aim_s, feed.long_tokens = info.policy, info.t_target_s, info.long_tokens
+        stats = engine.stats
+        if isinstance(engine, InstanceAdmin):
+            feed.instances = instance_loads(engine.report().instances)
+        else:
+            load = InstanceLoad(0, "engine", engine.state, stats.kv_tokens_used, stats.kv_tokens_total)
+            load.running, load.waiting = stats.running, stats.waiting
+            feed.instances = [load]
+        total = stats.kv_tokens_total
+        feed.loaded(now, stats.waiting, stats.running, stats.kv_tokens_used / total if total else 0.0)
+
+    def _title(self) -> str:
+        try:
+            return self._engine.info.model
+        except UnavailableError:
+            return "starting"

@@ -1,1 +1,4 @@
-"""The load client: open-loop load on any OpenAI endpoint, the convoy experiment, and the demo. Live only, no torch."""
+"""The load client: load on any OpenAI endpoint, and the convoy experiment. Live only, no torch.
+
+Start with `client` (one request and its record), `convoy` and `load`.
+"""

@@ -1,4 +1,4 @@
-"""Client of an OpenAI endpoint: sends one streamed request and returns its record.
+"""Client of an OpenAI endpoint: one streamed request and its record, sent in an open loop or in sessions.
 
 The number of connections is unlimited, because in an open loop only the server decides how many requests are open. Each
 request has its own connection, so that none fails because a reused one was closed by the server.
@@ -8,20 +8,182 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from headway.core.sse import SseParser
-from headway.serving.load.endpoint import server_root
-from headway.serving.load.stream import StreamedAnswer
+from headway.core.errors import ConfigError
+from headway.core.sse import SseEvent, SseParser
+from headway.serving.load.prompts import TextPrompts
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
+from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+# Finish reasons that count as success.
+GOOD_ENDS = frozenset({"stop", "length", "tool_calls", "content_filter"})
+
+
+class StreamedAnswer:
+    """Collector of one answer. A chunk's token count is the growth of its usage, else the number of its ids, else one.
+
+    Tokens that only the final usage counts (a server may hold text back) get the time of the last chunk.
+    """
+
+    def __init__(self, on_first_token: Callable[[float], None] | None = None) -> None:
+        self._on_first_token = on_first_token
+        self._token_s: list[float] = []
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._last_chunk_s: float | None = None
+        self._usage: dict[str, Any] = {}
+        self._finish_reason: str | None = None
+        self._done = False
+        self._error: str | None = None
+
+    def take(self, event: SseEvent, now: float) -> None:
+        """Add one event that arrived at `now`, in seconds on the run's clock."""
+        if event.data.strip() == b"[DONE]":
+            self._done = True
+            return
+        try:
+            body = msgspec.json.decode(event.data)
+        except msgspec.DecodeError:
+            self._error = self._error or f"bad chunk: {event.data[:100]!r}"
+            return
+        if not isinstance(body, dict):
+            self._error = self._error or f"bad chunk: {event.data[:100]!r}"
+        elif event.name == "error" or body.get("error"):
+            inner = body.get("error") or body
+            message = inner.get("message", inner) if isinstance(inner, dict) else inner
+            self._error = self._error or f"error event: {str(message)[:300]}"
+        else:
+            self._chunk(body, now)
+
+    def _chunk(self, body: dict[str, Any], now: float) -> None:
+        usage = body.get("usage") or {}
+        self._usage = usage or self._usage
+        choices = body.get("choices") or []
+        # A last chunk with usage only.
+        if not choices:
+            return
+        choice = choices[0]
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        ids = choice.get("token_ids")
+        self._ids += ids if isinstance(ids, list) else []
+        reason = choice.get("finish_reason")
+        if "completion_tokens" in usage:
+            # Usage is cumulative: the growth since the last chunk.
+            count = max(0, int(usage["completion_tokens"]) - len(self._token_s))
+        elif isinstance(ids, list):
+            count = len(ids)
+        else:
+            # A completions chunk with empty text is a token in parts; a chat chunk without content has the role only.
+            count = 1 if text or (reason is None and "text" in choice) else 0
+        self._arrived(count, now)
+        self._last_chunk_s = now
+        self._texts.append(text)
+        self._finish_reason = reason or self._finish_reason
+
+    def _arrived(self, count: int, now: float) -> None:
+        if count and not self._token_s and self._on_first_token is not None:
+            self._on_first_token(now)
+        self._token_s.extend([now] * count)
+
+    def verdict(self) -> str | None:
+        """Return what was wrong with the answer, or None; called when the stream has ended."""
+        if self._error is not None:
+            return self._error
+        if self._finish_reason is None and not self._done:
+            return "stream ended early: neither a finish reason nor [DONE]"
+        if self._finish_reason is not None and self._finish_reason not in GOOD_ENDS:
+            return f"finished by {self._finish_reason}: after {len(self._token_s)} tokens"
+        if not self._token_s and not self._usage.get("completion_tokens"):
+            return "no output token: the answer is empty"
+        return None
+
+    def record(self, job: LoadRequest, *, sent_s: float, finish_s: float, error: str | None) -> RequestRecord:
+        """Make the record of the answer to `job`. Times in seconds on the run's clock."""
+        counted = int(self._usage.get("completion_tokens") or 0)
+        if self._last_chunk_s is not None and counted > len(self._token_s):
+            self._arrived(counted - len(self._token_s), self._last_chunk_s)
+        if job.answer_ids is not None:
+            job.answer_ids.extend(self._ids)
+        details = self._usage.get("prompt_tokens_details") or {}
+        return RequestRecord(
+            id=job.id,
+            klass=job.klass,
+            arrival_s=job.due_s,
+            sent_s=sent_s,
+            prompt_tokens=int(self._usage.get("prompt_tokens") or job.prompt_tokens),
+            output_tokens=len(self._token_s),
+            token_s=tuple(self._token_s),
+            finish_s=finish_s,
+            slo=job.slo,
+            finish_reason=self._finish_reason,
+            error=error,
+            text="".join(self._texts) if job.keep_text else None,
+            cached_tokens=int(details.get("cached_tokens") or 0),
+        )
+
+
+def server_root(base_url: str) -> str:
+    """Return a server's address without a final /v1. Raises ConfigError for anything but http:// and https://."""
+    if not base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"{base_url!r} is not an address of a server: write it like http://127.0.0.1:8000")
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
+def ask(
+    method: str, url: str, api_key: str | None, body: dict[str, Any] | None = None, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """Return a server's answer to a request. Raises ConfigError with the server's own words where it refuses.
+
+    timeout_s: silence of the server after which it counts as not answering; None: never."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as refusal:
+        raise ConfigError(_reason(refusal, url)) from None
+    except (OSError, HTTPException, ValueError) as problem:
+        raise ConfigError(f"{url} does not answer ({problem}); is a server there?") from None
+
+
+def _reason(refusal: urllib.error.HTTPError, url: str) -> str:
+    try:
+        return f"the server refuses it: {json.load(refusal)['error']['message']}"
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return f"the server answers {refusal.code} {refusal.reason} to {url}: it is none of this version"
+
+
+def first_model(base_url: str, api_key: str | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
+    """Return the first entry of /v1/models; its `id` is the name to send. Raises ConfigError when there is none."""
+    url = f"{server_root(base_url)}/v1/models"
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            entries = json.load(response)["data"]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{url} does not answer with a list of models ({problem}); is a server there? Or name --model"
+        ) from None
+    if not entries or not isinstance(entries[0], dict) or "id" not in entries[0]:
+        raise ConfigError(f"{url} lists no model; name one with --model")
+    return dict(entries[0])
+
 
 Clock = Callable[[], float]
 
@@ -200,3 +362,121 @@ def error_message(body: bytes) -> str:
             return str(inner.get("message") or inner.get("detail") or inner)[:300]
         return str(inner)[:300]
     return str(value)[:300]
+
+
+# Open-loop load: every request is sent when it is due, however many are still open. None is dropped.
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Result of a load run."""
+
+    records: list[RequestRecord]
+    """One per request, in order."""
+    interrupted: bool = False
+    """Whether the run was stopped before its end."""
+
+
+async def run_open_loop(
+    client: LoadClient,
+    jobs: Iterable[LoadRequest],
+    on_sent: Callable[[], None] = lambda: None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> LoadResult:
+    """Send each job at its `due_s`, ascending, on the client's clock (which starts at zero here).
+
+    Requests are taken from the iterator one ahead of their time, so that long prompts are not all held at once. When
+    the task is cancelled (Ctrl-C), open requests are recorded as cancelled, the remaining ones as not sent. on_sent and
+    on_done: called at each request's start and end.
+    """
+    client.restart_clock()
+    tasks: list[asyncio.Task[RequestRecord]] = []
+    source = iter(jobs)
+    unsent: list[RequestRecord] = []
+    interrupted = False
+
+    async def follow(job: LoadRequest) -> RequestRecord:
+        record = await client.send(job)
+        on_done(record)
+        return record
+
+    job: LoadRequest | None = None
+    try:
+        for job in source:
+            # A late client sends at once and never skips: the delay is part of the latency and of `send_lag`.
+            await asyncio.sleep(max(0.0, job.due_s - client.now()))
+            tasks.append(asyncio.create_task(follow(job)))
+            job = None
+            on_sent()
+        await asyncio.wait(tasks) if tasks else None
+    except asyncio.CancelledError:
+        interrupted = True
+        # The request that was waiting for its time, then those that are still in the iterator.
+        unsent = [not_sent(left) for left in ([job] if job is not None else [])]
+        unsent += [not_sent(left) for left in source]
+        await asyncio.sleep(0)  # a task must have begun for its cancellation to end in a record
+        for task in tasks:
+            task.cancel()
+    records = list(await asyncio.gather(*tasks)) + unsent
+    return LoadResult(records, interrupted)
+
+
+def not_sent(job: LoadRequest) -> RequestRecord:
+    """Return the record of a request that was not sent."""
+    return RequestRecord(
+        id=job.id,
+        klass=job.klass,
+        arrival_s=job.due_s,
+        prompt_tokens=job.prompt_tokens,
+        slo=job.slo,
+        error="not sent: the run was stopped",
+    )
+
+
+async def run_closed_loop(
+    client: LoadClient,
+    requests: Sequence[TraceRequest],
+    prompts: TextPrompts,
+    make: Callable[[int, TraceRequest, bytes, float], LoadRequest],
+    on_sent: Callable[[], None] = lambda: None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> LoadResult:
+    """Play sessions (`transforms.close_sessions`) and return one record per request, in their order.
+
+    A failed turn is followed by the next one. `make`: returns what to send, from the request's number, the request, its
+    prompt as JSON and its due time on the client's clock, which starts at zero here. When the task is cancelled, open
+    requests are recorded as cancelled and the others as not sent."""
+    client.restart_clock()
+    threads: dict[tuple[str | None, str], list[int]] = {}
+    for number, request in enumerate(requests):
+        threads.setdefault((request.session, request.thread), []).append(number)
+    records: dict[int, RequestRecord] = {}
+
+    async def play(numbers: Sequence[int]) -> None:
+        ended_s = 0.0
+        for number in numbers:
+            request = requests[number]
+            due_s = ended_s + (request.think_s or 0.0) if request.waits else request.arrival_s
+            await asyncio.sleep(max(0.0, due_s - client.now()))
+            job = make(number, request, prompts.prompt(request), due_s)
+            on_sent()
+            # A cancelled request has a record too: `send` does not raise.
+            record = records[number] = await client.send(job)
+            if job.answer_ids:
+                prompts.answered(request, job.answer_ids)
+            on_done(record)
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                return
+            ended_s = client.now()
+
+    stopped = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            for numbers in threads.values():
+                group.create_task(play(numbers))
+    except asyncio.CancelledError:
+        stopped = True
+    left = (number for number in range(len(requests)) if number not in records)
+    for number in left:
+        records[number] = not_sent(make(number, requests[number], b"", requests[number].arrival_s))
+    return LoadResult([records[number] for number in range(len(requests))], stopped)

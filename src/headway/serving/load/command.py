@@ -6,7 +6,8 @@ import argparse
 import signal
 from types import FrameType
 
-from headway.serving.load import convoy_command, load
+from headway.serving.load import convoy as convoy_command
+from headway.serving.load import load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,27 +1,44 @@
-"""`headway bench`: a trace replayed on any OpenAI endpoint, a table per class, JSON and plots."""
+"""`headway bench`: a trace replayed on any OpenAI endpoint, with a table by class, JSON, and objectives on the command
+line.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs, write_output
-
-if TYPE_CHECKING:
-    from headway.sim.metrics import RequestRecord
-    from headway.sim.workload import TraceRequest
+from headway.core.files import check_outputs, write_output
+from headway.serving.load.client import LoadRequest
+from headway.serving.load.prompts import PromptPool, machine, tokens, versions
+from headway.sim.metrics import (
+    NO_TARGETS,
+    RequestRecord,
+    RunSummary,
+    SloTargets,
+    e2e_s,
+    is_good,
+    percentiles,
+    tbt_s,
+    tpot_s,
+    ttft_s,
+)
+from headway.sim.workload import RequestTrace, TraceRequest, transforms
+from headway.sim.workload.generate import PoissonArrivals, final_classes
+from headway.sim.workload.traces import FORMATS, read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a replay, those of the workload included."""
-    from headway.serving.load import load_workload
-    from headway.serving.load.arguments import whole
+    from headway.serving.load.prompts import whole
 
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -32,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--plain-openai", action="store_true", help="send nothing beyond OpenAI's API: no ignore_eos, min_tokens"
     )
-    load_workload.add_arguments(parser)
+    add_workload_arguments(parser)
     judge = parser.add_argument_group("what to report")
     judge.add_argument(
         "--goodput", nargs="+", default=[], metavar="[CLASS.]METRIC:MS", help="objectives: ttft, tbt, tpot, e2e"
@@ -49,18 +66,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the load; return 0 only if every request was answered."""
     import numpy as np
 
-    from headway.serving.load.client import TargetEndpoint
-    from headway.serving.load.closed_loop import run_closed_loop
-    from headway.serving.load.endpoint import first_model
-    from headway.serving.load.goodput import GoodputTargets
-    from headway.serving.load.load_jobs import job_of, jobs
-    from headway.serving.load.load_workload import classes_of, workload
-    from headway.serving.load.open_loop import run_open_loop
-    from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, vocab_size_of
-    from headway.serving.load.text_prompts import TextPrompts
+    from headway.serving.load.client import TargetEndpoint, first_model, run_closed_loop, run_open_loop
+    from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, TextPrompts, vocab_size_of
     from headway.sim.report.plots import check_picture
     from headway.sim.report.tables import say, show, tokens
-    from headway.sim.workload.classes import check_classes
+    from headway.sim.workload.generate import check_classes
 
     goodput = GoodputTargets(args.goodput)
     if args.send_slo and not args.goodput:
@@ -105,8 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord]) -> str:
     """Return what of the prompts the endpoint says it had cached, beside what they share."""
-    from headway.serving.load.load_jobs import CACHE_BLOCK
-    from headway.sim.workload.prompt_text import shared_tokens
+    from headway.sim.workload.traces import shared_tokens
 
     answered = [i for i, record in enumerate(records) if record.ok]
     total = sum(records[i].prompt_tokens for i in answered)
@@ -132,7 +141,6 @@ async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
 def _report(
     args: argparse.Namespace, model: str, description: dict[str, Any], goodput: dict[str, Any], result: Any
 ) -> int:
-    from headway.serving.load.load_json import load_json, send_lag
     from headway.sim.metrics import summarise
     from headway.sim.report.tables import duration, error_table, load_table, rates_line, say, show
 
@@ -162,3 +170,253 @@ def _report(
             say(f"wrote {written}")
     # For scripts: a run with losses must not pass as a measurement.
     return 1 if failed or result.interrupted else 0
+
+
+FIRST, LATER = "first", "later"
+"""Classes of sessions' requests: of each thread's first one, and of those that wait for an answer."""
+_LONG_TOKENS = 8192
+"""Prompts above this are of class `long` where the trace names no class: the server's own default."""
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that decide the workload."""
+    what = parser.add_argument_group("what to replay")
+    what.add_argument(
+        "--trace", metavar="FILE[:FORMAT]", help=f"the trace ({', '.join(FORMATS)}; recognised if not named)"
+    )
+    what.add_argument("--slice", metavar="FROM:TO", help="part of the trace: requests (100:400) or seconds (60s:120s)")
+    what.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="requests per second: the trace's times are stretched to it, or drawn (Poisson) where it has none",
+    )
+    what.add_argument("--max-prompt-tokens", type=tokens, metavar="N",
+        help="cut longer prompts to this; --sessions leaves sessions with longer ones out",
+    )  # fmt: skip
+    what.add_argument("--max-output-tokens", type=tokens, metavar="N", help="cut longer outputs to this")
+    what.add_argument(
+        "--session-rate",
+        type=float,
+        default=0.1,
+        metavar="R",
+        help="sessions started per second, for agent traces (default %(default)s)",
+    )
+    sessions = parser.add_argument_group("sessions: the next turn after the answer and its think time")
+    sessions.add_argument(
+        "--sessions", type=int, metavar="N", help="play the first N sessions of an agents' trace as closed loops"
+    )
+    sessions.add_argument("--turns", type=int, metavar="N", help="the first N requests of each session (default: all)")
+    sessions.add_argument(
+        "--think", type=float, default=1.0, metavar="F", help="multiply think times; 0: none (default %(default)s)"
+    )
+    sessions.add_argument("--max-think", type=float, metavar="S", help="cut longer think times to this")
+
+
+def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
+    """Return the requests in order of arrival from 0, each with a class, and their description for the JSON.
+
+    Raises ConfigError without a trace, for options that contradict each other and for an empty workload.
+    """
+    if not args.trace:
+        raise ConfigError(
+            "give a --trace FILE to replay, or say `headway bench convoy`; for drawn load use `vllm bench serve`, "
+            "GuideLLM or AIPerf"
+        )
+    for name in ("max_prompt_tokens", "max_output_tokens", "rate", "session_rate", "sessions", "turns", "max_think"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    trace = _read(args.trace)
+    requests = _replayed(args, trace, rng) if args.sessions is None else _sessions(args, trace, rng)
+    names = ["slice", "rate", "max_prompt_tokens", "max_output_tokens", "session_rate"]
+    names += ["sessions", "turns", "think", "max_think"] if args.sessions is not None else []
+    return requests, {"trace": trace.name, "format": trace.format, **{name: getattr(args, name) for name in names}}
+
+
+def classes_of(args: argparse.Namespace) -> set[str]:
+    """Return the classes that requests may have, sent or not. Reads the trace."""
+    if args.sessions is not None:
+        return {FIRST, LATER}
+    return final_classes(request.klass for request in _read(args.trace).requests)
+
+
+def _replayed(args: argparse.Namespace, trace: RequestTrace, rng: np.random.Generator) -> list[TraceRequest]:
+    requests = list(trace.requests)
+    if trace.session_clock:
+        # A session's clock starts at its own first request: sessions get starts at --session-rate.
+        requests = transforms.start_sessions(requests, args.session_rate, rng)
+    requests = transforms.slice_by(requests, args.slice) if args.slice else requests
+    if trace.format == "mooncake":
+        # Its stamps are those of batches, seconds apart.
+        requests = transforms.spread_batches(requests, rng)
+    if not trace.has_arrivals:
+        if args.rate is None:
+            raise ConfigError(f"{trace.name} holds no arrival times: give a --rate")
+        requests = transforms.with_arrivals(requests, PoissonArrivals(args.rate), rng)
+    elif args.rate is not None:
+        requests = transforms.rescale_to_rate(requests, args.rate)
+    requests = transforms.clip_lengths(requests, args.max_prompt_tokens, args.max_output_tokens)
+    # Classes follow from the lengths that are sent, so they are set after clipping.
+    requests = transforms.classify(requests, _LONG_TOKENS)
+    if not requests:
+        raise ConfigError(f"no request of {trace.name} is left after --slice {args.slice}")
+    return requests
+
+
+def _sessions(args: argparse.Namespace, trace: RequestTrace, rng: np.random.Generator) -> list[TraceRequest]:
+    """Return the requests of closed sessions, of class `first` or `later`."""
+    given = [f"--{name}" for name in ("slice", "rate") if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(
+            "--sessions plays sessions as they are: choose with --turns, --think, --max-think, --session-rate, "
+            f"--max-prompt-tokens and --max-output-tokens, not with {', '.join(given)}"
+        )
+    if not 0 <= args.think < float("inf"):
+        raise ConfigError(f"--think is {args.think}; it must be 0 or more")
+    if not all(request.session for request in trace.requests):
+        raise ConfigError(f"{trace.name} has requests without a session: --sessions needs a trace of agents")
+    longest: dict[str | None, int] = {}
+    most = args.max_prompt_tokens or float("inf")
+    for request in trace.requests:
+        longest[request.session] = max(longest.get(request.session, 0), request.prompt_tokens)
+    fitting = [request for request in trace.requests if longest[request.session] <= most]
+    if not fitting:
+        raise ConfigError(f"every session of {trace.name} has a prompt above --max-prompt-tokens {most:g}")
+    requests = transforms.close_sessions(
+        fitting, PoissonArrivals(args.session_rate), rng,
+        count=args.sessions, turns=args.turns, think=args.think, max_think_s=args.max_think,
+    )  # fmt: skip
+    requests = transforms.clip_lengths(requests, None, args.max_output_tokens)
+    return [replace(request, klass=LATER if request.waits else FIRST) for request in requests]
+
+
+def _read(trace: str) -> RequestTrace:
+    """Read FILE:FORMAT, or FILE if a file of the whole name exists."""
+    file, colon, format_name = trace.rpartition(":")
+    return read_trace(file, format_name) if colon and not Path(trace).exists() else read_trace(trace)
+
+
+SCHEMA = "headway.bench/1"
+
+
+def load_json(
+    *,
+    model: str,
+    workload: dict[str, Any],
+    goodput: dict[str, Any],
+    seed: int,
+    summary: RunSummary,
+    records: Sequence[RequestRecord],
+    interrupted: bool,
+) -> dict[str, Any]:
+    """Return the file's contents. Times in seconds."""
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "workload": workload,
+        "goodput_s": goodput,
+        "seed": seed,
+        "interrupted": interrupted,
+        "machine": machine(),
+        "versions": versions(),
+        "summary": summary.to_json(),
+        "send_lag_s": send_lag(records),
+        "requests": [_row(record) for record in records],
+    }
+
+
+def send_lag(records: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Return percentiles of the client's delay, sent - due, in seconds. Latencies include it."""
+    return percentiles(record.sent_s - record.arrival_s for record in records if record.sent_s is not None)
+
+
+def _row(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "class": record.klass,
+        "arrival_s": record.arrival_s,
+        "sent_s": record.sent_s,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "output_tokens": record.output_tokens,
+        "ttft_s": ttft_s(record),
+        "tpot_s": tpot_s(record),
+        "max_tbt_s": max(tbt_s(record), default=None),
+        "e2e_s": e2e_s(record),
+        "good": is_good(record),
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+    }
+
+
+# Objectives on the command line: `ttft:500 tbt:100 long.ttft:30000`, in milliseconds.
+
+_FIELDS = {"ttft": "ttft_s", "tbt": "tbt_s", "tpot": "tpot_s", "e2e": "e2e_s", "e2el": "e2e_s"}
+
+
+class GoodputTargets:
+    """Objectives by class. An objective without a class applies to all classes that have no value of their own."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self._given: dict[str, SloTargets] = {}
+        for item in items:
+            left, colon, milliseconds = item.partition(":")
+            # From the right: the name of a class may itself have dots.
+            klass, _, name = left.rpartition(".")
+            try:
+                value = float(milliseconds)
+            except ValueError:
+                # Refused below, with the same message as any other value that is not above 0.
+                value = -1.0
+            if not colon or name not in _FIELDS or not 0 < value < float("inf"):
+                raise ConfigError(
+                    f"--goodput {item!r}: write [CLASS.]METRIC:MILLISECONDS, METRIC one of {', '.join(_FIELDS)}"
+                )
+            base = self._given.get(klass, NO_TARGETS)
+            self._given[klass] = replace(base, **{_FIELDS[name]: value / 1000})
+
+    @property
+    def classes(self) -> list[str]:
+        """Classes that objectives name."""
+        return [klass for klass in self._given if klass]
+
+    def of(self, klass: str) -> SloTargets:
+        """Return the objectives of requests of a class."""
+        common, own = self._given.get("", NO_TARGETS), self._given.get(klass, NO_TARGETS)
+        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
+        return SloTargets(**{n: getattr(common, n) if getattr(own, n) is None else getattr(own, n) for n in names})
+
+    def to_json(self) -> dict[str, dict[str, float]]:
+        """Return class (`*`: all) → objective → seconds."""
+        names = ("ttft_s", "tbt_s", "tpot_s", "e2e_s")
+        return {
+            klass or "*": {n: getattr(slo, n) for n in names if getattr(slo, n) is not None}
+            for klass, slo in self._given.items()
+        }
+
+
+CACHE_BLOCK = 64
+"""Tokens per block of cached prefixes in traces: a prefix that reaches the end may be short by less than this."""
+
+
+def jobs(requests: Sequence[TraceRequest], pool: PromptPool, goodput: GoodputTargets) -> Iterator[LoadRequest]:
+    """Yield one request to send per request of the workload, in order; every prompt is new."""
+    for number, request in enumerate(requests):
+        yield job_of(number, request, pool.json(request.prompt_tokens), request.arrival_s, goodput)
+
+
+def job_of(
+    number: int, request: TraceRequest, prompt: bytes, due_s: float, goodput: GoodputTargets, *, keep_ids: bool = False
+) -> LoadRequest:
+    """Return one request to send. `keep_ids`: whether the ids of its answer are asked for."""
+    return LoadRequest(
+        id=f"bench-{number}",
+        klass=request.klass,
+        due_s=due_s,
+        prompt=prompt,
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        slo=goodput.of(request.klass),
+        answer_ids=[] if keep_ids else None,
+    )

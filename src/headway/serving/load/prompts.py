@@ -1,4 +1,4 @@
-"""Prompts of random token ids, as JSON text.
+"""Random prompts for load runs, and the machine and versions that a measurement ran on.
 
 Ids are drawn once into a pool that is kept as JSON text; a prompt is a slice of it from a random place. A prompt of a
 million ids costs one copy of five megabytes, so building prompts does not delay the client. Two prompts share a prefix
@@ -7,10 +7,22 @@ only if they happen to start at the same place of the pool.
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
+
+from headway.core.errors import ConfigError
+from headway.core.machine import CORES
+from headway.perf.device import processor_name
+from headway.sim.workload import TraceRequest
+from headway.sim.workload.generate import parse_tokens
 
 POOL_TOKENS = 1 << 20
 """Places in the pool at which a prompt may start."""
@@ -74,3 +86,87 @@ def vocab_size_of(model: str | None) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return int(size) if size else None
+
+
+class TextPrompts:
+    """Prompts of a trace's requests: each piece of their texts (`PromptText`) has ids of its own.
+
+    Where a prompt repeats an answer, it has the answer's ids if they are known, else other random ones."""
+
+    def __init__(self, pool: PromptPool) -> None:
+        self._pool = pool
+        # Ids of answers by namespace and piece.
+        self._answers: dict[tuple[int, int], list[int]] = {}
+
+    def prompt(self, request: TraceRequest) -> bytes:
+        """Return a request's prompt as a JSON array of ids."""
+        parts, at = [], 0
+        text = request.text.cut(request.prompt_tokens) if request.text is not None else None
+        for end, number in text.pieces if text is not None else ():
+            assert text is not None
+            piece = (text.namespace, number)
+            known = self._answers.get(piece, [])[: end - at]
+            # By the piece alone: the order in which turns come depends on the server.
+            place = crc32(repr(piece).encode()) % POOL_TOKENS
+            parts += [",".join(map(str, known)).encode(), self._pool.ids(end - at - len(known), place)]
+            at = end
+        parts.append(self._pool.ids(request.prompt_tokens - at, self._pool.place()))
+        return b"[" + b",".join(part for part in parts if part) + b"]"
+
+    def answered(self, request: TraceRequest, ids: list[int]) -> None:
+        """Note the answer to a request, which later prompts may repeat."""
+        text = request.text
+        # Text behind the prompt is the answer.
+        if text is not None and text.tokens > request.prompt_tokens:
+            self._answers[text.namespace, text.pieces[-1].id] = ids
+
+
+# Host and software versions of a measurement, for its JSON. Nothing identifies a user or a path.
+
+
+def machine() -> dict[str, object]:
+    """Return processor, usable cores and memory of the client's host; a remote server's are not known."""
+    return {
+        "cpu": processor_name(),
+        "cores": len(CORES),
+        "memory_gib": _memory_gib(),
+        "system": platform.system(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, Headway, torch and aiohttp, from metadata, without importing them."""
+    found = {"python": platform.python_version()}
+    for name in ("headway", "torch", "aiohttp"):
+        try:
+            found[name] = metadata.version(name)
+        # torch and aiohttp are in the extra `serve`.
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def tokens(text: str) -> int:
+    """Parse a count of tokens of at least 1: `200`, `32K`, `1M` (powers of ten)."""
+    try:
+        return parse_tokens(text)
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return what parses a whole number of at least `least`."""
+
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse

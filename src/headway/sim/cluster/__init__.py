@@ -1,6 +1,7 @@
-"""Simulation of a cluster in virtual time.
+"""Simulation of a cluster in virtual time: the real controller and a placement policy over a simulated backend.
 
-The real controller (`headway.control`) and a placement policy run on a simulated backend: spans take predicted times on
-groups of instances, the real schedulers run inside instances, and KV crosses links. `build` compiles a scenario to a
-`ClusterSpec`, `simulation.simulate_cluster` runs it, and `result` holds the records and the bars of a Gantt chart.
+Start with `simulation` (`simulate_cluster`), `backend` (what takes time and room) and `build` (scenario to inputs).
+
+1. Schedulers inside simulated instances are the real ones.
+2. The same scenario and seed give the same result, byte for byte.
 """

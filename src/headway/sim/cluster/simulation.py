@@ -13,19 +13,13 @@ from functools import partial
 from typing import Any
 
 from headway.control.controller import ClusterController
-from headway.control.decision_log import RecordingController, Sink
-from headway.control.queue_entries import SpanEntry
-from headway.control.transfer_queue import KvSlice
-from headway.perf.latency.pause_points import PausePoints
-from headway.policy.placement.base import PlacementPolicy
-from headway.policy.placement.view import ClusterState
-from headway.sim.cluster.backend import SimulatedBackend
-from headway.sim.cluster.instance import SimulatedInstance
-from headway.sim.cluster.result import BarKind, ClusterResult, GanttBar
-from headway.sim.cluster.simulated_request import SimRequest
-from headway.sim.cluster.spans import SimulatedSpan, count_work
-from headway.sim.cluster.spec import ClusterSpec
-from headway.sim.event_loop import NEVER, EventKind, EventLoop, OnProgress
+from headway.control.entries import KvSlice, SpanEntry
+from headway.control.log import RecordingController, Sink
+from headway.perf.latency.groups import PausePoints
+from headway.policy.placement.contract import ClusterState, PlacementPolicy
+from headway.sim.cluster.backend import SimulatedBackend, SimulatedSpan, count_work
+from headway.sim.cluster.state import BarKind, ClusterResult, ClusterSpec, GanttBar, SimRequest, SimulatedInstance
+from headway.sim.loop import NEVER, EventKind, EventLoop, OnProgress
 from headway.sim.metrics import NO_TARGETS
 from headway.sim.prefix_cache import sum_of
 from headway.sim.result import ReplicaUse, SimResult
@@ -46,7 +40,7 @@ def simulate_cluster(
 ) -> ClusterResult:
     """Run a workload to its end, or to the end of the window. Deterministic.
 
-    stopwatch: read around every call of the policy. record: receives a log of all events (`control.decision_log`).
+    stopwatch: read around every call of the policy. record: receives a log of all events (`control.log`).
     """
     simulation = ClusterSimulation(spec, placement, workload, run, keep_bars, stopwatch, record)
     simulation.run_events(on_progress)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.core.output_file import check_outputs
-from headway.policy.placement.view import ClusterInstance
-from headway.sim.cluster.result import GanttBar
-from headway.sim.metrics import RequestRecord
-from headway.sim.metrics.definitions import tbt_s, ttft_s
+from headway.core.files import check_outputs
+from headway.policy.placement.contract import ClusterInstance
+from headway.sim.cluster.state import GanttBar
+from headway.sim.metrics import RequestRecord, tbt_s, ttft_s
 from headway.sim.report.tables import duration, tick, tokens
 
 if TYPE_CHECKING:

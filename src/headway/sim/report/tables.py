@@ -15,9 +15,19 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from headway.sim.metrics import ClassSummary, RequestRecord, RunSummary
-from headway.sim.metrics.definitions import e2e_s, is_good, normalised_latency_s, queueing_s, tbt_s, tpot_s, ttft_s
-from headway.sim.metrics.summary import error_reason
+from headway.sim.metrics import (
+    ClassSummary,
+    RequestRecord,
+    RunSummary,
+    e2e_s,
+    error_reason,
+    is_good,
+    normalised_latency_s,
+    queueing_s,
+    tbt_s,
+    tpot_s,
+    ttft_s,
+)
 
 
 def duration(seconds: float | None) -> str:

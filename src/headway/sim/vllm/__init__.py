@@ -1,6 +1,8 @@
 """A model of vLLM's V1 engine, as of 0.32: `engine: vllm` in a scenario.
 
-`scheduler` is its scheduler, `block_pool` its KV blocks and prefix cache, `plugged` Headway's policy at the seams of
-`headway.vllm`, `engine` the engine's loop in virtual time. `tests/vllm/contract` compares their decisions with those of
-vLLM's own classes.
+Start with `scheduler` (its scheduler and KV blocks) and `engine` (its loop in virtual time, with or without Headway's
+policy).
+
+1. `tests/vllm/contract` compares its decisions with those of vLLM's own classes.
+2. Headway's policy runs here at the seams at which `headway.vllm` runs it in vLLM.
 """

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, FileSection
 from headway.policy.hosted.settings import VllmSettings
-from headway.sim.vllm.spec import stock_flags
+from headway.sim.spec import stock_flags
 
 
 class VllmSection(FileSection):

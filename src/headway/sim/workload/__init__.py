@@ -1,10 +1,11 @@
 """Workloads: traces, length distributions, arrival processes, and presets that combine them.
 
-Torch-free and clock-free; all randomness comes from a numpy Generator that the caller seeds. The load client and the
-simulator take the same `TraceRequest`s. `readers` parses public trace formats, `transforms` and `rewriting` change a
-workload that has been read, `specs` parses distributions as a command line writes them.
+Start with `traces` (what a request of a trace is), `generate` and `transforms`.
+
+1. All randomness comes from a numpy Generator that the caller seeds.
+2. The load client and the simulator take the same `TraceRequest`s.
 """
 
-from headway.sim.workload.trace_request import RequestTrace, TraceError, TraceRequest
+from headway.sim.workload.traces import RequestTrace, TraceError, TraceRequest
 
 __all__ = ["RequestTrace", "TraceError", "TraceRequest"]

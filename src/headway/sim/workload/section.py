@@ -1,4 +1,4 @@
-"""The `workload` of a scenario file, a plan's question or an accelerator file, validated; `sim.requests` draws it."""
+"""The `workload` of a scenario file, a plan's question or an accelerator file, validated; `sim.build` draws it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from headway.core.file_sections import Count, FileSection, Positive
-from headway.sim.workload.presets import PRESETS
-from headway.sim.workload.trace_request import class_name
+from headway.sim.workload.generate import PRESETS
+from headway.sim.workload.traces import class_name
 
 
 class SessionsSection(FileSection):

@@ -1,10 +1,11 @@
-"""The scheduler of one elastic pool of instances (LoongServe §5): start of prompts, and groups for decodes.
+"""The scheduler of one elastic pool of instances (LoongServe §5), and the decode batches that it pauses so that prompts
+can begin.
 
 Work goes in rounds (the published code's macro iterations). When no prefill runs, prompts are dispatched in order of
 arrival (§5.1), instances are found for them, by packing or pausing decodes where that gains more than it costs (§5.2),
 and dynamic programming splits both (§5.3). While the round lasts, prompts that end within it fill free instances,
-whatever their place in the queue. A batch whose prefill ends keeps the instances that its KV needs and decodes
-there (proactive scale-down, §4.1); more are added when KV or the number of requests asks for it (scale-up, §4.2).
+whatever their place in the queue. A batch whose prefill ends keeps the instances that its KV needs and decodes there
+(proactive scale-down, §4.1); more are added when KV or the number of requests asks for it (scale-up, §4.2).
 
 Departures: KV moves between batches whole, over the simulator's links, and only from batches on one instance; only
 those are paused; the output of a decoding request is estimated from the time since it began.
@@ -13,21 +14,70 @@ those are paused; the output of a decoding request is estimated from the time si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from headway.core.request import Request
-from headway.core.span import Span, Strategy
-from headway.perf.hardware.shapes import ModelShape
+from headway.core.request import Request, Span, Strategy
+from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency
-from headway.policy.placement.base import Action, CommitSpans, EnqueueRequest, PreemptRequest, RejectRequest, TransferKv
+from headway.policy.placement.contract import (
+    Action,
+    ClusterSnapshot,
+    CommitSpans,
+    EnqueueRequest,
+    PreemptRequest,
+    RejectRequest,
+    TransferKv,
+)
 from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.loongserve.batching import partition
-from headway.policy.placement.loongserve.decodes import UNLIMITED, DecodeBatch, capacity_of, final_tokens_of
-from headway.policy.placement.loongserve.dispatch import dispatch
-from headway.policy.placement.loongserve.options import LoongServeOptions
-from headway.policy.placement.loongserve.pausing import decodes_to_pause
-from headway.policy.placement.loongserve.times import BatchSum, ScalingTimes, length
-from headway.policy.placement.view import ClusterSnapshot
+from headway.policy.placement.loongserve.batching import (
+    UNLIMITED,
+    BatchSum,
+    DecodeBatch,
+    LoongServeOptions,
+    ScalingTimes,
+    capacity_of,
+    dispatch,
+    final_tokens_of,
+    length,
+    partition,
+)
+
+
+def decodes_to_pause(
+    decodes: Sequence[DecodeBatch],
+    lengths: Sequence[int],
+    idle: Sequence[int],
+    capacity: Mapping[int, int],
+    times: ScalingTimes,
+    now: float,
+    step_s: float,
+) -> list[DecodeBatch]:
+    """Return batches of `decodes` to pause: until the prompts' KV fits, then those whose loss is below the prompts'
+    gain (Eq. 3, 4).
+
+    lengths: of the prompts. idle: instances without work. capacity: KV tokens of each instance. step_s: assumed time of
+    one decode step."""
+
+    def room(group: Sequence[int]) -> int:
+        return capacity_of([capacity[i] for i in group])
+
+    taken: list[DecodeBatch] = []
+    count, short = len(idle), sum(lengths) - room(idle)
+    candidates = [b for b in decodes if len(b.group) == 1 and not b.paused and not b.migrating and b.members]
+    candidates.sort(key=lambda b: (b.final_tokens - room(b.group), b.group))
+    for batch in candidates:
+        if short <= 0 and count:
+            more_s = times.batch_s(lengths, count + 1)
+            gain = (times.batch_s(lengths, count) - more_s) * sum(1 / tokens for tokens in lengths)
+            generated = sum(batch.generated(name, now, step_s) for name in batch.members)
+            # loss (Eq. 3): more_s * sum of 1 / output, with the batch's mean output: members * members / generated
+            if gain < more_s * len(batch.members) ** 2 / generated:
+                continue
+        taken.append(batch)
+        short -= room(batch.group) - batch.final_tokens
+        count += 1
+    return taken
+
 
 FIRST_OUTPUT = 512
 """Assumed output tokens of a request before any has finished (the published code's)."""

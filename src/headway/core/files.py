@@ -1,0 +1,252 @@
+"""Folders and files of a process: private ones, temporary ones that the next process cleans up, locks, and files that a
+command writes for the user.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headway.core.errors import ConfigError
+
+# Temporary folder of one process, for sockets; removed on close, or after a kill by the next process.
+#
+# A process that is killed cannot remove its folder. So each folder holds a locked file; the system frees the lock when
+# its process ends, however it ends, and the next `ScratchFolder` of the same prefix removes folders whose lock is free.
+
+_LOCK = "lock"
+_LONGEST = 75
+"""Characters of the temporary folder's path: a socket's may have 107, and its name and the folder's come behind."""
+_YOUNG_S = 60.0
+"""Youngest age at which a folder without a held lock is removed: a younger one may be about to take its lock."""
+
+
+class ScratchFolder:
+    """`path` exists until `close`. `prefix`: what the folder's name starts with; only such are ever removed.
+
+    ConfigError where the temporary folder's path is too long for a socket's."""
+
+    def __init__(self, prefix: str) -> None:
+        root = Path(tempfile.gettempdir())
+        if len(os.fsencode(root)) > _LONGEST:
+            raise ConfigError(
+                f"the temporary folder {root} has a path of {len(os.fsencode(root))} characters, too long for sockets "
+                f"in it (at most {_LONGEST}): set TMPDIR to a shorter one"
+            )
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        self._lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # Held until the process ends, however it ends.
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _sweep(root, prefix, os.fstat(self._lock).st_mtime - _YOUNG_S)
+
+    def close(self) -> None:
+        """Remove the folder. Harmless when repeated."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(root: Path, prefix: str, before: float) -> None:
+    """Remove this user's folders of that prefix, made `before`, whose process has ended; others stay."""
+    for lock in root.glob(f"{prefix}*/{_LOCK}"):
+        try:
+            found = lock.stat()
+            # The temporary folder is shared: never follow a link or touch another user's files.
+            if lock.parent.is_symlink() or found.st_uid != os.getuid() or found.st_mtime > before:
+                continue
+            held = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(held)
+
+
+ATTEMPTS, PAUSE_S = 100, 0.05
+"""How often to try for a lock, and the seconds between: an engine whose server was killed may hold it that long."""
+
+
+def lock(descriptor: int, attempts: int) -> None:
+    """Lock an open file, waiting for its holder for so many pauses. Raises BlockingIOError after that."""
+    pause = threading.Event()
+    for attempt in range(attempts + 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if attempt == attempts:
+                raise
+            pause.wait(PAUSE_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            return  # a file system without locks
+
+
+LOCK = "lock"
+PART = ".part"
+"""End of the name of a file that is being written. After a crash one may be left."""
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class PrivateFolder:
+    """The folder `path`, created when missing, and its lock. All files in it are opened relative to it.
+
+    ours: beginnings of the names of the files that it holds; flag: the setting that names it, for errors; attempts: how
+    often to wait for the lock. Raises ConfigError when another process has it, when it is a link or another user's,
+    when it cannot be written, or when it cannot be made private because other files are in it.
+    """
+
+    def __init__(self, path: Path, ours: tuple[str, ...], flag: str, attempts: int = 0) -> None:
+        self.path = path
+        self._flag = flag
+        self._descriptor = self._lock = -1
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+            self._make_private((LOCK, *ours))
+            self._lock = self.open(LOCK, os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            self.close()
+            # O_NOFOLLOW and O_DIRECTORY say ELOOP or ENOTDIR for a link.
+            why = "it is a link, and links are not followed" if path.is_symlink() else error.strerror
+            raise ConfigError(f"{flag} {path}: {why}; give a folder that can be written to") from error
+        except BaseException:
+            self.close()
+            raise
+        try:
+            lock(self._lock, attempts)
+        except OSError:
+            self.close()
+            raise ConfigError(f"{flag} {path}: another server writes to it; give each its own folder") from None
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of the folder, for its owner only. Raises OSError for a link, a pipe or a device."""
+        # Without waiting for the other end of a pipe of that name.
+        file = os.open(name, flags | os.O_NONBLOCK | _FLAGS, 0o600, dir_fd=self._descriptor)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, f"{name} in it is not a regular file")
+            os.fchmod(file, 0o600)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+    def read(self, name: str) -> bytes:
+        """Return a file's contents; empty when there is none. Raises OSError for a link."""
+        try:
+            file = self.open(name, os.O_RDONLY)
+        except FileNotFoundError:
+            return b""
+        with os.fdopen(file, "rb") as stream:
+            return stream.read()
+
+    def names(self) -> list[str]:
+        """Return the names of all that the folder holds, sorted."""
+        return sorted(os.listdir(self._descriptor))
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write a file durably: until all of it is on the disk, the name stands for what it stood for before.
+
+        Raises OSError, and leaves no part behind."""
+        part = f"{name}{PART}"
+        try:
+            with os.fdopen(self.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), "wb", buffering=0) as stream:
+                for piece in pieces:
+                    left = memoryview(piece).cast("B")
+                    while left:
+                        left = left[stream.write(left) :]
+                os.fsync(stream.fileno())
+            self.replace(part, name)
+        except OSError:
+            with suppress(OSError):
+                self.remove(part)
+            raise
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename a file, in place of another, durably."""
+        os.replace(source, target, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        os.fsync(self._descriptor)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if there is one."""
+        if name in os.listdir(self._descriptor):
+            os.unlink(name, dir_fd=self._descriptor)
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        for each in (self._lock, self._descriptor):
+            if each >= 0:
+                os.close(each)
+        self._lock = self._descriptor = -1
+
+    def _make_private(self, ours: tuple[str, ...]) -> None:
+        found = os.fstat(self._descriptor)
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"{self._flag} {self.path}: it is another user's folder; give one of your own")
+        if stat.S_IMODE(found.st_mode) & 0o077 == 0:
+            return
+        others = sorted(name for name in os.listdir(self._descriptor) if not name.startswith(ours))
+        if others:
+            raise ConfigError(
+                f"{self._flag} {self.path}: other users may enter it and it holds {others[0]!r} besides; give a folder "
+                "of its own"
+            )
+        os.fchmod(self._descriptor, 0o700)
+
+
+def check_outputs(*files: Path | None) -> None:
+    """Make the folders of files that will be written, before the work whose results they are to hold.
+
+    None and `-` (stdout) are passed over. Raises ConfigError where a file cannot be written.
+    """
+    for file in files:
+        if file is None or str(file) == "-":
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from error
+        if file.is_dir():
+            raise ConfigError(f"cannot write {file}: it is a folder; name a file in it")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"cannot write {file}: permission denied")
+
+
+def write_output(file: Path, body: bytes) -> None:
+    """Write a file whole, under another name first: an interrupted run leaves no half of one. `-` is stdout.
+
+    Raises ConfigError."""
+    if str(file) == "-":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(body)
+        return
+    check_outputs(file)
+    # A link is kept, and what it names is written.
+    file = file.resolve()
+    scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        # What is no regular file (a pipe, /dev/stdout) is written as it is.
+        if file.exists() and not file.is_file():
+            file.write_bytes(body)
+        else:
+            scratch.write_bytes(body)
+            scratch.replace(file)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from error

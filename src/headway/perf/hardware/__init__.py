@@ -1,1 +1,0 @@
-"""Model shapes and machines, as numbers. Nothing here is measured at run time."""

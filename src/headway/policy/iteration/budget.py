@@ -1,0 +1,288 @@
+"""How long the next iteration may be: what it would delay, the time of an efficient chunk, and the strategies that size
+chunks by it.
+
+A decode without a target of its own gets the aim of the configuration, or by default of the machine (`aim`). Its tokens
+are due at deadline + aim·j, so that one which is ahead lends its time to prefills (FairBatching, arXiv 2510.14392).
+Departures from FairBatching: a gap target of a request, or a configured aim, bounds every gap and lends nothing; a
+decode lends no more than makes chunks efficient, since a reader sees each gap; with pipeline stages nothing is lent,
+and a newcomer waits no longer than a decode.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from headway.perf.latency.base import MAX_CHUNK, LatencyModel, one_chunk_s
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.requests import PrefillState
+from headway.policy.iteration.tbt_targets import TbtTargets
+
+LEAST_AIM_S = 0.055
+"""Shortest default aim, seconds: a gap between tokens that a reader does not notice."""
+LONGEST_AIM_S = 0.2
+"""Longest default aim, seconds, however much a longer chunk would gain."""
+DECODE_EFFICIENCY = 0.8
+"""Share of the best tokens per second that the default target between two tokens gives a prefill."""
+NEWCOMER_EFFICIENCY = 0.85
+"""The same while nothing decodes, or decodes are ahead of their due times: only a newcomer would wait."""
+ALONE_EFFICIENCY = 0.98
+"""The same where newcomers are rare: longer iterations would gain a prompt next to nothing."""
+USEFUL_SHARE = 0.99
+"""A configured target gives no longer iterations than those whose chunks reach this share of the best rate: a prompt
+would gain nothing, and others would wait."""
+_GROWTH = 1.25
+# No iteration is longer by default, so no longer one sets the best rate.
+_LONGEST_COMPARED_S = 1.0
+# Attention within a chunk is work, not overhead: rates of chunks are compared around the same context, which must
+# exceed half of any chunk.
+_LEAST_CONTEXT = MAX_CHUNK // 2
+
+
+class EfficientChunks:
+    """Iteration times of efficient chunks under one latency model, cached by context length up to a power of two."""
+
+    def __init__(self, latency: LatencyModel, max_tokens: int) -> None:
+        """`max_tokens`: most rows of an iteration."""
+        self._latency = latency
+        self._sizes = _sizes(min(max_tokens, MAX_CHUNK))
+        # By context (its bit length): the rate in tokens/s and the seconds of each size.
+        self._points: dict[int, list[tuple[float, float]]] = {}
+        self._aims: dict[tuple[int, float], float] = {}
+        self._least: dict[int, int] = {}
+
+    def clear(self) -> None:
+        """Drop cached times, after the latency model has changed."""
+        self._points.clear()
+        self._least.clear()
+        self._aims.clear()
+
+    def aim_s(self, context: int, share: float) -> float:
+        """Return the shortest iteration, seconds, whose lone chunk reaches `share` of the best tokens per second.
+
+        Within `LEAST_AIM_S` … `LONGEST_AIM_S`. `context`: tokens that the chunk attends."""
+        return min(self.useful_s(context, share), LONGEST_AIM_S)
+
+    def useful_s(self, context: int, share: float) -> float:
+        """Return `aim_s` without its upper bound: beyond it a prompt gains less than the rest of the rate."""
+        bucket = max(context, _LEAST_CONTEXT).bit_length()
+        aim = self._aims.get((bucket, share))
+        if aim is None:
+            points = self._points_of(bucket)
+            enough = share * max(rate for rate, _ in points)
+            seconds = next(seconds for rate, seconds in points if rate >= enough)
+            aim = self._aims[bucket, share] = max(seconds, LEAST_AIM_S)
+        return aim
+
+    def least_tokens(self, context: int) -> int:
+        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens.
+
+        A rough model does not say: 0."""
+        if self._latency.rough:
+            return 0
+        bucket = max(context, _LEAST_CONTEXT).bit_length()
+        least = self._least.get(bucket)
+        if least is None:
+            points = self._points_of(bucket)
+            enough = DECODE_EFFICIENCY * max(rate for rate, _ in points)
+            least = self._least[bucket] = self._sizes[next(i for i, (rate, _) in enumerate(points) if rate >= enough)]
+        return least
+
+    def alone_s(self, context: int) -> float:
+        """Return the iteration, seconds, beyond which a lone prompt gains next to nothing.
+
+        A rough model does not say: no bound."""
+        return float("inf") if self._latency.rough else self.useful_s(context, ALONE_EFFICIENCY)
+
+    def target_s(self, config: SchedulerConfig, context: int) -> float:
+        """Return the target between two tokens, seconds: the machine's, or as configured, but no more than is useful.
+
+        A rough model does not say what is useful."""
+        if config.t_target_s is not None and self._latency.rough:
+            return config.t_target_s
+        return self.useful_target_s(config, context)
+
+    def useful_target_s(self, config: SchedulerConfig, context: int) -> float:
+        """Return `target_s`, bounded by a rough model too: a prompt would gain nothing by more, and others wait."""
+        configured_s = config.t_target_s
+        if configured_s is None:
+            return self.aim_s(context, DECODE_EFFICIENCY)
+        if configured_s <= LEAST_AIM_S or config.exact_target:
+            return configured_s
+        return min(configured_s, self.useful_s(context, USEFUL_SHARE))
+
+    def _points_of(self, bucket: int) -> list[tuple[float, float]]:
+        points = self._points.get(bucket)
+        if points is None:
+            points = self._points[bucket] = self._measure(1 << (bucket - 1))
+        return points
+
+    def _measure(self, context: int) -> list[tuple[float, float]]:
+        points = []
+        for size in self._sizes:
+            seconds = self._latency.rows_s(size) + one_chunk_s(self._latency, context - size // 2, size)
+            points.append((size / seconds if seconds > 0 else float("inf"), seconds))
+            if seconds > _LONGEST_COMPARED_S:
+                break
+        return points
+
+
+def reference_aim_s(config: SchedulerConfig, latency: LatencyModel) -> float:
+    """Return the target between two tokens for a prompt of moderate length.
+
+    The unit of `long_iterations`, and the iteration of a predicted isolated prefill."""
+    return EfficientChunks(latency, config.max_num_batched_tokens).useful_target_s(config, 0)
+
+
+def _sizes(most: int) -> list[int]:
+    """Return chunk sizes to compare, in tokens: a geometric grid that ends at `most`."""
+    sizes, size = [], min(8, most)
+    while size < most:
+        sizes.append(size)
+        size = max(size + 1, int(size * _GROWTH))
+    return [*sizes, most]
+
+
+LEAST_GAIN = 3.0
+"""An iteration may take so many times what it costs to run one token, lest chunks pay for overhead."""
+LONGEST_WAIT_S = 1.0
+"""Longest iteration by default, however rare arrivals are, seconds."""
+_WAIT_SHARE = 0.05
+"""A newcomer's wait as a share of the expected time between arrivals."""
+_GAPS = 4
+"""Arrivals are expected at the shortest of so many past intervals: bursts end a quiet time at once."""
+_QUIET = 5.0
+"""Without arrivals for so many such intervals they are expected to be rarer (probability 0.7% of Poisson arrivals)."""
+
+
+BACKGROUND_WAIT_S = 0.01
+"""Longest iteration by default with tokens of a background request, while other requests come often, seconds."""
+_BACKGROUND_SHARE = 0.02
+"""The same as a share of the expected time between arrivals."""
+_LAYER_SHARE = 0.1
+"""A layer of an iteration that arrivals interrupt may take so much of what iterations may that none interrupts."""
+
+
+class ArrivalGaps:
+    """Expected time between requests that come while others are there, from the last few of them.
+
+    No iteration delays a request that finds the engine idle, and idle time does not count: prompts that are sent one
+    after another do not shorten iterations.
+    """
+
+    def __init__(self) -> None:
+        # Until when the engine was busy, and how long it had been idle before.
+        self._until_s: float | None = None
+        self._idle_s = 0.0
+        # Busy seconds at the last arrival that found it busy.
+        self._last_s = 0.0
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+
+    def arrived(self, at_s: float, idle: bool) -> None:
+        """Note an arrival. `idle`: no other request is there. Times that go backwards count as simultaneous."""
+        if self._until_s is None:
+            self._until_s = self._idle_s = at_s
+        if idle:
+            self._idle_s += max(0.0, at_s - self._until_s)
+        else:
+            gap_s = max(0.0, at_s - self._idle_s - self._last_s)
+            self._gaps.append(gap_s)
+            self._last_s += gap_s
+        self.busy(at_s)
+
+    def busy(self, until_s: float) -> None:
+        """Note that requests were there until now."""
+        if self._until_s is not None:
+            self._until_s = max(self._until_s, until_s)
+
+    def worked(self, seconds: float) -> None:
+        """Note an iteration's duration, where its end is not told."""
+        if self._until_s is not None:
+            self._until_s += seconds
+
+    def expected_s(self, now: float) -> float:
+        """Return the expected interval, seconds; 0 before any arrival."""
+        if self._until_s is None:
+            return 0.0
+        quiet_s = max(self._until_s, now) - self._idle_s - self._last_s
+        # Without such an arrival the time that the engine was busy is all there is to go by.
+        return max(min(self._gaps), quiet_s / _QUIET) if self._gaps else quiet_s
+
+
+def newcomer_s(config: SchedulerConfig, chunks: EfficientChunks, context: int, expected_s: float) -> float:
+    """Return the longest iteration while nothing decodes, seconds: what a request that arrives during it may wait.
+
+    `expected_s`: between arrivals."""
+    # What decodes would get is never too long for a newcomer.
+    aim_s = chunks.target_s(config, context)
+    if config.stages > 1:
+        # A batch behind this one may hold a prompt's end, whose request decodes next.
+        return aim_s
+    if config.exact_target:
+        return aim_s
+    rare_s = min(LONGEST_WAIT_S, _WAIT_SHARE * expected_s, chunks.alone_s(context))
+    return max(aim_s, chunks.aim_s(context, NEWCOMER_EFFICIENCY), rare_s)
+
+
+class IterationBudget:
+    """Time budget of the iterations of one group. Deterministic: time is an argument."""
+
+    def __init__(self, config: SchedulerConfig, latency: LatencyModel) -> None:
+        self._config = config
+        self._latency = latency
+        self.chunks = EfficientChunks(latency, config.max_num_batched_tokens)
+        self.arrivals = ArrivalGaps()
+        self.targets = TbtTargets(config)
+        # Shortest budget, seconds; None: the latency model may have learned since.
+        self._floor_s: float | None = None
+        # By bit length of the context: `_aim_s`, and the same for a newcomer (`EfficientChunks` rounds contexts down).
+        self._aims_s: dict[int, tuple[float, float]] = {}
+
+    def arrived(self, state: PrefillState, idle: bool) -> None:
+        """Note a new request: arrivals decide how long a newcomer may wait. `idle`: no other request is there."""
+        self.arrivals.arrived(state.request.arrival_s, idle)
+
+    def begin(self, state: PrefillState, iteration: int, context: int) -> None:
+        """Note that a request decodes after `iteration` iterations. Its tokens are due at the aim of this moment."""
+        self.targets.begin(state, self._aim_s(context), iteration)
+
+    def seconds(self, now: float, iteration: int, context: int) -> float:
+        """Return the longest iteration that the running decodes and a possible newcomer allow, seconds.
+
+        `iteration`: how many have begun. `context`: cached tokens of the long prompt in progress, on which the size of
+        an efficient chunk depends."""
+        config = self._config
+        if not self.targets.members:
+            bound_s = newcomer_s(config, self.chunks, context, self.arrivals.expected_s(now))
+        elif config.t_target_s is not None:
+            bound_s = self.targets.least(self._aim_s(context))
+        else:
+            aims_s = self._aims_s.get(context.bit_length())
+            if aims_s is None:
+                aims_s = self._aim_s(context), self.chunks.aim_s(context, NEWCOMER_EFFICIENCY)
+                self._aims_s[context.bit_length()] = aims_s
+            bound_s = self.targets.allowed(now, iteration, *aims_s)
+        # Floor: below a few times one token's cost an iteration is overhead only, and one tight target would stop
+        # prefills.
+        floor_s = self._floor_s
+        if floor_s is None:
+            floor_s = self._floor_s = 0.0 if config.literal else LEAST_GAIN * self._latency.rows_s(1)
+        return max(bound_s, floor_s)
+
+    def background_s(self, now: float, alone: bool) -> float:
+        """Return the longest iteration with tokens of a background request, seconds: no client waits for these, but
+        arrivals and decodes wait for the iteration's end.
+
+        `alone`: there is nothing else in it, and an arrival waits for the end of a layer only."""
+        longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
+        return longest_s * _LAYER_SHARE * self._config.interruptible_layers if alone else longest_s
+
+    def observed(self, changed: bool) -> None:
+        """Follow a latency model that has learned. `changed`: noticeably."""
+        self._floor_s = None
+        if changed:
+            self.chunks.clear()
+            self._aims_s.clear()
+
+    def _aim_s(self, context: int) -> float:
+        """Return the target between two tokens, seconds."""
+        return self.chunks.target_s(self._config, context)

@@ -1,4 +1,0 @@
-"""Composition: settings in, running parts out (an engine, its workers, the instances of a cluster, a dry run's report).
-
-The only package of `runtime` that imports all the others; nothing else in `runtime` imports it.
-"""

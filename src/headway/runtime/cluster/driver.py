@@ -1,0 +1,398 @@
+"""The live cluster's controller: messages of instances go in; deltas, policy events and messages to instances come out.
+
+One per cluster, made when the first instances are ready. Everything happens on the asyncio event loop, in the order in
+which messages arrive; after each of them the `ClusterController` is settled once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NamedTuple
+
+from headway.control.controller import ClusterController
+from headway.control.entries import SpanEntry
+from headway.control.log import RecordingController
+from headway.core.errors import RequestError
+from headway.perf.hardware import ModelShape
+from headway.policy.placement.contract import ClusterLinks, ClusterState, PlacementPolicy
+from headway.runtime.cluster.live_requests import LiveRequests, samples_of
+from headway.runtime.cluster.membership import LiveMembership
+from headway.runtime.cluster.native_backend import (
+    BatchComplete,
+    DecodeOver,
+    LatencyOf,
+    LiveBackend,
+    RequestReleased,
+    SliceSent,
+)
+from headway.runtime.cluster.policies import PlacementChain
+from headway.runtime.cluster.requests import AttemptTable, InstanceRegistry, RequestAttempt
+from headway.runtime.engine.protocol import (
+    EngineSamples,
+    FromInstance,
+    KvArrived,
+    OutputDelta,
+    ReserveKv,
+    SpanTaskDone,
+    SpanTaskLost,
+    SpanTaskPaused,
+)
+
+log = logging.getLogger("headway.cluster")
+
+TRY_AGAIN_S = 1.0
+"""Seconds until another try after settling has failed."""
+
+
+class SettlingLoop:
+    """One per controller, on its event loop: holds the one timer of the policy's next wake-up."""
+
+    def __init__(
+        self,
+        machine: ClusterController,
+        working: Callable[[], Iterable[int]],
+        follow: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """working: returns the instances with uncomputed prompt tokens. follow: reports back what came up inside calls
+        of the controller, which is not re-entrant, and returns whether there was any. clock: seconds, of the event
+        loop's clock."""
+        self._machine, self._working, self._follow, self._clock = machine, working, follow, clock
+        self._alarm: asyncio.TimerHandle | None = None
+        self._settling = False
+
+    def settle(self) -> None:
+        """Let the controller act on all pending events. Called again from inside, it does nothing: the outer call goes
+        round until nothing is pending.
+
+        Raises nothing: an error is attributed to no request, and settling is tried again, at once and then after
+        `TRY_AGAIN_S`.
+        """
+        if self._settling:
+            return
+        # The event that raised is usually consumed by then: a second try handles the rest.
+        for _ in range(2):
+            self._settling = True
+            try:
+                # To a fixed point: what `follow` reports back to the controller can make further actions possible.
+                while True:
+                    now = self._clock()
+                    # Remaining prefill time shrinks with the clock, not with an event: before policies look.
+                    self._machine.changed(self._working(), now)
+                    wake_s = self._machine.settle(now)
+                    if not self._follow():
+                        break
+            except Exception:
+                log.exception("the controller has failed at the consequences of an event")
+                continue
+            finally:
+                self._settling = False
+            # One timer at most: the newest wake-up time replaces the one before, also where it is later.
+            self.close()
+            if wake_s is not None:
+                self._set_alarm(wake_s - self._clock(), partial(self._wake, wake_s))
+            return
+        self._set_alarm(TRY_AGAIN_S, self.settle)
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _set_alarm(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.close()
+        self._alarm = asyncio.get_running_loop().call_later(max(0.0, delay_s), act)
+
+    def _wake(self, at_s: float) -> None:
+        self._alarm = None
+        try:
+            # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
+            self._machine.woken(max(at_s, self._clock()))
+        except Exception:
+            log.exception("the controller has failed at waking its policies")
+        self.settle()
+
+
+class InstanceMessages:
+    """Handles messages in the order in which they arrive; after each, the controller is settled if it may have to act.
+
+    Errors of the settling that follows a message may concern other requests and are not attributed to its own.
+    """
+
+    def __init__(
+        self,
+        machine: ClusterController,
+        hands: LiveBackend,
+        requests: LiveRequests,
+        membership: LiveMembership,
+        settle: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._machine, self._hands, self._requests, self._membership = machine, hands, requests, membership
+        self._settle, self._clock = settle, clock
+        self.sampled: Callable[[int, EngineSamples], None] = lambda number, samples: None
+        """Called with samples of what instances compute outside of their schedulers."""
+
+    def heard(self, number: int, delta: OutputDelta) -> None:
+        """See `InstanceListener`."""
+        attempt = self._requests.attempts.get(delta.id)
+        # Late deltas: of an attempt that was given up, or of a scheduler that the request has left since.
+        if attempt is None or attempt.at != number or attempt.finished:
+            return
+        changed = True
+        with self._requests.isolate(attempt, f"output of {delta.id}"):
+            changed = self._output(number, attempt, delta)
+        if changed:
+            self._settle()
+
+    def said(self, number: int, message: FromInstance) -> None:
+        """See `InstanceListener`."""
+        attempt = self._requests.attempts.get(message.id)
+        # Late: of an attempt that was given up.
+        if attempt is None:
+            return
+        # Before the controller, which may forget the attempt.
+        if (samples := samples_of(number, message, attempt)) is not None:
+            self.sampled(number, samples)
+        with self._requests.isolate(attempt, f"a message about {message.id}"):
+            match message:
+                case SpanTaskDone():
+                    self._task_done(number, attempt, message)
+                case SpanTaskPaused():
+                    entry = self._hands.runs.paused(number, attempt, message)
+                    if entry is not None:
+                        layer, tokens, share = self._hands.paused(entry)
+                        self._machine.span_paused(entry, layer, self._clock(), tokens, share)
+                # Late: the request has gone on without whatever was lost there.
+                case SpanTaskLost() if not attempt.may_lose(number):
+                    return
+                # Later, not at once: a peer's loss is often noticed before the end of its process is.
+                case SpanTaskLost(why=why, by=by):
+                    self._requests.retry(attempt, f"instance {number}: {why}", later=True)
+                    self._membership.suspect(number, by, attempt.asked.submit.id, why)
+                case ReserveKv(serial=serial):
+                    self._hands.moves.reserved(attempt, number, serial)
+                case KvArrived(source=source):
+                    self._membership.peers.worked((number, source))
+                    self._hands.moves.arrived(attempt, message)
+        self._settle()
+
+    def measured(self, number: int) -> None:
+        """See `InstanceListener`."""
+        self._machine.changed((number,), self._clock())
+        # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
+        if self._hands.rooms.waiting:
+            self._settle()
+
+    def complete(self, entry: SpanEntry | None) -> None:
+        """Report a complete span, or batch of spans, to the controller. None: nothing is complete yet."""
+        if entry is None:
+            return
+        # Reservations shrink first: the controller chooses the next KV target inside `span_done`.
+        self._hands.rooms.done(entry)
+        # Taken before `span_done`, which may begin the requests' next spans.
+        members = [member.controlled.backend_state for member in (entry, *entry.batched_with)]
+        self._machine.span_done(entry, self._clock(), entry.backend_state.over)
+        for attempt in members:
+            self._hands.moves.computed(attempt)
+
+    def decoded(self, attempt: RequestAttempt, ended: bool) -> None:
+        """Report to the controller that a request has left its scheduler. ended: with its last token."""
+        self._machine.left_scheduler(attempt.controlled, attempt.said, ended, self._clock())
+
+    def _output(self, number: int, attempt: RequestAttempt, delta: OutputDelta) -> bool:
+        drains = delta.rejected == "unavailable"
+        # A migration that a newer one has overtaken can leave a decode without some of its KV.
+        lacks_kv = delta.param == "id" and attempt.controlled.phase == "decode"
+        # Neither is the request's fault: it is placed again instead of failing towards its client.
+        if delta.finish == "error" and (drains or lacks_kv):
+            self._requests.retry(attempt, delta.error or "refused")
+            return True
+        if delta.staged is not None:
+            self._staged(number, attempt)
+            return True
+        first = not attempt.said and bool(delta.tokens or delta.finish)
+        # The client gets the tokens before any decision that follows from them.
+        attempt.asked.tell(delta)
+        now = self._clock()
+        if first:
+            self._hands.load(number).first_token(attempt.request.id)
+            self._machine.changed((number,), now)
+        # A token in the middle of an answer changes no plan: settling for each would cost a policy call per token.
+        if delta.finish is None and not first:
+            return False
+        if delta.finish in ("stop", "length"):
+            attempt.finished = True
+        elif delta.finish is not None:
+            self._machine.drop(attempt.controlled, delta.error or delta.finish, now)
+            self._requests.ended(attempt)
+            return True
+        # A whole prompt in one scheduler is a span too, and completes with its first token.
+        if attempt.entry is not None:
+            self.complete(self._hands.runs.first_token(attempt, delta))
+        elif attempt.finished and attempt.controlled.resident:
+            self.decoded(attempt, True)
+        return True
+
+    def _task_done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> None:
+        # Before the message is handled, which takes the sender out of `running`: all links of the group have worked.
+        self._membership.peers.worked({number, *attempt.running})
+        # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
+        if attempt.step is None:
+            self.complete(self._hands.runs.done(number, attempt, message))
+        elif self._hands.stays.computed(number, attempt, message) and attempt.controlled.resident:
+            self.decoded(attempt, True)
+
+    def _staged(self, number: int, attempt: RequestAttempt) -> None:
+        # Two causes: a decode that was told to halt, or a prefill-only request with its first token.
+        if attempt.halts:
+            self._hands.stays.staged(attempt, number)
+        else:
+            attempt.at, attempt.whole = None, {number}
+            self._hands.load(number).left(attempt.request.id)
+            if attempt.entry is None:
+                self.decoded(attempt, False)
+
+
+class DecisionLog(NamedTuple):
+    """Destination of the lines of `control.log`."""
+
+    sink: Callable[[bytes], object]
+    """Called with each line."""
+    about: object
+    """What else a replay needs: written once, at the head of the log."""
+
+
+class LiveController:
+    """Drives one `ClusterController` over live instances: puts the parts together, and settles them."""
+
+    def __init__(
+        self,
+        fleet: InstanceRegistry,
+        links: ClusterLinks,
+        make: Callable[[], PlacementPolicy],
+        latency_of: LatencyOf,
+        shape: ModelShape,
+        backends: int = 16,
+        most_losses: int = 3,
+        in_place: bool = False,
+        rows: int = 0,
+        log: DecisionLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open all instances of `fleet`; those that are not ready yet are closed again at once.
+
+        make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
+        most_losses: see `LiveRequests`. in_place: groups decode where their KV lies (`LiveResidency`). rows: see
+        `SpanTask.rows`. log: of all decisions, for a replay. clock: seconds, of the same clock as the event loop's.
+        """
+        self._clock = clock
+        attempts = AttemptTable()
+        book = ClusterState([each.initial_instance for each in fleet], links)
+        self.hands = LiveBackend(
+            fleet,
+            attempts,
+            latency_of,
+            shape,
+            in_place,
+            rows,
+            clock,
+        )
+        self.policies = PlacementChain(make)
+        kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
+        self.machine: ClusterController = kind(
+            book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
+        )
+        self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
+        self.settle = settle = self._loop.settle
+        self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
+        self.membership = LiveMembership(self.machine, book, fleet, self.hands, make, self.requests, settle, clock)
+        self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)
+        # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
+        for each in fleet:
+            if each.state != "ready":
+                self.machine.lost(each.number, clock())
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        self._loop.close()
+        self.membership.stop()
+        self.requests.retries.close()
+
+    # -- what came up inside calls of the controller ------------------------------------------------------------------
+
+    def _follow(self) -> bool:
+        """Report back what came up inside calls of the controller, which is not re-entrant; True if there was any."""
+        # Every part runs, whatever those before it return.
+        some = [self._take_events(), self._follow_unplaced(), self._follow_kv_claims(), self._take_events()]
+        # Last, so that new attempts see all that was freed above.
+        some.append(self.requests.begin_due())
+        self.membership.end_drained()
+        return any(some)
+
+    def _take_events(self) -> bool:
+        """Give the controller what its backend has reported, in order; what these calls add is left for the next
+        round."""
+        events = self.hands.events
+        some = False
+        for event in [events.popleft() for _ in range(len(events))]:
+            match event:
+                case SliceSent(kv_slice):
+                    some = True
+                    with self._isolate(kv_slice.request):
+                        self.machine.sent(kv_slice, self._clock())
+                # It may have been dropped since.
+                case BatchComplete(entry) if entry.state == "running":
+                    some = True
+                    with self._isolate(entry.owner):
+                        self.messages.complete(entry)
+                # The decode ends as soon as it has begun.
+                case DecodeOver(attempt) if attempt.controlled.resident:
+                    some = True
+                    with self._isolate(attempt.request.id):
+                        self.messages.decoded(attempt, True)
+                case RequestReleased(attempt, why):
+                    if why is not None and attempt.controlled.rejected:
+                        attempt.asked.fail(RequestError(why))
+                    if why is None or attempt.controlled.rejected:
+                        self.requests.ended(attempt)
+        return some
+
+    def _follow_unplaced(self) -> bool:
+        """Let the requests that no policy will place arrive again."""
+        some = False
+        for name, failed in self.policies.unplaced.items():
+            attempt = self.requests.attempts.named(name)
+            # An end that failed half-way would be tried for ever.
+            if attempt is not None and not attempt.controlled.ended:
+                some = True
+                # Counted as a loss, so that a policy that always fails does not retry for ever.
+                attempt.asked.runs_lost += failed
+                why = "its instances are gone, or its placement failed" if failed else "instances have come or gone"
+                with self._isolate(name):
+                    self.requests.retry(attempt, why)
+        return some
+
+    def _follow_kv_claims(self) -> bool:
+        """A request that waits for KV which others, directly or not, would only free after it: it begins again."""
+        kv = self.hands.fleet.kv
+        check = kv.grown and bool(self.hands.moves.waiting)
+        found = self.requests.gives_way() if check else None
+        # After one has given way, others may still wait for each other.
+        kv.grown = found is not None
+        if found is not None:
+            attempt, helps = found
+            why = "requests would wait for each other's room for KV"
+            with self._isolate(attempt.request.id):
+                self.requests.retry(attempt, why, later=not helps)
+        return found is not None
+
+    def _isolate(self, name: str) -> AbstractContextManager[None]:
+        """Context in which an error fails one request only. Nothing is settled afterwards."""
+        return self.requests.isolate(self.requests.attempts.named(name), name)
