@@ -143,6 +143,8 @@ def write(folder: Path, rng: random.Random) -> str:
         config["clean_up_tokenization_spaces"] = rng.random() < 0.5
         if rng.random() < 0.3:
             config["tokenizer_class"] = _CLASSES[build]
+    if type(backend.decoder).__name__ == "Metaspace":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the class would build another decoder
     if config["tokenizer_class"] == "Qwen2Tokenizer":
         config["pad_token"] = "</s>"  # or the class adds one of its own
     if kind == "template":
