@@ -32,9 +32,13 @@ def test_slicing_by_time_keeps_requests_inside_and_starts_at_zero(
 
 @given(REQUESTS, st.floats(0.01, 100))
 def test_rescaling_reaches_the_rate_and_keeps_the_requests(r: list[TraceRequest], rate: float) -> None:
+    if len(r) > 1 and r[0].arrival_s == r[-1].arrival_s:
+        with pytest.raises(ConfigError, match="arrive at the same time, which cannot be stretched"):
+            transforms.rescale_to_rate(r, rate)
+        return
     scaled = transforms.rescale_to_rate(r, rate)
     assert [one.prompt_tokens for one in scaled] == [one.prompt_tokens for one in r]
-    if len(r) > 1 and r[0].arrival_s < r[-1].arrival_s:
+    if len(r) > 1:
         assert (len(r) - 1) / scaled[-1].arrival_s == pytest.approx(rate)
 
 
