@@ -67,7 +67,8 @@ pay for each."""
 _DUE_S, _DUE_TIMES = 1.0, 5.0
 """Without an SLO, a first token is due so many seconds after arrival, or so many times its fastest prefill."""
 _DECODE_AHEAD_S = 2.0
-"""Seconds before the end of a prefill from which on its KV counts where it will decode."""
+"""A prompt that takes longer does not wait for room where it will decode, and keeps none there: until its end all will
+have changed, and to drain an instance for one long prompt would make many short ones late."""
 _LOOK = 16
 """Prompts without a place after which the rest of the queue is not looked at: far more than may overtake."""
 _LEAST_LEFT_S = 0.2
@@ -108,6 +109,7 @@ class LadderPlacement(PlacementPolicy):
         self._on: dict[int, dict[str, float]] = {}  # seconds of the prompts in each instance's scheduler
         self._ordered: list[tuple[str, Prompt]] = []
         self._ordered_s = -1.0
+        self._long: set[str] = set()  # requests whose KV is not counted where they decode before it is there
         self._wake_s: float | None = None
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -135,6 +137,7 @@ class LadderPlacement(PlacementPolicy):
             return self._decodes.prefilled(event.request)
         if isinstance(event, RequestFinished | RequestDropped):
             self._left(event.request)
+            self._long.discard(event.request)
             for requests in (self._waiting, self._running, self._paused):
                 if requests.pop(event.request, None) is not None:
                     self._ordered_s = -1.0
@@ -302,10 +305,8 @@ class LadderPlacement(PlacementPolicy):
         each of its requests. None: none has room."""
         tokens, found = prompt.request.prompt_tokens, list[tuple[float, int]]()
         if prompt.fastest_s > _DECODE_AHEAD_S:
-            tokens = 1  # what decodes now will have ended
-        soon_s = moment.now + _DECODE_AHEAD_S
-        later = [name for name, each in self._running.items() if each.end_s > soon_s]
-        far = self._decodes.reserved([*later, *self._paused])
+            tokens = 1
+        far = self._decodes.reserved(self._long)
         for i in moment.decodes:
             room = moment.room(i, self._decodes.virtual_usage(i) - far.get(i, 0))
             if room >= tokens:
@@ -407,6 +408,8 @@ class LadderPlacement(PlacementPolicy):
         moment.take_group(group, best.end_s, request.prompt_tokens)
         self._leave_queue(request.id)
         self._running[request.id] = RunningGroup(prompt, group, best.end_s)
+        if prompt.fastest_s > _DECODE_AHEAD_S:
+            self._long.add(request.id)
         start = request.cached_tokens if best.prefix is None else best.prefix.tokens
         strategy = STRIPED if len(group) > 1 else ALONE
         span = Span(request=request, start=start, end=request.prompt_tokens, group=group, strategy=strategy)

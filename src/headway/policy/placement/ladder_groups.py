@@ -138,9 +138,9 @@ class GroupSizing:
         self._largest = max(context.latency.sizes) if isinstance(context.latency, Eq1Latency) else 1 << 30
 
     def sizes(self, instances: int) -> tuple[int, ...]:
-        """Return the sizes of groups among so many instances: powers of two, and all of them."""
+        """Return the sizes of groups among so many instances: powers of two."""
         most = min(instances, self._largest)
-        return (*(1 << k for k in range(8) if 1 << k < most), most)
+        return tuple(1 << k for k in range(8) if 1 << k <= most)
 
     def seconds(self, prompt: Prompt, past: int, size: int, nodes: int) -> float:
         """Return the predicted prefill of a prompt behind `past` cached tokens."""
