@@ -10,7 +10,7 @@ A process that ends, or that says nothing for `SILENCE_S`, is replaced, and its 
 process says that it lives while a body takes less CPU time than its size allows. It ends by itself when it holds much
 more memory than at first, and when the server has ended in any way.
 
-A `ProcessPoolExecutor` was tried for this: it has no bound on time, fails every body that waits when a process ends,
+A `ProcessPoolExecutor` would not do: it has no bound on time, fails every body that waits when a process ends,
 imports the server's main module again, finds modules in the working directory, and outlives a server that is killed.
 """
 
