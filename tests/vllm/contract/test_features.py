@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="vLLM is not in this environment: make test-vllm")
 
-from headway.policy.iteration.chunk_allocation import even_rows
 from tests.vllm.contract.virtual_engine import VirtualEngine, model_config
 
+from headway.policy.iteration.fill import even_rows
 from headway.sim.replay import read_log, replay
 from headway.vllm import adapter
 
@@ -161,12 +161,11 @@ def test_the_padding_of_a_cuda_graph_is_used_for_the_prompt(make: Make, tmp_path
     assert steps[True] <= steps[False]
 
 
-@pytest.mark.parametrize("settings", [{}])
-def test_on_a_cpu_the_sizes_of_steps_recur_unless_told_otherwise(make: Make, settings: dict[str, bool]) -> None:
-    engine = make(settings={"t_target_ms": 30, **settings})
+def test_on_a_cpu_the_sizes_of_steps_recur(make: Make) -> None:
+    engine = make(settings={"t_target_ms": 30})
     rows = sizes_beside_a_decode(engine)
     assert len(rows) > 10
-    assert all(each == even_rows(each) for each in rows) == (not settings)
+    assert all(each == even_rows(each) for each in rows)
     assert engine.scheduler.headway_errors == 0
 
 
