@@ -281,6 +281,10 @@ class MedhaSection(FileSection):
     exact_target: bool = Field(
         default=True, description="iterations take all of t_target_s, and no more where nothing decodes"
     )
+    deadline_base_s: float = Field(
+        default=1.0, description="a first token is due after this, or deadline_factor times its prefill if that is more"
+    )
+    deadline_factor: float = Field(default=5.0, description="see deadline_base_s; Medha defines no deadline")
 
 
 def _policy_section() -> type[FileSection]:

@@ -192,9 +192,9 @@ def read_study(data: dict[str, Any], where: str = "file", folder: Path = Path())
 def scheduler_of(serve: ServeSection) -> SchedulerConfig:
     """Return Sarathi-Serve's scheduler configuration, overridden by the file's `serve.policy`. Raises ConfigError."""
     given: dict[str, Any] = serve.policy.model_dump(exclude_none=True)
-    base = sarathi(serve.chunk, serve.max_num_seqs)
+    mode, base = given.pop("mode", "default"), sarathi(serve.chunk, serve.max_num_seqs)
     try:
-        return SchedulerConfig(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **given})
+        return SchedulerConfig.named(mode, **{**{f.name: getattr(base, f.name) for f in fields(base)}, **given})
     except ConfigError as error:
         raise ConfigError(f"serve.policy: {error}") from None
 

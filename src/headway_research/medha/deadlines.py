@@ -30,7 +30,8 @@ def deadline_scenario(system: str, mode: Mode, qps: float, long_share: float, wi
     policy, _, deadline = system.partition(", ")
     base_s, factor = DEADLINES[deadline]
     data = scenario(policy, mode, qps, long_share, window_s)
-    return data | {"policy": data["policy"] | {"deadline_base_s": max(base_s, 1e-3), "deadline_factor": factor}}
+    medha = data["policy"].get("medha", {}) | {"deadline_base_s": base_s, "deadline_factor": factor}
+    return data | {"policy": data["policy"] | {"medha": medha}}
 
 
 SETTING = MedhaSetting(

@@ -464,7 +464,10 @@ class IterationPolicy:
         state.total_s = state.work_s = self._work_s(state)
         ttft_s = state.request.slo.ttft_s
         if ttft_s is None:
-            ttft_s = max(DEADLINE_BASE_S, DEADLINE_FACTOR * state.total_s)
+            rules = self.config.medha_rules
+            base_s = DEADLINE_BASE_S if rules is None else rules.deadline_base_s
+            factor = DEADLINE_FACTOR if rules is None else rules.deadline_factor
+            ttft_s = max(base_s, factor * state.total_s)
         state.deadline_s = state.request.arrival_s + ttft_s
         if self.medha is not None:
             state.medha_size = self.medha.size(state, state.scheduled)

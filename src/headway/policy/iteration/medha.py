@@ -48,12 +48,17 @@ class MedhaConfig:
     """So are prompts that take more than so many iterations alone; None: 4, in mode "paper" 0 (tokens only)."""
     exact_target: bool = True
     """Whether iterations take all of `t_target_s`, and no more where nothing decodes."""
+    deadline_base_s: float = 1.0
+    deadline_factor: float = 5.0
+    """Without an SLO a first token is due after max(base, factor × its prefill alone): Medha defines no deadline."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("default", "paper"):
             raise ConfigError(f"medha.mode must be 'default' or 'paper', not {self.mode!r}")
         if self.long_tokens < 0 or (self.long_iterations is not None and self.long_iterations < 0):
             raise ConfigError("medha.long_tokens and medha.long_iterations must be 0 or more")
+        if self.deadline_base_s < 0 or self.deadline_factor <= 0:
+            raise ConfigError("medha.deadline_base_s must be 0 or more, and medha.deadline_factor above 0")
 
     @property
     def literal(self) -> bool:
