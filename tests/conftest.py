@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.helpers.namespaces import Hosts, two_hosts
 
+# Processes that the product starts do not search the working directory (`-P`): doubles of engines are in `tests`.
+_ROOT = str(Path(__file__).parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 _ANYWHERE = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("deterministic", _ANYWHERE, derandomize=True, max_examples=50)
 settings.register_profile("thorough", _ANYWHERE, derandomize=True, max_examples=200)

@@ -158,7 +158,6 @@ async def test_an_over_long_request_is_refused_in_the_words_that_clients_look_fo
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"response_format": {"type": "json_object"}},
-        {"messages": [{"role": "tool", "content": "4"}]},
     ],
 )
 async def test_tools_and_structure_are_refused_with_the_engine_that_has_them(connect: Any, more: Any) -> None:

@@ -221,7 +221,7 @@ def test_normalizing_makes_no_special_token() -> None:
     assert tokenizer.encode(text, add_special_tokens=False) == tokenizer._encoded(text, False).tolist()
 
 
-@pytest.mark.parametrize("text", ["some words of english, " * 20_000, "9f" * 200_000, "a" * 300_000])
+@pytest.mark.parametrize("text", ["some words of english, " * 20_000, "9f" * 200_000, "a" * 200_000])
 def test_other_threads_run_while_a_text_is_tokenised(text: str) -> None:
     tokenizer, turns, over = TOKENIZERS["embedded"], [0], threading.Event()
 

@@ -144,4 +144,6 @@ class SchedulerConfig:
         if mode == "default":
             return cls.of_fields(fields)
         given = cls.of_fields({"policy": "lars", "t_target_s": PAPER_T_TARGET_S, "min_chunk": 0} | fields)
-        return replace(given, medha=replace(given.medha or MedhaConfig(), mode="paper"))
+        # Sharing of iterations goes with Medha's own order; under another one it is asked for by name.
+        medha = given.medha or MedhaConfig(space_sharing=given.policy == "lars")
+        return replace(given, medha=replace(medha, mode="paper"))
