@@ -95,7 +95,7 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     sender, receiver = ends
     engine = Engine(sender)
     receiver.cache = np.zeros(engine.pool.data.view(torch.uint8).shape, dtype=np.uint8)
-    receiver.open("p", 80, ((0, 80),))
+    receiver.open("p", 72, ((0, 72),))
     gate = threading.Event()
     push = PeerStream.push
 
@@ -107,12 +107,12 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
     engine.submit("old", 100, 80, "all")
     while engine.core.scheduler.waiting or engine.core.scheduler.progress("old") < 100:
         engine.step()
-    engine.submit("p", 80, 4, "prefill")
-    engine.desk.take(SendKv(id="p", piece=1, start=0, end=80, to=1))
+    engine.submit("p", 72, 4, "prefill")
+    engine.desk.take(SendKv(id="p", piece=1, start=0, end=72, to=1))
     while not engine.core.stats().preemptions_total:
         engine.step()
     computed = engine.core.stats().recomputed_tokens_total
-    assert 0 < computed < 80
+    assert 0 < computed < 72
     for _ in range(20):
         engine.step()  # what was its blocks is written over
     gate.set()
@@ -120,9 +120,9 @@ def test_chunks_whose_blocks_are_given_away_arrive_as_they_were(
         engine.step()
     receiver.until(lambda: bool(receiver.received))
     runs = engine.core.scheduler.block_managers[0].where("p")
-    slots = np.concatenate([np.arange(first * BLOCK, (first + count) * BLOCK) for first, count in runs])[:80]
+    slots = np.concatenate([np.arange(first * BLOCK, (first + count) * BLOCK) for first, count in runs])[:72]
     kept = engine.pool.data[:, :, :, torch.from_numpy(slots)].numpy()
-    got = receiver.cache[:, :, :, :80].view(np.float32)
+    got = receiver.cache[:, :, :, :72].view(np.float32)
     assert np.abs(kept).max() > 0.1
     np.testing.assert_allclose(got, kept, atol=1e-4)
 
