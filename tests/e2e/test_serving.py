@@ -40,7 +40,6 @@ LONG = pytest.mark.long
 def server(request: pytest.FixtureRequest, llama: Path) -> Iterator[str]:
     policy, _, chunking = request.param.partition("+")
     arguments = [str(llama), "--scheduling-policy", policy, "--chunking", chunking or "adaptive", "--t-target-ms", "5"]
-    arguments += ["--slo-min-ttft-s", "1e-6"]
     with ServerProcess([*arguments, "--latency-profile", "quick"]) as running:
         yield running.url
 
@@ -79,27 +78,32 @@ def test_prompt_logprobs_equal_transformers_with_prompts_cut_into_chunks(
 
 
 def test_a_request_that_would_be_late_is_answered_429_with_a_time_to_retry_if_it_asks_for_that(server: str) -> None:
-    def asked(ttft_ms: float, **fields: Any) -> httpx.Response:
+    def asked(ttft_ms: float, seed: int = 5, **fields: Any) -> httpx.Response:
         slo = {"ttft_ms": ttft_ms, **fields}
-        body = {"model": model_of(server), "prompt": prompt_of(5, 200), "max_tokens": 2, "slo": slo}
+        body = {"model": model_of(server), "prompt": prompt_of(seed, 4000), "max_tokens": 2, "slo": slo}
         return httpx.post(f"{server}/v1/completions", json=body, timeout=120)
 
     name = "headway_requests_refused_late_total"
     before = metric(server, name)
-    late = asked(1e-3, refuse_late=True)
-    assert late.status_code == 429
-    assert 1 <= int(late.headers["retry-after"]) <= 60
-    assert "later than" in late.json()["error"]["message"]
-    metric_reaches(server, name, lambda value: value == before + 1)
+    # Less than 50 ms is taken as 50 ms. Of eight long prompts at once no machine begins all within that.
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda seed: asked(1e-3, seed, refuse_late=True), range(8)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused
+    for late in refused:
+        assert late.status_code == 429
+        assert 1 <= int(late.headers["retry-after"]) <= 60
+        assert "later than" in late.json()["error"]["message"]
+    metric_reaches(server, name, lambda value: value == before + len(refused))
     assert asked(1e-3).status_code == 200, "without the wish it is served, late"
     assert asked(1e6, refuse_late=True).status_code == 200
-    assert metric(server, name) == before + 1
+    assert metric(server, name) == before + len(refused)
 
 
 @LONG
 def test_decodes_that_outgrow_the_pool_are_recomputed_and_still_exact(llama: Path, reference: GreedyReference) -> None:
     arguments = [str(llama), "--kv-cache-memory", "384K", "--max-model-len", "512"]
-    with ServerProcess([*arguments, "--reserve-tokens", "16"]) as running:
+    with ServerProcess(arguments) as running:
         prompts = [prompt_of(seed, 90) for seed in range(10)]
         with ThreadPoolExecutor(10) as pool:
             answers = list(pool.map(lambda p: token_ids(running.url, p, 400, ignore_eos=True), prompts))
