@@ -193,7 +193,7 @@ def listing() -> str:
     lines = [f"{'id':28}{'cost':>7}  {'hold':>5}{'1 mode':>8}{'own':>7}  what"]
     for name, entry in EXPERIMENTS.items():
         cells = _cells(runs[name]) if name in runs else ("none", "", "", "")
-        lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}{cells[2]:>8}{cells[3]:>7}  {_cut(entry.title, 43)}")
+        lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}{cells[2]:>8}{cells[3]:>7}  {_cut(entry.title, 41)}")
     for paper in (*dict.fromkeys(name.partition(".")[0] for name in EXPERIMENTS), ""):
         ids = [name for name in EXPERIMENTS if name.startswith(paper)]
         lines += ["", f"{paper or 'all papers'}:", *in_words(totals(ids)).split("\n")]
