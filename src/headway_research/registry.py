@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Callable
 from importlib import import_module
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from headway.core.errors import ConfigError
@@ -196,7 +198,8 @@ def listing() -> str:
         lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}{cells[2]:>8}{cells[3]:>7}  {_cut(entry.title, 41)}")
     for paper in (*dict.fromkeys(name.partition(".")[0] for name in EXPERIMENTS), ""):
         ids = [name for name in EXPERIMENTS if name.startswith(paper)]
-        lines += ["", f"{paper or 'all papers'}:", *in_words(totals(ids)).split("\n")]
+        words = (textwrap.wrap(line, 100) for line in in_words(totals(ids)).split("\n"))
+        lines += ["", f"{paper or 'all papers'}:", *chain.from_iterable(words)]
     return "\n".join(lines)
 
 
