@@ -148,7 +148,7 @@ class EmittedToken(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's second token and those after it, with the request's first token, where they were asked for."""
+    """Log-probabilities of the prompt from its second token on: sent with the first token if the request asks for them."""
 
 
 class StepResult(NamedTuple):

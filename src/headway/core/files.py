@@ -241,7 +241,7 @@ def write_output(file: Path, body: bytes) -> None:
     file = file.resolve()
     scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        # What is no regular file (a pipe, /dev/stdout) is written as it is.
+        # A pipe, /dev/stdout and other special files are written in place.
         if file.exists() and not file.is_file():
             file.write_bytes(body)
         else:

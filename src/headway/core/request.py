@@ -101,7 +101,7 @@ class SpanTask(msgspec.Struct, frozen=True):
     rows: int = 0
     """The group computes it piece by piece, with at most so many rows of an instance at once (`cut`); 0: at once."""
     keepers: tuple[int, ...] = ()
-    """Of a task that is in place, those of the group that keep KV: what others hold is brought to them. (): all do."""
+    """For a task in place: members of the group that keep KV; the others send theirs to them. (): all keep it."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

@@ -124,8 +124,8 @@ class KvBlockAdmission:
         self._max_holders = config.max_num_seqs
         # Decisions so far.
         self._decisions = 0
-        # Of the current decision: free blocks, requests that found no room, and blocks that small requests may take
-        # while a large one has waited too long (None: no such limit).
+        # State of the current decision: free blocks, requests that found no room, and blocks that small requests may
+        # take while a large one has waited too long (None: no such limit).
         self.free_blocks = 0
         self._blocked = 0
         self._spare: int | None = None

@@ -6,6 +6,7 @@ computes lost KV again goes before all others of its priority: a client is readi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ PACE = 0.85
 _Floats = npt.NDArray[np.float64]
 
 
-class WaitingQueue:
+class WaitingQueue(ABC):
     """Members in slots 0 to n - 1. Adding, changing and removing one is O(1)."""
 
     _floats: tuple[str, ...] = ()
@@ -52,11 +53,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[PrefillState]:
         return iter(self._members)
 
+    @abstractmethod
     def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
         """Return the members, most urgent first; None for one that has left since the order was made.
 
         `speed`: returns the prefill seconds done in a second. The list must not be changed."""
-        raise NotImplementedError
 
     def add(self, member: PrefillState) -> None:
         slot = len(self._members)
@@ -122,9 +123,9 @@ class WaitingQueue:
         for rank, member in enumerate(order):
             member.rank = rank
 
+    @abstractmethod
     def _set(self, member: PrefillState) -> None:
         """Store what a member is ordered by."""
-        raise NotImplementedError
 
     def _count(self, member: PrefillState, step: int) -> None:
         self._restarted += step if member.generated else 0

@@ -103,8 +103,8 @@ def by_free_time(view: ClusterSnapshot, candidates: Iterable[int]) -> dict[int, 
 def first_free_group(view: ClusterSnapshot, candidates: Iterable[int], size: int) -> tuple[int, ...]:
     """Return `size` instances on as few nodes as possible, in order of (node, id).
 
-    Of the single nodes with so many, the one where they are all free first; else whole nodes in order of when they are
-    free, and the remainder inside one more."""
+    If single nodes have `size` candidates, take the node where all of them are free first. Else take whole nodes in
+    the order in which they become free, and the remainder inside one more."""
     return first_free_of(view, by_free_time(view, candidates), size)
 
 

@@ -30,7 +30,7 @@ requests, and end one whose client has left."""
 ALL_CAPABILITIES: frozenset[Capability] = frozenset(get_args(Capability))
 
 NATIVE_CAPABILITIES = ALL_CAPABILITIES - {"prefix_copy"}
-"""Of the instances of a live cluster: each uses its own prefixes, and no other's."""
+"""Capabilities of a live cluster's instances: each uses the prefixes in its own cache only."""
 
 HTTP_CAPABILITIES: frozenset[Capability] = frozenset(("pause", "decode_pause"))
 """Of servers behind HTTP: a pause closes the request's stream, and a later one finds its KV in the prefix cache."""
@@ -231,7 +231,7 @@ class RateTable(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[tuple[float, float], ...]
     """(load in requests a second, improvement rate), ascending."""
     source: str = ""
-    """What was simulated to make it."""
+    """Description of the simulations that gave the rates."""
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """The ladder in a cluster: nothing is bound to an instance before it can run there.
 
-Prompts wait in one queue, in the order of the ladder (`policy.ladder`): fewest late; who is late gets twice the time,
+Prompts wait in one queue, in the order of the ladder (`policy.ladder`): fewest late; a late one gets twice the time,
 again and again; shortest first as long as it makes no other late. Work counts in instance-seconds, and the cluster does
 as many a second as it has instances. Running groups are in that order too, since they can be paused. Whenever an
 instance runs out of work, the first in order that can use it takes it:

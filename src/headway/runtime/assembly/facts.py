@@ -52,7 +52,7 @@ def _ids_of(text: str, config: Mapping[str, Any], folder: Path) -> list[int]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty where there is none: whoever needs the file says so."""
+    """Return a file's JSON object; empty where there is no such file: its readers report that."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
