@@ -148,7 +148,7 @@ class EmittedToken(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Log-probabilities of the prompt from its second token on: sent with the first token if the request asks for them."""
+    """Log-probabilities of the prompt from its second token on: sent with the first token, if they were asked for."""
 
 
 class StepResult(NamedTuple):
