@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.transforms import RULES, rewrite, with_long_share
+from headway.sim.workload.transforms import RULES, rewrite
 
 PROMPTS = st.lists(st.integers(1, 15_000), min_size=1, max_size=60)
 
@@ -43,14 +43,6 @@ def test_the_linear_rule_keeps_order_and_ends() -> None:
     after = rewrite(trace([4095, 4096, 9000, 14_050]), "linear-4096", np.random.default_rng(0))
     assert [r.prompt_tokens for r in after][:2] == [4095, 100_000]
     assert 100_000 < after[2].prompt_tokens < after[3].prompt_tokens == 500_000
-
-
-def test_a_share_of_longs_is_kept() -> None:
-    after = rewrite(trace(list(range(1, 20_001))), "p95-uniform", np.random.default_rng(0))
-    fewer = with_long_share(after, 0.01, np.random.default_rng(1))
-    longs = sum(r.klass == "long" for r in fewer)
-    assert len(fewer) - longs == 19_000
-    assert longs / len(fewer) == pytest.approx(0.01, rel=0.2)
 
 
 def test_an_unknown_rule_is_an_error_with_the_known_names() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
 
@@ -112,47 +113,36 @@ class AcceleratorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return link(self.network)
 
 
-def _a100(
-    name: str, bandwidth: float, mib: int, nvlink: str = "nvlink3", die: str = "", source: str = ""
-) -> AcceleratorSpec:
-    return AcceleratorSpec(
-        name=name,
-        flops=312e12,
-        bandwidth=bandwidth,
-        capacity=mib * _MIB,
-        multiprocessors=108,
-        nvlink=nvlink,
-        network="ib-200",
-        die=die,
-        source=source or "NVIDIA A100 data sheet (SXM4)",
-    )
+_A100 = AcceleratorSpec(
+    name="a100-80gb", flops=312e12, bandwidth=2.039e12, capacity=81920 * _MIB, multiprocessors=108,
+    nvlink="nvlink3", network="ib-200", source="NVIDIA A100 data sheet (SXM4)",
+)  # fmt: skip
+_H100 = AcceleratorSpec(
+    name="h100-80gb", flops=989.4e12, bandwidth=3.35e12, capacity=81559 * _MIB, multiprocessors=132,
+    nvlink="nvlink4", network="ib-400", source="NVIDIA H100 data sheet (SXM5)",
+)  # fmt: skip
 
 
-def _h100(
-    name: str, bandwidth: float, mib: int, nvlink: str = "nvlink4", die: str = "", source: str = ""
-) -> AcceleratorSpec:
-    return AcceleratorSpec(
-        name=name,
-        flops=989.4e12,
-        bandwidth=bandwidth,
-        capacity=mib * _MIB,
-        multiprocessors=132,
-        nvlink=nvlink,
-        network="ib-400",
-        die=die,
-        source=source or "NVIDIA H100 data sheet (SXM5)",
-    )
+def _slower_links(spec: AcceleratorSpec, name: str, like: str) -> AcceleratorSpec:
+    source = f"an {like} with NVLink at 400 GB/s"
+    return replace(spec, name=name, nvlink="nvlink-400", die=spec.name, source=source)
 
 
 ACCELERATORS: dict[str, AcceleratorSpec] = {
     a.name: a
     for a in (
-        _a100("a100-80gb", 2.039e12, 81920),
-        _a100("a100-40gb", 1.555e12, 40960),
-        _a100("a800-80gb", 2.039e12, 81920, "nvlink-400", "a100-80gb", "an A100-80 with NVLink at 400 GB/s"),
-        _h100("h100-80gb", 3.35e12, 81559),
-        _h100("h800-80gb", 3.35e12, 81559, "nvlink-400", "h100-80gb", "an H100-80 with NVLink at 400 GB/s"),
-        _h100("h200-141gb", 4.8e12, 143771, source="NVIDIA H200 data sheet (SXM): H100's arithmetic, HBM3e"),
+        _A100,
+        replace(_A100, name="a100-40gb", bandwidth=1.555e12, capacity=40960 * _MIB),
+        _slower_links(_A100, "a800-80gb", "A100-80"),
+        _H100,
+        _slower_links(_H100, "h800-80gb", "H100-80"),
+        replace(
+            _H100,
+            name="h200-141gb",
+            bandwidth=4.8e12,
+            capacity=143771 * _MIB,
+            source="NVIDIA H200 data sheet (SXM): H100's arithmetic, HBM3e",
+        ),
         AcceleratorSpec(
             name="h20-96gb",
             flops=148e12,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,11 +129,3 @@ def prefill_samples(run: ClusterLogRun) -> list[PrefillSample]:
         and life.error is None
         and span.end_s > span.start_s
     ]
-
-
-def merged_batches(run: ClusterLogRun) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """Yield (instance, batch event) of all instances by the batch's end."""
-    batches = [
-        (instance, event) for instance, events in run.batches.items() for event in events if event["event"] == "batch"
-    ]
-    return sorted(batches, key=lambda one: one[1]["at_s"])

@@ -131,11 +131,6 @@ class ErrorBand(msgspec.Struct, frozen=True):
     """Whether a term comes from another device's profile or from data sheets."""
 
     @property
-    def low_s(self) -> float:
-        """Least time in the band, in seconds."""
-        return self.seconds / (1.0 + self.share)
-
-    @property
     def high_s(self) -> float:
         """Greatest time in the band, in seconds; infinite where the prediction could be any share too low."""
         return self.seconds / (1.0 - self.share) if self.share < 1.0 else inf

@@ -261,11 +261,11 @@ def exchange_of(source: TableSource) -> ShardExchangeCost:
     return ShardExchangeCost(*(source.exchange or ()))
 
 
-class WithExchange(LatencyModel):
-    """Model whose chunks also pay `row_s` per row, to size chunks of a request with shards in other groups."""
+class _ChangedAttention(LatencyModel):
+    """Model that differs from `base` only in the attention of chunks."""
 
-    def __init__(self, base: LatencyModel, row_s: float) -> None:
-        self.base, self.row_s = base, row_s
+    def __init__(self, base: LatencyModel) -> None:
+        self.base = base
 
     def token_s(self, first: int, last: int) -> Seconds:
         return self.base.token_s(first, last)
@@ -275,6 +275,20 @@ class WithExchange(LatencyModel):
 
     def least_rows_s(self, rows: int) -> float:
         return self.base.least_rows_s(rows)
+
+    def decode_s(self, decodes: int, kv_sum: int) -> float:
+        return self.base.decode_s(decodes, kv_sum)
+
+    def observe(self, load: BatchLoad, measured_s: float) -> None:
+        self.base.observe(load, measured_s)
+
+
+class WithExchange(_ChangedAttention):
+    """Model whose chunks also pay `row_s` per row, to size chunks of a request with shards in other groups."""
+
+    def __init__(self, base: LatencyModel, row_s: float) -> None:
+        super().__init__(base)
+        self.row_s = row_s
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         rows = np.arange(first, last + 1, dtype=np.float64)
@@ -286,27 +300,13 @@ class WithExchange(LatencyModel):
     def least_attention_s(self, past: int, tokens: int) -> float:
         return self.base.least_attention_s(past, tokens) + self.row_s * tokens
 
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.base.decode_s(decodes, kv_sum)
 
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.base.observe(load, measured_s)
-
-
-class ShardedModel(LatencyModel):
+class ShardedModel(_ChangedAttention):
     """Model of a request whose KV is sharded over groups: no group reads more than `limit` cached tokens of it."""
 
     def __init__(self, base: LatencyModel, limit: int) -> None:
-        self.base, self.limit = base, limit
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return self.base.token_s(first, last)
-
-    def rows_s(self, rows: int) -> float:
-        return self.base.rows_s(rows)
-
-    def least_rows_s(self, rows: int) -> float:
-        return self.base.least_rows_s(rows)
+        super().__init__(base)
+        self.limit = limit
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         return self.base.chunk_s(min(past, self.limit), first, last)
@@ -316,12 +316,6 @@ class ShardedModel(LatencyModel):
 
     def least_attention_s(self, past: int, tokens: int) -> float:
         return self.base.least_attention_s(min(past, self.limit), tokens)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return self.base.decode_s(decodes, kv_sum)
-
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        self.base.observe(load, measured_s)
 
 
 # Decode latency on a group of instances that each hold a share of every request's KV.

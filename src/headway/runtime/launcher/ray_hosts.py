@@ -32,7 +32,6 @@ _JOIN_S = 5.0
 _CLOCK_S = 30.0
 """Interval between two measurements of a host's clock."""
 _PINGS = 5
-_TELL_S = 10.0
 _KEEP_DEVICES = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 """The processes choose among the devices that a host has, not the actor."""
 

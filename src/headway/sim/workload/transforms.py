@@ -257,18 +257,3 @@ def rewrite(requests: Sequence[TraceRequest], rule: str, rng: np.random.Generato
     if rule not in RULES:
         raise ConfigError(f"unknown rule for long requests {rule!r}; known are {', '.join(RULES)}")
     return RULES[rule](requests, rng)
-
-
-def with_long_share(requests: Sequence[TraceRequest], share: float, rng: np.random.Generator) -> Requests:
-    """Drop long requests at random until about `share` of all requests are long.
-
-    The paper's figures and its 5% do not fit together (docs/papers/pecsched.md); this sets a load class by class.
-    """
-    longs = sum(request.klass == "long" for request in requests)
-    if not longs:
-        return list(requests)
-    shorts = len(requests) - longs
-    # longs · keep / (longs · keep + shorts) = share, solved for keep
-    keep = min(1.0, share * shorts / (1 - share) / longs) if share < 1 else 1.0
-    drawn = rng.random(len(requests)).tolist()
-    return [r for r, chance in zip(requests, drawn, strict=True) if r.klass != "long" or chance < keep]
