@@ -6,7 +6,7 @@ What a backend cannot do it declares in `capabilities`; the controller refuses a
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,11 @@ from tests.helpers.cluster_streams import ANSWER_TOKENS
 from tests.helpers.cluster_worlds import Scripted, cluster
 from tests.helpers.conformance import ServedSubject, SimulatedSubject, Subject, headway_command, vllm_command
 from tests.helpers.conformance_policy import DECODE_PAUSED, HANDED_OVER, PAUSED
+from tests.helpers.controller_chaos import QuietBackend
 from tests.helpers.greedy_reference import prompt_of
 
-from headway.control.backend import InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
-from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.core.request import Phase, Request, Span
+from headway.core.request import Request, Span
 from headway.policy.placement.contract import (
     ALL_CAPABILITIES,
     HTTP_CAPABILITIES,
@@ -115,54 +114,9 @@ def test_a_request_that_is_handed_over_or_paused_is_answered_as_by_one_instance(
     assert subject.resident() == 0
 
 
-class _Silent(InstanceBackend):
-    """Instances that carry out whatever reaches them, and never end."""
-
+class _Silent(QuietBackend):
     def __init__(self, has: frozenset[Capability]) -> None:
         self.capabilities = has
-
-    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-        return 1.0
-
-    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
-        return request.prompt_tokens, 1.0
-
-    def busy_s(self, group: tuple[int, ...]) -> float:
-        return 0.0
-
-    def refresh(self, instance: int) -> SchedulerStats:
-        return SchedulerStats()
-
-    def begin(self, entry: SpanEntry, now: float) -> None:
-        """It runs."""
-
-    def pause(self, entry: SpanEntry, now: float) -> None:
-        """It pauses some time."""
-
-    def stop(self, entry: SpanEntry, now: float) -> None:
-        """It stops."""
-
-    def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
-        """It is there."""
-
-    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
-        return 0
-
-    def send(self, kv_slice: KvSlice, now: float) -> None:
-        """It is on its way."""
-
-    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
-        """It is gone."""
-        return False
-
-    def pump(self, now: float) -> None:
-        """They go on."""
-
-    def held(self, holder: str, group: tuple[int, ...], now: float) -> None:
-        """It is granted."""
-
-    def released(self, holder: str, instances: Iterable[int], now: float) -> None:
-        """They are free."""
 
 
 ASKED = Request(id="r", arrival_s=0.0, prompt_tokens=100, max_output_tokens=3)

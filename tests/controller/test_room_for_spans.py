@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tests.helpers.controller_audit import check
-from tests.helpers.controller_chaos import LAYERS
+from tests.helpers.controller_chaos import LAYERS, LINK, QuietBackend
+from tests.helpers.told_policy import Told
 
-from headway.control.backend import InstanceBackend, SchedulerStats
 from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, SpanEntry
 from headway.core.request import Phase, Request, Span
-from headway.perf.hardware import NetworkLink
 from headway.policy.placement.contract import (
-    Action,
     ClusterInstance,
     ClusterLinks,
-    ClusterSnapshot,
     ClusterState,
     CommitSpans,
     EnqueueRequest,
-    Event,
 )
 
-LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test")
 
-
-class Room(InstanceBackend):
+class Room(QuietBackend):
     """A backend with free KV for so many prompts, in `prompts`; `began` and `entered` record its calls in order."""
 
     def __init__(self, prompts: int) -> None:
@@ -34,18 +26,6 @@ class Room(InstanceBackend):
         self.running: dict[str, SpanEntry] = {}
         self.began: list[str] = []
         self.entered: list[str] = []
-
-    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
-        return 1.0
-
-    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
-        return 1, 0.0
-
-    def busy_s(self, group: tuple[int, ...]) -> float:
-        return 0.0
-
-    def refresh(self, instance: int) -> SchedulerStats:
-        return SchedulerStats()
 
     def fits(self, entry: SpanEntry) -> bool:
         return self.prompts > 0
@@ -58,29 +38,16 @@ class Room(InstanceBackend):
     def enter(self, controlled: ControlledRequest, group: tuple[int, ...], phase: Phase, now: float) -> None:
         self.entered.append(controlled.request.id)
 
-    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
-        return 1
-
     def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
         self.prompts += 1
         return False
 
 
-class Mute:
-    """Tests act through `ClusterController.do`."""
-
-    def on_event(self, event: Event, view: ClusterSnapshot) -> Sequence[Action]:
-        return ()
-
-    def next_wakeup(self, now: float) -> float | None:
-        return None
-
-
-def machine_of(backend: InstanceBackend, count: int = 3) -> ClusterController:
+def machine_of(backend: Room, count: int = 3) -> ClusterController:
     book = ClusterState(
         [ClusterInstance(id=i, node=0, role="mixed") for i in range(count)], ClusterLinks(inside=LINK, across=LINK)
     )
-    return ClusterController(book, backend, Mute(), layers=LAYERS)
+    return ClusterController(book, backend, Told(), layers=LAYERS)
 
 
 def ask(machine: ClusterController, name: str, group: tuple[int, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +15,7 @@ import pytest
 from tests.helpers.cluster_probe import cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, streamed_ids
-from tests.helpers.polling import let_arrive, until
+from tests.helpers.polling import until
 
 from headway.cli.main import main
 
@@ -113,44 +112,6 @@ def test_groups_shrink_and_grow_and_one_of_them_dies(
         assert answers(asked) == wanted[4:]
         until(lambda: metric(url, "headway_instance_restarts_total") == 1)
         until(lambda: empty(url))
-    replays(path, log, capsys)
-
-
-@LONG
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("options", "decode"),
-    [
-        ({"decode_batch": 1, "round_tokens": 2000}, "in-place"),
-        ({"decode_batch": 1, "mode": "paper"}, "gather"),
-        ({"decode_batch": 3, "prefill": "single"}, "in-place"),
-    ],
-)
-def test_answers_survive_any_instance_that_dies_while_groups_change(
-    tmp_path: Path, short_llama: Path, wanted: list[list[int]], options: object, decode: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    log, chance = str(tmp_path / "log"), random.Random(str(options))
-    small = {"kv_cache_memory": "512K", "max_restarts": 100, "event_log": log}
-    path = write(tmp_path, short_llama, "loongserve", options, MIXED, decode, **small)
-    with cluster(path) as running, ThreadPoolExecutor(16) as pool:
-        url = running.url
-        for turn in range(16):
-            asked, moved = [], report(url)["decodes_moved"]
-            for prompt in (*SHORTS[:3], *TOGETHER, *SHORTS[3:]):
-                asked += ask(pool, url, [prompt])
-                let_arrive(chance.random() * 0.2)
-            if turn % 2:
-                until(lambda: report(url)["decodes_moved"] > moved or all(one.done() for one in asked))  # noqa: B023
-                there = [each for each in instances(url) if each["state"] == "ready"]
-                os.kill(int(chance.choice(there)["pid"]), signal.SIGKILL)
-            assert answers(asked) == [*wanted[4:7], *wanted[:4], *wanted[7:]]
-            until(lambda: all(each["state"] == "ready" for each in instances(url)))
-            # whether a decode has to make room for another is a matter of when prompts arrive
-            if turn >= 3 and report(url)["decodes_moved"]:
-                break
-        until(lambda: empty(url))
-        assert report(url)["decodes_moved"]
     replays(path, log, capsys)
 
 

@@ -10,16 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.helpers.cluster_probe import APART, MIXED, cluster, instances, pid_of, write
+from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, write
 from tests.helpers.cluster_streams import (
     ANSWER_TOKENS,
     LONG_PROMPT,
     SHORT_PROMPT,
     ClientStream,
-    all_ready,
-    computing,
-    decoding,
-    handing_over,
     queued_tokens,
 )
 from tests.helpers.greedy_reference import GreedyReference
@@ -57,44 +53,6 @@ def test_a_prefill_instance_dies_computing_and_the_decode_instance_decoding(
     assert all(ends_soon(pid) for pid in pids)
     assert main(["cluster", path, "--replay", log]) == 0
     assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
-
-
-CASES = [
-    ("kill a prefill instance at its run", 0, signal.SIGKILL, computing(0)),
-    ("kill a prefill instance at the hand-over", 1, signal.SIGKILL, handing_over),
-    ("kill the decode instance that receives", 2, signal.SIGKILL, handing_over),
-    ("kill the decode instance that decodes", 2, signal.SIGKILL, decoding),
-    ("stop a prefill instance at its run", 1, signal.SIGSTOP, computing(1)),
-    ("stop the decode instance that receives", 2, signal.SIGSTOP, handing_over),
-    ("stop the decode instance that decodes", 2, signal.SIGSTOP, decoding),
-]
-
-
-@LONG
-@pytest.mark.parametrize(
-    ("placement", "options", "pools"),
-    [
-        ("tetris", {}, APART),
-        ("pecsched", {"long_tokens": 500}, APART),
-        ("fifo", {"long_tokens": 500, "long_sp": 2}, MIXED),
-    ],
-)
-def test_answers_survive_any_instance_that_dies_or_hangs_at_any_point(
-    tmp_path: Path, llama: Path, wanted: list[list[int]], placement: str, options: object, pools: object
-) -> None:
-    path = write(tmp_path, llama, placement, options, pools, worker_timeout="2", max_restarts=50)
-    with cluster(path) as running:
-        url = running.url
-        for number, (what, victim, harm, moment) in enumerate(CASES):
-            until(lambda: all_ready(url))
-            one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
-            at = moment if pools is APART else decoding
-            until(lambda: at(url, one) or not one.is_alive())  # noqa: B023
-            os.kill(pid_of(url, victim), harm)
-            assert [one.answer(), other.answer()] == wanted, what
-            until(lambda: metric(url, "headway_instance_restarts_total") == number + 1)  # noqa: B023
-        until(lambda: not any(each["placed"] for each in instances(url)))
-        until(lambda: not any(each["kv_tokens_used"] for each in instances(url)))
 
 
 @LONG

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.cluster_probe import cluster, instances, rank_pids, write
+from tests.helpers.cluster_probe import cluster, write
 from tests.helpers.cluster_streams import (
-    ANSWER_TOKENS,
-    LONG_PROMPT,
-    SHORT_PROMPT,
-    ClientStream,
-    decoding,
-    handing_over,
     queued_tokens,
 )
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import leave_after_sending, metric, metric_reaches, streamed_ids
 from tests.helpers.polling import until
-from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
@@ -114,76 +104,3 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(
                 break
     assert b'"SpanPaused"' in log.read_bytes()
     assert main(["cluster", path, "--replay", str(log)]) == 0
-
-
-@LONG
-@pytest.mark.parametrize(
-    ("placement", "options"),
-    [
-        ("tetris", {"sizes": [2]}),
-        ("pecsched", {**GROUPS, "long_tokens": 200}),
-    ],
-)
-def test_a_rank_of_a_group_that_dies_in_a_span_changes_no_answer(
-    tmp_path: Path,
-    llama: Path,
-    reference: GreedyReference,
-    capsys: pytest.CaptureFixture[str],
-    placement: str,
-    options: object,
-) -> None:
-    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
-    log = str(tmp_path / "log")
-    path = write(tmp_path, llama, placement, options, apart(), event_log=log, worker_timeout="2")
-    with cluster(path) as running:
-        url = running.url
-        before = [*rank_pids(url, 0), *rank_pids(url, 1)]
-        assert len(before) == 4
-        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
-        until(lambda: queued_tokens(url, 1) or one.told)  # the latter where it was too quick to be seen
-        os.kill(rank_pids(url, 1)[1], signal.SIGKILL)
-        assert [one.answer(), other.answer()] == wanted
-        until(lambda: metric(url, "headway_instance_restarts_total") == 1)
-        until(lambda: not any(each["placed"] or each["kv_tokens_used"] for each in instances(url)))
-        assert sum(map(ends_soon, before)) == 2
-    assert main(["cluster", path, "--replay", log]) == 0
-    assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)
-
-
-@LONG
-def test_answers_survive_any_rank_that_dies_or_hangs_at_any_point(
-    tmp_path: Path, llama: Path, reference: GreedyReference
-) -> None:
-    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
-    path = write(tmp_path, llama, "loongserve", {}, apart(2), worker_timeout="2", max_restarts=50)
-    with cluster(path) as running:
-        url, losses = running.url, 0
-        moments = [lambda url, one: queued_tokens(url, 0) or queued_tokens(url, 1), handing_over, decoding]
-        for victim, rank, harm in ((0, 0, signal.SIGKILL), (1, 1, signal.SIGSTOP), (2, 1, signal.SIGKILL)):
-            for moment in moments:
-                until(lambda: all(each["state"] == "ready" for each in instances(url)))
-                one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
-                until(lambda: moment(url, one) or not one.is_alive())  # noqa: B023
-                os.kill(rank_pids(url, victim)[rank], harm)
-                losses += 1
-                assert [one.answer(), other.answer()] == wanted, (victim, rank, harm)
-                until(lambda: metric(url, "headway_instance_restarts_total") == losses)  # noqa: B023
-        until(lambda: not any(each["placed"] or each["kv_tokens_used"] for each in instances(url)))
-
-
-@LONG
-def test_groups_are_given_up_and_formed_again_for_a_while(
-    tmp_path: Path, llama: Path, reference: GreedyReference
-) -> None:
-    """Requests of all lengths, some of which leave, five times."""
-    prompts = [prompt_of(seed, 30 + 301 * seed) for seed in range(8)]
-    wanted = [reference.tokens(prompt, 12) for prompt in prompts]
-    path = write(tmp_path, llama, "tetris", {"sizes": [1, 2]}, apart(2))
-    with cluster(path) as running, ThreadPoolExecutor(6) as pool:
-        url = running.url
-        for _ in range(5):
-            asked = [pool.submit(streamed_ids, url, prompt, 12, ignore_eos=True) for prompt in prompts]
-            leave_after_sending(url, prompt_of(9, 3000), 500)
-            assert [one.result() for one in asked] == wanted
-        until(lambda: not any(each["placed"] or each["kv_tokens_used"] for each in instances(url)))
-        assert metric(url, "headway_instance_restarts_total") == 0

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.helpers.cluster_probe import cluster, instances, rank_pids, write
-from tests.helpers.cluster_streams import (
-    ANSWER_TOKENS,
-    LONG_PROMPT,
-    SHORT_PROMPT,
-    ClientStream,
-    decoding,
-    queued_tokens,
-)
+from tests.helpers.cluster_probe import cluster, instances, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
 from tests.helpers.http_probe import metric, metric_reaches, streamed_ids
-from tests.helpers.polling import until
-from tests.helpers.process_tree import ends_soon
 
 from headway.cli.main import main
 
@@ -64,29 +51,3 @@ def test_greedy_tokens_equal_transformers(
             assert each["decode_tokens_total"] or role != "decode"
             assert not each["decode_tokens_total"] or role != "prefill" or placement == "pecsched"  # long ones stay
     assert main(["cluster", path, "--replay", log]) == 0
-
-
-@LONG
-def test_ranks_that_die_and_hang_change_no_answer(
-    tmp_path: Path, llama: Path, reference: GreedyReference, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One of the prefill instance while it computes, one of the decode instance while it decodes."""
-    wanted = [reference.tokens(prompt, ANSWER_TOKENS) for prompt in (LONG_PROMPT, SHORT_PROMPT)]
-    log = str(tmp_path / "log")
-    both = pools(("prefill", 2), ("decode", 2))
-    path = write(tmp_path, llama, "tetris", {"sizes": [1]}, both, event_log=log, worker_timeout="2")
-    with cluster(path) as running:
-        url = running.url
-        before = [*rank_pids(url, 0), *rank_pids(url, 1)]
-        assert len(before) == 4
-        one, other = ClientStream(url, LONG_PROMPT), ClientStream(url, SHORT_PROMPT)
-        until(lambda: queued_tokens(url, 0) or one.told)
-        os.kill(rank_pids(url, 0)[1], signal.SIGKILL)
-        until(lambda: decoding(url, one))
-        os.kill(rank_pids(url, 1)[0], signal.SIGSTOP)
-        assert [one.answer(), other.answer()] == wanted
-        # The stopped one is noticed later than the answer ends, if nothing was left to decode.
-        metric_reaches(url, "headway_instance_restarts_total", lambda restarts: restarts == 2)
-        assert all(ends_soon(pid) for pid in before)
-    assert main(["cluster", path, "--replay", log]) == 0
-    assert re.match(r"\d\d+ decisions, all as recorded", capsys.readouterr().out)

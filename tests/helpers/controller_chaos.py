@@ -153,7 +153,29 @@ class Restless:
         return [*done, EnqueueRequest(name, self.group(there, 2), "decode", self.rng.random() < 0.5)]
 
 
-class Chaos(InstanceBackend):
+class QuietBackend(InstanceBackend):
+    """Instances that take whatever reaches them, and never end it."""
+
+    def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
+        return 1.0
+
+    def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
+        return request.prompt_tokens, 1.0
+
+    def busy_s(self, group: tuple[int, ...]) -> float:
+        return 0.0
+
+    def refresh(self, instance: int) -> SchedulerStats:
+        return SchedulerStats()
+
+    def leave(self, controlled: ControlledRequest, why: str, now: float) -> int:
+        return 0
+
+    def forget(self, controlled: ControlledRequest, why: str | None, now: float) -> bool:
+        return False
+
+
+class Chaos(QuietBackend):
     """Drives a machine; everything takes a random time. `losses`: share of steps in which an instance comes or goes."""
 
     def __init__(self, seed: int, instances: int = 6, losses: float = 0.05, leavers: float = 0.05) -> None:
@@ -184,9 +206,6 @@ class Chaos(InstanceBackend):
 
     def prefill_estimate(self, request: Request, group: tuple[int, ...]) -> tuple[int, float]:
         return request.prompt_tokens, request.prompt_tokens / 100
-
-    def busy_s(self, group: tuple[int, ...]) -> float:
-        return 0.0
 
     def refresh(self, instance: int) -> SchedulerStats:
         return SchedulerStats(0.0, 0, 0, self.machine.state.residents[instance])
@@ -234,9 +253,6 @@ class Chaos(InstanceBackend):
         assert name not in self.ended
         self.ended[name] = why
         return self.rng.random() < 0.5
-
-    def pump(self, now: float) -> None:
-        pass
 
     # -- what happens -------------------------------------------------------------------------------------------------
 

@@ -206,20 +206,6 @@ def test_schedulers_continue_during_a_span_where_that_is_allowed(
     world.clean()
 
 
-def test_overlapping_groups_compute_their_spans_in_turn(world: World, expected: Expected) -> None:
-    parts = {f"o{i}": Part(30 + i, group) for i, group in enumerate([(0, 1), (1, 2), (2, 0), (1, 0), (0,), (0, 1, 2)])}
-    for name, part in parts.items():
-        world.admit(name, prompt_of(part.tokens), part.group, GREEDY)
-    for name, part in parts.items():
-        world.compute(name, [part], 0)
-    for name, part in parts.items():
-        word = world.done(name, part)
-        assert word.delta is not None
-        check_answer([word.delta], *expected(prompt_of(part.tokens), 1))
-        world.forget(name)
-    world.clean()
-
-
 @pytest.mark.parametrize("attn", ["ring", "striped"])
 def test_a_group_decodes_over_the_kv_of_all(world: World, expected: Expected, attn: str) -> None:
     """One run a token: queries travel, KV stays."""

@@ -12,12 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import quick_first
-from tests.helpers.rank_processes import make_rank_config, rank_executor
-from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, reference, serve
+from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.request import SamplingParams
@@ -27,10 +24,6 @@ from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.loading import load_decoder
 from headway.sim.report.perfetto import engine_timeline, engine_trace
-
-LAYOUTS = ((1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 3, 3))
-"""T x S x K."""
-CHUNKINGS = ("static:1", "static:7", "static:64", "adaptive")
 
 
 class Joins:
@@ -75,31 +68,6 @@ def spread(world: VirtualWorld, layout: ParallelLayout, asks: list[Ask], blocks:
     core = make_core(world.executor, blocks, log=told, stages=layout.stages, kv_parallel=layout.kvp, **scheduler)
     told.got = serve(core, asks)
     return told
-
-
-@pytest.mark.parametrize(("tp", "stages", "kvp"), quick_first(LAYOUTS, 2))
-@settings(max_examples=2)
-@given(
-    family=st.sampled_from(("llama", "qwen3")),
-    long=st.integers(41, 110),
-    count=st.integers(2, 30),
-    shorts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 12)), max_size=4),
-    shard=st.sampled_from((8, 24, 40)),
-    chunking=st.sampled_from(CHUNKINGS),
-    schedule=st.sampled_from(("stream", "microbatch")),
-)
-def test_greedy_tokens_equal_transformers_whatever_the_shards(
-    tp: int, stages: int, kvp: int, family: str, long: int, count: int, shorts: list[tuple[int, int]], shard: int,
-    chunking: str, schedule: str,
-) -> None:  # fmt: skip
-    layout = ParallelLayout(tp=tp, stages=stages, kvp=kvp)
-    asks = [Ask(prompt_of(0, long), count), *(Ask(prompt_of(i + 1, n), 8, at) for i, (n, at) in enumerate(shorts))]
-    with VirtualWorld(checkpoint(family), layout) as world:
-        told = spread(world, layout, asks, kv_shard_tokens=shard, chunking=chunking, pipeline_schedule=schedule)
-    wanted = [expected(family, 0, long, count), *(expected(family, i + 1, n, 8) for i, (n, _) in enumerate(shorts))]
-    assert told.got == wanted
-    assert [start for _, name, start in told.joins if name == "0"] != []
-    assert told.assists > 0
 
 
 def test_a_decode_that_fills_its_shard_goes_on_in_the_next_group() -> None:
@@ -185,49 +153,7 @@ def test_sampled_and_penalised_tokens_follow_a_request_from_group_to_group(tp: i
     assert {name for _, name, _ in told.joins} == {"0", "1", "2"}
 
 
-def heads_of(worker: ModelWorker) -> list[torch.Tensor]:
-    """The rows of logits that a rank computes from now on, in order."""
-    seen: list[torch.Tensor] = []
-    plain = worker.decoder.head
-
-    def head(hidden: torch.Tensor) -> torch.Tensor | None:
-        logits = plain(hidden)
-        assert logits is not None
-        seen.extend(logits.clone())
-        return logits
-
-    worker.decoder.head = head  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [16, 32])
-def test_logits_equal_transformers(dtype: str, head_dim: int) -> None:
-    """fp32: within 1e-4 of the largest. bf16, by compiled kernels where heads are wide enough: within 0.12."""
-    folder = make_tiny(
-        "llama", tempfile.mkdtemp(prefix="headway-tiny-"), dtype=dtype, num_hidden_layers=3, head_dim=head_dim
-    )
-    prompt, count = prompt_of(3, 90), 12
-    layout = ParallelLayout(kvp=2)
-    with VirtualWorld(folder, layout, dtype=dtype) as world:
-        rows = [heads_of(worker) for worker in world.workers]
-        told = spread(world, layout, [Ask(prompt, count)], kv_shard_tokens=48, chunking="static:17")
-    (tokens,) = told.got
-    got = torch.stack([row for group in rows for row in group])
-    with torch.inference_mode():
-        wanted = reference(folder).float()(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    error, largest = (got - wanted).abs(), float(wanted.abs().max())
-    assert got.shape == wanted.shape
-    assert told.joins
-    assert float(error.max()) <= (1e-4 if dtype == "float32" else 0.12) * largest
-    top = wanted.topk(2, dim=-1).values
-    clear = top[:, 0] - top[:, 1] > 2 * error.amax(-1)
-    assert torch.equal(torch.tensor(tokens)[clear], wanted.argmax(-1)[clear])
-
-
 # -- what goes wrong -------------------------------------------------------------------------------------------------
-
-ASKS = [Ask(prompt_of(1, 100), 25), Ask(prompt_of(2, 20), 20, 2), Ask(prompt_of(3, 5), 25, 5)]
 
 
 @pytest.mark.parametrize("seed", quick_first(range(4)))
@@ -275,24 +201,3 @@ def test_aborts_at_any_moment_leave_no_blocks_and_disturb_no_request(seed: int) 
 
 
 # -- real processes --------------------------------------------------------------------------------------------------
-
-
-def live(folder: Path, tp: int, stages: int, kvp: int, chunkings: tuple[str, ...]) -> None:
-    asks = [Ask(prompt_of(1, 180), 8), Ask(prompt_of(2, 20), 10, 2), Ask(prompt_of(3, 3), 12, 5), Ask([5] * 60, 70, 6)]
-    wanted = [greedy(folder, ask.prompt, ask.count) for ask in asks]
-    for chunking in chunkings:
-        told = Joins()
-        with rank_executor(make_rank_config(folder, tp, stages, kvp=kvp)) as (executor, _):
-            core = make_core(executor, log=told, stages=stages, kv_parallel=kvp, kv_shard_tokens=96, chunking=chunking)
-            assert serve(core, asks) == wanted, chunking
-        assert {name for _, name, _ in told.joins} == {"0", "3"}
-
-
-def test_real_processes_of_two_groups() -> None:
-    live(checkpoint("llama"), 1, 1, 2, ("adaptive", "static:7"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("tp", "stages", "kvp"), [(2, 1, 2), (1, 2, 2), (1, 1, 3), (2, 2, 2)])
-def test_real_processes_of_larger_worlds(tp: int, stages: int, kvp: int) -> None:
-    live(checkpoint("qwen2"), tp, stages, kvp, CHUNKINGS)

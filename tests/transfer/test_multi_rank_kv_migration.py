@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.helpers.hand_overs import arrived, check, end, first_token, params, prompt_of, reserve, rest, send, submit
-from tests.helpers.instance_world import Part, World, frame
+from tests.helpers.instance_world import Part, World
 from tests.helpers.polling import let_arrive
 
-from headway.runtime.engine.protocol import AbortRequest, OutputDelta, ReserveKv, SubmitRequest
+from headway.runtime.engine.protocol import OutputDelta
 
 Expected = Callable[[list[int], int], tuple[list[int], list[float]]]
 ONE, TWO = 0, 1
@@ -68,18 +67,6 @@ def test_a_prefill_is_staged_and_handed_over_later(world: World, expected: Expec
     end(world, name)
 
 
-def test_staged_kv_is_decoded_in_place(world: World, expected: Expected) -> None:
-    """Others are computed between."""
-    prompt = prompt_of(90, 3)
-    first = first_token(world, TWO, "home", prompt, max_tokens=8)
-    world.ask(TWO, "beside", prompt_of(200, 4), max_tokens=5, logprobs=0)
-    world[TWO].deltas.pop("home")
-    check(rest(world, TWO, "home", prompt, first, max_tokens=8), *expected(prompt, 8))
-    check(world[TWO].answer("beside"), *expected(prompt_of(200, 4), 5))
-    end(world, "home", "beside")
-    world[TWO].deltas.clear()
-
-
 def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -> None:
     """Computed in two runs by the instance that is one process, decoded by several."""
     prompt, name, target, parts = prompt_of(120), "runs", TWO, [Part(70, (ONE,)), Part(50, (ONE,))]
@@ -95,23 +82,6 @@ def test_a_run_is_handed_over_layer_by_layer(world: World, expected: Expected) -
     end(world, name)
 
 
-def test_reservations_are_granted_in_order_and_dropped_with_the_request(world: World, expected: Expected) -> None:
-    """Both at once do not fit: the second comes when the first is gone, and its KV lies where that one's was."""
-    prompt = prompt_of(500, 5)
-    reserve(world, TWO, "large", 500)
-    world[TWO].tell(ReserveKv("next", 500))
-    first = first_token(world, ONE, "next", prompt, max_tokens=5)
-    send(world, "large", 1, (ONE,), 0, 1, TWO)  # nobody knows it there: nothing is sent
-    world[TWO].hear(0.2)
-    assert not [word for word in world[TWO].said if isinstance(word, ReserveKv)]
-    world[TWO].tell(AbortRequest("large"))
-    world[TWO].wait(ReserveKv, "next")
-    send(world, "next", 1, (ONE,), 0, 500, TWO)
-    arrived(world, "next", TWO, [(1, ONE)])
-    check(rest(world, TWO, "next", prompt, first, max_tokens=5), *expected(prompt, 5))
-    end(world, "large", "next")
-
-
 def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expected: Expected) -> None:
     for source, target in ((TWO, ONE), (ONE, TWO)):
         name = f"dropped {source}"
@@ -123,18 +93,6 @@ def test_a_prompt_that_is_dropped_on_the_way_leaves_nothing(world: World, expect
         world.clean()
         world[source].deltas.clear()
         world[target].said.clear()
-
-
-def test_a_decode_without_all_of_its_kv_is_refused(world: World) -> None:
-    reserve(world, TWO, "early", 40)
-    message = SubmitRequest(
-        id="early", prompt_tokens=40, params=params(), received_s=time.monotonic(), phase="decode", output=(5,)
-    )
-    world[TWO].tell(message, frame(prompt_of(40)))
-    (refusal,) = world[TWO].answer("early")
-    assert "has not all come" in str(refusal.error)
-    world[TWO].deltas.clear()
-    end(world, "early")
 
 
 @pytest.mark.long
