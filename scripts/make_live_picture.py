@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 from scripts.headless_browser import browser, missing_browser
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.serving.live.watch import EngineRecording, LogPlayer, create_app

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 from tests.helpers.fake_executor import VOCAB, FakeExecutor
+from tests.helpers.unit_latency import Linear
 
 from headway.core.batch import ManualClock
 from headway.core.logs import EventSink
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.scheduler import Scheduler
 from headway.runtime.engine.core import EngineCore
@@ -23,20 +23,8 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-class RowLatency(LatencyModel):
-    """1 ms and 0.1 ms a row."""
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return 1e-3 + 1e-4 * np.arange(first, last + 1, dtype=np.float64)
-
-    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return np.zeros(last - first + 1)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return 0.0
-
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Never learns."""
+ROWS = Linear(1e-4, 1e-3)
+"""1 ms and 0.1 ms a row."""
 
 
 def make_core(
@@ -46,7 +34,7 @@ def make_core(
     executor = executor or FakeExecutor()
     config = SchedulerConfig.named("default", **{"t_target_s": 0.02, **fields})
     block_manager = BlockManager(executor.blocks * executor.block_tokens, executor.block_tokens)
-    return EngineCore(Scheduler(config, RowLatency(), block_manager), executor, ManualClock(), info, log)
+    return EngineCore(Scheduler(config, ROWS, block_manager), executor, ManualClock(), info, log)
 
 
 def frame(tokens: list[int]) -> memoryview:

@@ -12,9 +12,8 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from tests.helpers.faults import random_config
 from tests.helpers.scheduler_simulation import is_long
-from tests.helpers.unit_latency import small_machine
+from tests.helpers.unit_latency import random_config, small_machine
 
 from headway.core.batch import Batch, GroupBatch, RemoteAttention, RequestProgress
 from headway.core.request import Request, RequestEvent, Slo, Span

@@ -1,12 +1,11 @@
-"""Latency models for tests: a roofline of a real shape, random tables, and a linear one to count with."""
+"""Latency models for tests: a roofline of a real shape, and random tables."""
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 
 from headway.perf.hardware import ModelShape
-from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.base import BatchLoad, LatencyModel, one_chunk_s, solve_tokens
 from headway.perf.latency.table import MachineRates, TableLatency, TableSource, roofline
 
 SHAPE = ModelShape(layers=32, hidden=4096, q_heads=32, kv_heads=8, head_dim=128, mlp=14336, vocab=128256)
@@ -40,25 +39,6 @@ def tables(draw: st.DrawFn) -> TableLatency:
         chunks.append((size, size * draw(st.floats(0, 5e-6)), past_s))
     decode = (draw(st.floats(0, 1e-3)), draw(st.floats(0, 1e-4)), draw(st.floats(0, 1e-7)))
     return table(knots, chunks, decode)
-
-
-class Linear(LatencyModel):
-    """`LatencyModel` where every row costs `row_s` and attention nothing: for arithmetic in the head."""
-
-    def __init__(self, row_s: float = 0.01, fixed_s: float = 0.0) -> None:
-        self.row_s, self.fixed_s = row_s, fixed_s
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return self.fixed_s + self.row_s * np.arange(first, last + 1, dtype=np.float64)
-
-    def chunk_s(self, past: int, first: int, last: int) -> Seconds:
-        return np.zeros(last - first + 1)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return 0.0
-
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Never learns."""
 
 
 def literal_prefill_s(model: LatencyModel, tokens: int, t_target_s: float, min_chunk: int) -> float:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.runtime.engine.core import IterationSampler

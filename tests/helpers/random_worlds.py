@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 
 import msgspec
-from tests.helpers.faults import random_config
 from tests.helpers.scheduler_simulation import World
+from tests.helpers.unit_latency import random_config
 
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
 

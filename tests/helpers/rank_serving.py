@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers.unit_latency import Linear
 
 from headway.core.batch import Executor, ManualClock
 from headway.core.logs import EventSink
 from headway.core.request import SamplingParams
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
+from headway.perf.latency.base import Seconds
 from headway.policy.iteration.admission import make_prefix_cache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.groups import make_scheduler
@@ -23,20 +24,11 @@ from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitRequest
 
 
-class RowLatency(LatencyModel):
+class RowLatency(Linear):
     """1 ms, 0.1 ms a row, and 0.2 µs a row and past token: adaptive chunks shrink along a prompt."""
-
-    def token_s(self, first: int, last: int) -> Seconds:
-        return 1e-3 + 1e-4 * np.arange(first, last + 1, dtype=np.float64)
 
     def chunk_s(self, past: int, first: int, last: int) -> Seconds:
         return 2e-7 * past * np.arange(first, last + 1, dtype=np.float64)
-
-    def decode_s(self, decodes: int, kv_sum: int) -> float:
-        return 0.0
-
-    def observe(self, load: BatchLoad, measured_s: float) -> None:
-        """Never learns."""
 
 
 @dataclass
@@ -61,7 +53,7 @@ def make_core(
         kv_bytes=4,
     )  # fmt: skip
     config = SchedulerConfig.named("default", **{"t_target_s": 0.005, "min_chunk": 1, **scheduler})
-    latency = RowLatency()
+    latency = RowLatency(1e-4, 1e-3)
     block_managers = [
         BlockManager(
             blocks * block_tokens, block_tokens, make_prefix_cache("lru", latency, block_tokens) if cached else None

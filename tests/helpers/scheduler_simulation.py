@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from tests.helpers.scheduling_book import Book
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, RequestProgress
@@ -27,6 +26,21 @@ from headway.policy.iteration.fill import PROGRESS_EVERY
 from headway.policy.iteration.scheduler import Scheduler
 
 BLOCK = 16
+
+
+@dataclass
+class Book:
+    """What one request has been seen to do. `cursor` is the next token to be computed, in this life."""
+
+    request: Request
+    output: int
+    cursor: int = 0
+    generated: int = 0
+    lives: int = 0
+    decoding: bool = False
+    aborted: bool = False
+    started: int = 0
+    is_long: bool = False
 
 
 def is_long(config: SchedulerConfig, request: Request) -> bool:

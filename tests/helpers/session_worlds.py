@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, StageLink

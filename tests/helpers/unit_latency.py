@@ -1,11 +1,16 @@
-"""Latency models: one to count with, and a small machine."""
+"""Latency models: one to count with, and a small machine; random settings of a scheduler."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import numpy as np
 
 from headway.perf.latency.base import BatchLoad, LatencyModel, Seconds
 from headway.perf.latency.table import TableLatency, TableSource
+from headway.policy.iteration.config import SchedulerConfig
+from headway.policy.iteration.medha import MedhaConfig
 
 
 class Linear(LatencyModel):
@@ -37,3 +42,13 @@ def small_machine() -> TableLatency:
         decode=(1e-4, 1e-5, 2e-7),
     )
     return TableLatency(source, 4096)
+
+
+def random_config(rng: random.Random, **fields: Any) -> SchedulerConfig:
+    """Return settings with a random policy, under Medha's rules or not, on top of `fields`."""
+    policy = rng.choice(("ladder", "ladder", "ladder", "fcfs", "edf", "lrs", "srpt", "lars", "lars"))
+    if policy == "ladder":
+        return SchedulerConfig(policy=policy, **fields)
+    rules = MedhaConfig(space_sharing=policy == "lars" or rng.random() < 0.5, long_tokens=200)
+    medha = rules if policy == "lars" or rng.random() < 0.5 else None
+    return SchedulerConfig.named(rng.choice(("default", "default", "paper")), policy=policy, medha=medha, **fields)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.cluster_worlds import PerToken, cluster
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.registry import PolicyContext, make_placement

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import BACKGROUND_PRIORITY
 from headway.policy.iteration.config import SchedulerConfig

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from tests.helpers.faults import small_machine
 from tests.helpers.simulator_worlds import how, requests
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.errors import ConfigError
 from headway.core.request import Request, Span

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.cli.main import main
 from headway.core.batch import Batch, EmittedToken, ManualClock, StepResult

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.helpers.faults import small_machine
 from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
+from tests.helpers.unit_latency import small_machine
 
 from headway.perf.hardware import accelerator, model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from tests.helpers.cluster_worlds import PerToken, Scripted, cluster
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.core.request import Request, Span
 from headway.perf.hardware import LINKS

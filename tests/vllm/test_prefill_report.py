@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency

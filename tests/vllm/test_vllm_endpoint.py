@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
-from tests.helpers.faults import small_machine
+from tests.helpers.unit_latency import small_machine
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.loop import simulate
