@@ -32,7 +32,8 @@ TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3
                                  chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
 APART = (InstancePool(role="prefill"), InstancePool(role="decode"))
 INFO = EngineInfo(
-    model="m", architecture="a", dtype="float32", device="cuda", max_model_len=512, vocab_size=128, kv_tokens_total=512,
+    model="m", architecture="a", dtype="float32", device="cuda", max_model_len=512, context_tokens=512,
+    vocab_size=128, kv_tokens_total=512,
     kv_block_tokens=8, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02, max_num_seqs=64,
     max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
 )  # fmt: skip
@@ -179,20 +180,21 @@ def test_a_decode_pool_that_a_policy_never_uses_gets_a_warning(
     assert idle_pools(ClusterFile(pools=(InstancePool(), InstancePool()), placement=placement, options=options)) == []
 
 
-def test_unused_and_unequal_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_and_small_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     table = TableLatency(TableSource(fingerprint="", provenance="", tokens=((1, 1e-6), (64, 6e-5)),
                                      chunks=((0, 0.0, 0.0), (64, 0.0, 1e-12)), decode=(0.0, 0.0, 0.0)))  # fmt: skip
     info = msgspec.structs.replace(MOVES, latency=describe(table), layout="tp1-pp1-kvp1")
-    small = msgspec.structs.replace(info, max_model_len=6000)
-    large = msgspec.structs.replace(info, max_model_len=16_384)
+    small = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=6000)
+    large = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=7000)
     file = ClusterFile(pools=(InstancePool(role="prefill", count=2), InstancePool(role="decode")), placement="fifo")
     live_rules(file, str(tmp_path), [large, large, small], None)
-    assert [each.message for each in caplog.records] == [
-        "pools[1] is of role decode and does nothing: fifo decodes where it prefills",
-        "requests of up to 6,000 tokens are served, output included: the longest are pools[0] 16,384, pools[1] 6,000",
-    ]
+    idle, short = (each.message for each in caplog.records)
+    assert idle == "pools[1] is of role decode and does nothing: fifo decodes where it prefills"
+    assert short.startswith("requests of up to 13,872 tokens are served, output included, not of the model's 16,384")
+    assert short.endswith("an instance's KV pool holds pools[0] 7,000, pools[1] 6,000")
     caplog.clear()
+    large = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=16_384)
     live_rules(ClusterFile(pools=(InstancePool(count=3),)), str(tmp_path), [large, large, large], None)
     assert not caplog.records
 

@@ -26,7 +26,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TABLE = TableLatency(TableSource(fingerprint="", provenance="", tokens=((0, 1e-3), (1000, 11e-3)),
                                  chunks=((0, 0.0, 0.0), (1000, 5e-4, 1e-6)), decode=(1e-5, 0.0, 0.0)))  # fmt: skip
 INFO = EngineInfo(
-    model="m", architecture="a", dtype="float32", device="cpu", max_model_len=4096, vocab_size=128,
+    model="m", architecture="a", dtype="float32", device="cpu", max_model_len=4096, context_tokens=4096,
+    vocab_size=128,
     kv_tokens_total=16384, kv_block_tokens=64, policy="lars", chunking="adaptive", mode="default", t_target_s=0.05,
     max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
 )  # fmt: skip
@@ -40,7 +41,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def load(config: Any) -> Any:
         loaded.append(config)
-        info = msgspec.structs.replace(INFO, max_model_len=config.max_model_len or INFO.max_model_len)
+        info = msgspec.structs.replace(INFO, context_tokens=config.max_model_len or INFO.context_tokens)
         return SimpleNamespace(info=info, scheduler=SimpleNamespace(config=SchedulerConfig(), latency=TABLE))
 
     monkeypatch.setattr("headway.runtime.assembly.dry_run.loaded", load)

@@ -57,7 +57,8 @@ def test_a_capacity_search_simulates_few_iterations_also_where_the_context_is_lo
     file = cluster_file({"pools": [{}]}, "cluster.yaml")
     measured = measurement(core, CONFIG)
     # As for an engine with 1M tokens of context, which has prompts of 262,144.
-    measured = measured._replace(engine=replace(measured.engine, max_model_len=1 << 20))
+    info = msgspec.structs.replace(measured.info, context_tokens=1 << 20, kv_tokens_total=1 << 20)
+    measured = measured._replace(info=info)
     plan = cluster_plan(file, CONFIG.model, [CONFIG], [measured])
     lengths = prompt_lengths(plan.cluster.longest)
     simulated, left = with_longer_iterations(plan, lengths)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from tests.helpers.fake_instances import FakeCluster
 from tests.helpers.virtual_time import loop_time, pause
@@ -14,7 +15,7 @@ from headway.core.errors import RequestError
 from headway.core.request import SamplingParams
 from headway.perf.hardware import NetworkLink, model
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.contract import ClusterLinks, Role
+from headway.policy.placement.contract import ClusterLinks, Role, longest_request
 from headway.policy.placement.registry import PolicyContext, make_placement
 from headway.runtime.cluster.client import ClusterClient, ClusterRules
 from headway.runtime.cluster.instances import LiveInstance
@@ -48,7 +49,11 @@ def router(
     def rules(infos: Sequence[EngineInfo]) -> ClusterRules:
         around = PolicyContext(latency=PerToken(), shape=SHAPE, copies_prefixes=False)
         return ClusterRules(
-            policy=lambda: make_placement(placement, around, options or {}), latency=PerToken(), shape=SHAPE, rows=32
+            policy=lambda: make_placement(placement, around, options or {}),
+            latency=PerToken(),
+            shape=SHAPE,
+            longest=partial(longest_request, placement, options or {}),
+            rows=32,
         )
 
     def another(number: int, pool: int, incarnation: int, kv_bytes: int | None) -> LiveInstance:

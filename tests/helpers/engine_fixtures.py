@@ -17,7 +17,8 @@ from headway.runtime.engine.protocol import EngineInfo, OutputDelta, SubmitReque
 
 EOS = 2
 INFO = EngineInfo(
-    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=512, vocab_size=VOCAB,
+    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=512, context_tokens=512,
+    vocab_size=VOCAB,
     kv_tokens_total=1024, kv_block_tokens=16, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02,
     max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4, eos_token_ids=(EOS,),
 )  # fmt: skip

@@ -22,6 +22,7 @@ INFO = EngineInfo(
     dtype="float32",
     device="cpu",
     max_model_len=4096,
+    context_tokens=4096,
     vocab_size=512,
     kv_tokens_total=8192,
     kv_block_tokens=16,

@@ -47,7 +47,8 @@ def make_core(
 ) -> EngineCore:  # fmt: skip
     """cached: with a prefix cache."""
     info = EngineInfo(
-        model="t", architecture="t", dtype="float32", device="cpu", max_model_len=512, vocab_size=128,
+        model="t", architecture="t", dtype="float32", device="cpu", max_model_len=512, context_tokens=512,
+    vocab_size=128,
         kv_tokens_total=blocks * block_tokens, kv_block_tokens=block_tokens, policy="lars", chunking="adaptive",
         mode="default", t_target_s=0.02, max_num_seqs=64, max_queued_requests=1000, parameters=1, weights_bytes=4,
         kv_bytes=4,

@@ -47,6 +47,8 @@ def test_plan_becomes_nested_spans_with_transfers() -> None:
     state = book()
     for i in range(8, 16):  # the gap of §2.4's last example, wider
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=9.0))
+    for i in (16, 17):
+        state.put(msgspec.structs.replace(state.instances[i], capacity=200_000))
     policy = make_placement("tetris", CONTEXT, {"rate": 0.05})
     commit, *transfers = policy.on_event(RequestArrived(request(131_072)), ClusterSnapshot(state, 8.0))
     assert isinstance(commit, CommitSpans)

@@ -95,8 +95,8 @@ def test_the_queue_is_bounded_and_rejections_have_a_retry_time(placement: str) -
             assert full.value.retry_after_s >= 1.0
             for each in asks:
                 each.cancel()
-            with pytest.raises(RequestError, match="largest instance's KV pool holds 1000"):
-                await ask(client, "large", prompt(0, 990), 20)
+            with pytest.raises(RequestError, match=f"hold requests of up to {client.info.max_model_len}"):
+                await ask(client, "large", prompt(0, client.info.max_model_len - 10), 20)
 
     virtual_time.run(run())
 
@@ -205,7 +205,7 @@ def test_a_joining_instance_needs_the_kv_room_of_its_pool() -> None:
             fake.longest[2] = client.info.max_model_len - 1
             client.join(0)
             await eventually(lambda: client.report().instances[2].state == "failed")
-            assert "and this cluster serves such of up to" in (client.report().instances[2].failure or "")
+            assert "and this cluster's instances 8192 at least" in (client.report().instances[2].failure or "")
             assert fake.kv_bytes == [1001]
             assert await ask(client, "a", prompt(0, 30)) == answer(prompt(0, 30), 4)
 
@@ -216,7 +216,7 @@ def test_instances_join_drain_and_leave_while_serving(caplog: pytest.LogCaptureF
     caplog.set_level("INFO")
 
     async def run() -> None:
-        fake = FakeCluster(run_s=0.005, token_s=0.002)
+        fake = FakeCluster(run_s=0.005, token_s=0.002, kv_tokens=1 << 20)
         async with running(fake, ("mixed", "mixed"), "fifo", {"long_tokens": 100, "long_sp": 2}) as client:
             asks = [asyncio.create_task(ask(client, f"a{n}", prompt(n, 30 + 200 * (n % 2)), 20)) for n in range(6)]
             await virtual_time.pause(0.004)
@@ -274,7 +274,7 @@ def test_requests_wait_for_an_instance_and_fail_when_none_will_come() -> None:
         assert client.stats.engine_restarts_total == 1
         fake.refuse = lambda number, serial: "the disk is gone"
         last = asyncio.create_task(ask(client, "c", prompt(0, 20), 10_000))
-        with pytest.raises(RequestError, match="largest instance"):
+        with pytest.raises(RequestError, match="hold requests of up to 8192"):
             await last
         last = asyncio.create_task(ask(client, "c", prompt(0, 20), 5000))
         await eventually(lambda: client._live is not None and "c" in client._live.requests.asked)

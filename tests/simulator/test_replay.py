@@ -31,7 +31,8 @@ from headway.sim.explanation import explain
 from headway.sim.replay import read_log, replay
 
 INFO = EngineInfo(
-    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=1500, vocab_size=100,
+    model="fake", architecture="fake", dtype="float32", device="cpu", max_model_len=1500, context_tokens=1500,
+    vocab_size=100,
     kv_tokens_total=1600, kv_block_tokens=16, policy="lars", chunking="adaptive", mode="default", t_target_s=0.02,
     max_num_seqs=64, max_queued_requests=100, parameters=1, weights_bytes=4, kv_bytes=4, eos_token_ids=(2,),
 )  # fmt: skip

@@ -46,7 +46,8 @@ class Engine:
             chunking="static:5",
         )  # fmt: skip
         info = EngineInfo(
-            model="m", architecture="a", dtype="float32", device="cpu", max_model_len=512, vocab_size=shape.vocab_size,
+            model="m", architecture="a", dtype="float32", device="cpu", max_model_len=512, context_tokens=512,
+    vocab_size=shape.vocab_size,
             kv_tokens_total=BLOCKS * BLOCK, kv_block_tokens=BLOCK, policy="fcfs", chunking="static", mode="default",
             t_target_s=0.02, max_num_seqs=64, max_queued_requests=8, parameters=1, weights_bytes=4, kv_bytes=4,
         )  # fmt: skip

@@ -63,7 +63,7 @@ class ClusterScenarios:
         config = msgspec.structs.replace(config, event_log=None)
         key = msgspec.json.encode(config)
         if key not in self._measured:
-            self._measured[key] = measurement(dry_run.loaded(config), config)
+            self._measured[key] = measurement(dry_run.loaded_instance(config), config)
         return self._measured[key]
 
     def _warn(self, sentences: list[str]) -> None:

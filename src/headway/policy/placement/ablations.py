@@ -18,7 +18,13 @@ from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, CountOrZero, Positive, PositiveOrZero
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.baselines import commit_as_ring, first_free_group, least_loaded, prefill_instances
+from headway.policy.placement.baselines import (
+    commit_as_ring,
+    first_free_group,
+    is_long,
+    least_loaded,
+    prefill_instances,
+)
 from headway.policy.placement.contract import (
     Action,
     ClusterSnapshot,
@@ -73,7 +79,7 @@ class PriorityPlacement(PlacementPolicy):
         actions: list[Action] = []
         if isinstance(event, RequestArrived):
             request, candidates = event.request, prefill_instances(view, "priority")
-            if request.prompt_tokens <= self._options.long_tokens:
+            if not is_long(request, self._options.long_tokens, candidates, view):
                 return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
             self._long_queue[request.id] = request
         elif isinstance(event, SpanDone) and event.last:
@@ -209,7 +215,7 @@ class ReservationPlacement(PlacementPolicy):
             self._for_long = self._for_short = instances
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Action:
-        if request.prompt_tokens > self._options.long_tokens:
+        if is_long(request, self._options.long_tokens, (*self._for_short, *self._for_long), view):
             group = first_free_group(view, self._for_long, min(self._options.long_sp, len(self._for_long)))
             self._groups[request.id] = group
             return commit_as_ring(request, group, view)

@@ -28,6 +28,8 @@ from headway.policy.placement.contract import (
     RequestDropped,
     RequestFinished,
     SpanDone,
+    final_tokens,
+    members_for,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.prefix_reuse import AffinityOptions, PrefixStart, cheapest_start
@@ -140,6 +142,13 @@ def least_loaded(view: ClusterSnapshot, candidates: Iterable[int]) -> int:
     return min(candidates, key=load)
 
 
+def is_long(request: Request, long_tokens: int, candidates: Iterable[int], view: ClusterSnapshot) -> bool:
+    """Return whether a prompt has more than `long_tokens`, or one of the candidates does not hold the request alone."""
+    if request.prompt_tokens > long_tokens:
+        return True
+    return members_for(final_tokens(request), min(view.instances[i].capacity for i in candidates)) > 1
+
+
 def commit_as_ring(
     request: Request, group: tuple[int, ...], view: ClusterSnapshot, concurrent: bool = False
 ) -> CommitSpans:
@@ -186,7 +195,7 @@ class FifoPlacement(PlacementPolicy):
 
     def _place(self, request: Request, view: ClusterSnapshot) -> Sequence[Action]:
         candidates = prefill_instances(view, "fifo")
-        if request.prompt_tokens <= self._options.long_tokens:
+        if not is_long(request, self._options.long_tokens, candidates, view):
             return [EnqueueRequest(request.id, (least_loaded(view, candidates),))]
         # committed at once, not when the group is free: arrivals after it wait behind it
         group = first_free_group(view, candidates, min(self._options.long_sp, len(candidates)))

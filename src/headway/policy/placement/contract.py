@@ -87,6 +87,50 @@ class ClusterInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Holder of the reservation on it (HoldGroup)."""
 
 
+GROUP_SLACK = 64
+"""Tokens that a request leaves free on each member of a group that holds it: blocks are partly filled, and the member
+that takes the output's KV is replaced before it is full."""
+
+
+def members_for(tokens: int, capacity: int) -> int:
+    """Return the fewest instances of `capacity` KV tokens each (0: not stated) that hold a request of so many tokens,
+    output included."""
+    return 1 if not capacity or tokens <= capacity else -(-tokens // max(1, capacity - GROUP_SLACK))
+
+
+def final_tokens(request: Request) -> int:
+    """Return the KV tokens of a request with all of its output."""
+    return request.prompt_tokens + request.max_output_tokens
+
+
+def longest_request(placement: str, options: Mapping[str, Any], instances: Sequence[ClusterInstance]) -> int:
+    """Return the tokens of the longest request, output included, that every group which a policy makes of these
+    instances can hold; 0: a capacity is not stated, or no instance prefills."""
+    prefill = [each for each in instances if each.role != "decode"]
+    least = min((each.capacity for each in instances), default=0)
+    members = _largest_group(placement, options, prefill)
+    if not least or members < 2:
+        return least if members else 0
+    return max(least, members * (min(each.capacity for each in prefill) - GROUP_SLACK))
+
+
+def _largest_group(placement: str, options: Mapping[str, Any], prefill: Sequence[ClusterInstance]) -> int:
+    """Return the most instances that one request gets of those that prefill."""
+    count = len(prefill)
+    if placement == "jsq" or (placement == "ladder" and all(each.role == "mixed" for each in prefill)):
+        return min(1, count)
+    if placement in ("fifo", "priority", "reservation"):
+        return min(count, int(options.get("long_sp", 4)))
+    if placement == "fixed-sp":
+        return min(count, int(options.get("sp", 8)) or count)
+    if placement in ("tetris", "ladder"):
+        sizes = options.get("sizes") or [1 << k for k in range(8)]
+        return max((size for size in sizes if size <= count), default=0)
+    if placement == "loongserve":
+        return min(count - int(options.get("reserved", 0)), int(options.get("max_sp", 0)) or count)
+    return count
+
+
 class ClusterLinks(msgspec.Struct, frozen=True, kw_only=True):
     """Links that KV moves over between instances."""
 

@@ -20,7 +20,14 @@ from headway.policy.placement.contract import (
     RequestFinished,
     SpanDone,
     TransferKv,
+    final_tokens,
+    members_for,
 )
+
+
+def decode_instances(view: ClusterSnapshot, tokens: int) -> tuple[int, ...]:
+    """Return the decode instances whose pools hold a request of so many tokens, output included."""
+    return tuple(i for i in view.with_role("decode") if members_for(tokens, view.instances[i].capacity) == 1)
 
 
 class DecodePlacement:
@@ -32,10 +39,11 @@ class DecodePlacement:
         self._virtual_usage: dict[int, int] = {}  # tokens whose KV is on its way, by instance
         self._groups: dict[str, tuple[int, ...]] = {}  # of requests that decode where they were prefilled
 
-    def choose(self, view: ClusterSnapshot) -> int | None:
-        """Return the decode instance with the most freeness, ties to the lower id; None where there is none."""
+    def choose(self, view: ClusterSnapshot, tokens: int = 1) -> int | None:
+        """Return the decode instance with the most freeness, ties to the lower id; None where none has a pool for so
+        many tokens."""
         best, most = None, -float("inf")
-        for i in view.with_role("decode"):
+        for i in decode_instances(view, tokens):
             freeness = self.freeness(view, i)
             if freeness > most:
                 # ids ascend: a later instance must be freer, not just as free
@@ -67,10 +75,11 @@ class DecodePlacement:
         self, request: Request, groups: Sequence[tuple[int, ...]], view: ClusterSnapshot, target: int | None = None
     ) -> list[Action]:
         """Choose the decode instance of a request whose prefill is to be committed on `groups`, one a span, unless
-        `target` is that; return the transfers of its spans."""
+        `target` is that; return the transfers of its spans. A request that no decode instance's pool holds decodes on
+        its last group, over the KV there."""
         if request.max_output_tokens <= 1:
             return []
-        target = self.choose(view) if target is None else target
+        target = self.choose(view, final_tokens(request)) if target is None else target
         if target is None:
             self._groups[request.id] = groups[-1]
             return []

@@ -44,8 +44,10 @@ from headway.policy.placement.contract import (
     ResumeRequest,
     SpanDone,
     SpanPaused,
+    final_tokens,
+    members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.decode_placement import DecodePlacement, decode_instances
 from headway.policy.placement.ladder_groups import (
     ALONE,
     LATE_WEIGHT,
@@ -281,13 +283,14 @@ class LadderPlacement(PlacementPolicy):
     def _place(self, prompt: Prompt, moment: _Moment, view: ClusterSnapshot) -> list[Action]:
         """Return what begins a prompt now; nothing if it has to wait, with what it waits for taken into account."""
         request, decode = prompt.request, None
-        if moment.decodes and request.max_output_tokens > 1:
+        # What no decode instance's pool holds decodes on its group.
+        if decode_instances(view, final_tokens(request)) and request.max_output_tokens > 1:
             decode = self._decode_for(prompt, moment)
             if decode is None:
                 if prompt.steps:
                     moment.claim(prompt, moment.decodes)
                 return []
-        least = moment.least_size(request.prompt_tokens)
+        least = moment.least_size(final_tokens(request))
         choices = [*self._scheduled(prompt, moment, view, least), *self._groups(prompt, moment, view, least)]
         if not choices:
             moment.make_room(prompt, least)
@@ -307,7 +310,7 @@ class LadderPlacement(PlacementPolicy):
         if prompt.fastest_s > _DECODE_AHEAD_S:
             tokens = 1
         far = self._decodes.reserved(self._long)
-        for i in moment.decodes:
+        for i in decode_instances(moment.view, final_tokens(prompt.request)):
             room = moment.room(i, self._decodes.virtual_usage(i) - far.get(i, 0))
             if room >= tokens:
                 found.append((-room / (1 + moment.running(i)), i))
@@ -319,7 +322,8 @@ class LadderPlacement(PlacementPolicy):
         if least > 1 or (moment.decodes and not self._batched(prompt)):
             return
         tokens = prompt.request.prompt_tokens
-        candidates = [*moment.ahead_s, *(moment.decodes if prompt.request.max_output_tokens > 1 else ())]
+        decodes = decode_instances(view, final_tokens(prompt.request)) if prompt.request.max_output_tokens > 1 else ()
+        candidates = [*moment.ahead_s, *decodes]
         for i in candidates:
             if not moment.has_room(i, tokens):
                 continue
@@ -451,7 +455,7 @@ class _Moment:
 
     def __init__(self, view: ClusterSnapshot, ahead_s: dict[int, float], in_groups: Mapping[int, RunningGroup]) -> None:
         """ahead_s: predicted seconds of work of each instance that prefills. in_groups: instances of running groups."""
-        self.now, self._view, self.ahead_s, self._in_groups = view.now_s, view, ahead_s, in_groups
+        self.now, self.view, self.ahead_s, self._in_groups = view.now_s, view, ahead_s, in_groups
         self.decodes = view.with_role("decode")
         self.kept_s: dict[int, float] = {}  # idle instances that a prompt before waits with, until it begins
         self.kept_until_s: dict[int, float] = {}  # when that one will have ended
@@ -474,7 +478,7 @@ class _Moment:
     def ahead(self, instance: int) -> float:
         if instance in self.ahead_s:
             return self.ahead_s[instance]
-        return max(0.0, self._view.instances[instance].free_at_s - self.now)
+        return max(0.0, self.view.instances[instance].free_at_s - self.now)
 
     def free_for(self, group: Sequence[int]) -> float:
         """Return when all of a group have nothing to do before it."""
@@ -485,7 +489,7 @@ class _Moment:
         return {
             i: max(self.now + ahead_s, self.kept_until_s.get(i, 0.0))
             for i, ahead_s in self.ahead_s.items()
-            if self.decodes or not self._view.instances[i].running
+            if self.decodes or not self.view.instances[i].running
         }
 
     def kept_free_s(self) -> dict[int, float]:
@@ -496,14 +500,13 @@ class _Moment:
         """Return what groups may be made of: instances in order of when they are free, and those that are kept."""
         if not self._free:
             kept = self.kept_free_s()
-            self._free = [FreeInstances(self._view, self.free_s())]
-            self._free += [FreeInstances(self._view, kept)] if kept else []
+            self._free = [FreeInstances(self.view, self.free_s())]
+            self._free += [FreeInstances(self.view, kept)] if kept else []
         return self._free
 
     def least_size(self, tokens: int) -> int:
-        """Return how many instances the KV of a prompt needs at least."""
-        capacity = min(self._view.instances[i].capacity for i in self.ahead_s)
-        return min(len(self.ahead_s), -(-tokens // capacity)) if capacity else 1
+        """Return how many instances hold a request of so many tokens, output included, at least."""
+        return min(len(self.ahead_s), members_for(tokens, min(self.view.instances[i].capacity for i in self.ahead_s)))
 
     def make_room(self, prompt: Prompt, size: int) -> None:
         """Keep later prompts from the instances that a prompt without room needs: those with the most."""
@@ -515,13 +518,13 @@ class _Moment:
 
     def running(self, instance: int) -> int:
         """Return the requests in the scheduler of an instance."""
-        return self._view.instances[instance].running
+        return self.view.instances[instance].running
 
     def room(self, instance: int, coming: int = 0) -> float:
         """Return the KV tokens that an instance has room for; infinite on an empty one, where anything is tried.
 
         coming: tokens of requests that are on their way to it."""
-        known = self._view.instances[instance]
+        known = self.view.instances[instance]
         taken = known.used + coming + self._taken.get(instance, 0)
         return known.capacity - taken if known.capacity and taken else math.inf
 

@@ -35,7 +35,9 @@ from headway.policy.placement.contract import (
     RequestArrived,
     RequestDropped,
     RequestFinished,
+    final_tokens,
     load_rates,
+    members_for,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.prefix_reuse import AffinityOptions, copy_pays, copy_seconds, longest_prefix
@@ -87,7 +89,7 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
         self._decodes = DecodePlacement()
         self._requests: dict[str, Request] = {}
         self._cached: dict[str, tuple[int, ...]] = {}  # tokens that instances had when a request arrived
-        self._planner: CdspPlanner | None = None
+        self._planners: dict[int, CdspPlanner] = {}  # by the fewest instances of a group
         self._ids: tuple[int, ...] = ()  # instance of each position in the planner's pool
         self._own_free_s: list[float] = []  # by position, when all plans so far end; only if not anchored
 
@@ -139,7 +141,8 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
         instance with the prefix, which may be alone."""
         plan, copies = self.plan(request, view), self._context.copies_prefixes
         longest = longest_prefix(self._cached.get(request.id, ()), None if copies else self._ids)
-        if longest is None:
+        # A copied prefix lies beside its holder's part of the group's KV, which leaves no room for it.
+        if longest is None or self._least(request, view) > 1:
             return PrefixPlan(request, plan, None)
         tokens, source = longest.tokens, longest.instance
         behind = msgspec.structs.replace(request, cached_tokens=tokens)
@@ -176,7 +179,9 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
     def plan(self, request: Request, view: ClusterSnapshot, not_before_s: Sequence[float] = ()) -> ChunkAllocation:
         """Return the allocation of a request, on positions among the prefill instances. not_before_s: by position,
         seconds from now before which it cannot begin there."""
-        planner = self._planner = self._planner or self._make_planner(view)
+        least = self._least(request, view)
+        if least not in self._planners:
+            self._planners[least] = self._make_planner(view, least)
         queue_s = self._queue_s(view)
         if not_before_s:
             queue_s = [max(pair) for pair in zip(queue_s, not_before_s, strict=True)]
@@ -186,7 +191,17 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
             at = min(range(len(queue_s)), key=queue_s.__getitem__)
             alone_s = self._latency.prefill_s(request.cached_tokens, tokens, GroupShape(1))
             return ChunkAllocation((ChunkPlan(tokens, (at,)),), queue_s[at] + alone_s)
-        return planner.plan(tokens, queue_s, rate, request.cached_tokens, single=self._options.single_chunk)
+        # One chunk for what no instance holds alone: a chunk's KV lies beside the layout that the next chunk gives it.
+        single = self._options.single_chunk or least > 1
+        return self._planners[least].plan(tokens, queue_s, rate, request.cached_tokens, single=single)
+
+    def _least(self, request: Request, view: ClusterSnapshot) -> int:
+        """Return the fewest instances that hold a request."""
+        if not self._ids:
+            # by (node, id): positions of one node are consecutive
+            self._ids = view.ordered(prefill_instances(view, "tetris"))
+            self._own_free_s = [0.0] * len(self._ids)
+        return members_for(final_tokens(request), min(view.instances[i].capacity for i in self._ids))
 
     def _queue_s(self, view: ClusterSnapshot) -> list[float]:
         """Return the seconds until each position is free."""
@@ -206,13 +221,11 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
             for i in group:
                 self._own_free_s[i] = at
 
-    def _make_planner(self, view: ClusterSnapshot) -> CdspPlanner:
-        # by (node, id): positions of one node are consecutive
-        self._ids = view.ordered(prefill_instances(view, "tetris"))
-        self._own_free_s = [0.0] * len(self._ids)
+    def _make_planner(self, view: ClusterSnapshot, least: int) -> CdspPlanner:
+        """Make the planner of groups of at least so many instances."""
         nodes = [view.instances[i].node for i in self._ids]
         latency = _eq1(self._latency, self._sizes())
-        return CdspPlanner(latency, [s for s in self._sizes() if s in latency.sizes], nodes)
+        return CdspPlanner(latency, [s for s in self._sizes() if s in latency.sizes and s >= least], nodes)
 
     def _sizes(self) -> tuple[int, ...]:
         known = self._latency.sizes if isinstance(self._latency, eq1.Eq1Latency) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,8 @@ from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost
 from headway.perf.utilisation import mean_base
 from headway.policy.iteration.groups import GroupedScheduler
-from headway.runtime.cluster.client import ClusterRules
+from headway.policy.placement.contract import ClusterInstance, longest_request
+from headway.runtime.cluster.client import ClusterRules, merged_info
 from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools, moves_kv, nodes_of, whole_prompts
 from headway.runtime.cluster.instances import initial_instance
 from headway.runtime.cluster.policies import PlacementChain
@@ -89,19 +91,25 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
 
 
 def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> ClusterRules:
-    """Return `rules_of` started instances, after `check_moves`; warn once of unused and unequal pools."""
+    """Return `rules_of` started instances, after `check_moves`; warn once of unused and of small pools."""
     check_moves(file, infos)
-    for warning in (*idle_pools(file), *_unequal_lengths(file, infos)):
+    for warning in (*idle_pools(file), *_shortened(file, infos)):
         logging.getLogger("headway.cluster").warning("%s", warning)
     return rules_of(file, model, infos, log)
 
 
-def _unequal_lengths(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
-    lengths = [infos[first].max_model_len for first in first_of(file)]
-    if len(set(lengths)) == 1:
+def _shortened(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
+    """Return a sentence where the KV pools hold less than the model's context."""
+    roles = [pool.role for pool in file.pools for _ in range(pool.count)]
+    pools = [info.kv_tokens_total for info in infos]
+    each = zip(range(len(infos)), roles, pools, strict=True)
+    instances = [ClusterInstance(id=i, node=0, role=role, capacity=tokens) for i, role, tokens in each]
+    served = merged_info(infos, longest_request(file.placement, file.options, instances))
+    if served.max_model_len == served.context_tokens:
         return []
-    each = ", ".join(f"pools[{i}] {length:,}" for i, length in enumerate(lengths))
-    return [f"requests of up to {min(lengths):,} tokens are served, output included: the longest are {each}"]
+    held = ", ".join(f"pools[{i}] {pools[first]:,}" for i, first in enumerate(first_of(file)))
+    said = f"requests of up to {served.max_model_len:,} tokens are served, output included"
+    return [f"{said}, not of the model's {served.context_tokens:,}: an instance's KV pool holds {held}"]
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> ClusterRules:
@@ -110,7 +118,6 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
     Spans are predicted with the latencies of the first instance that prefills. log: of decisions, if any.
     """
     from headway.perf.latency import eq1
-    from headway.runtime.cluster.client import ClusterRules
     from headway.runtime.cluster.driver import DecisionLog
 
     measured = {}
@@ -129,6 +136,7 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
         latency=context.latency,
         latency_of=lambda info: context.latency if info is None or info.latency is None else context_of(info).latency,
         shape=context.shape,
+        longest=partial(longest_request, file.placement, file.options),
         rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )
@@ -226,7 +234,6 @@ def measurement(core: EngineCore, config: EngineConfig) -> InstanceMeasurement:
         config=scheduler.config,
         latency=restore(info.latency)[0],
         block_tokens=info.kv_block_tokens,
-        max_model_len=info.max_model_len,
         exchange=exchange,
         prefix_cache=PrefixCacheSpec(eviction=config.prefix_cache_policy) if config.prefix_cache else None,
     )
@@ -253,6 +260,7 @@ def cluster_plan(
         links=links(file),
         backends=file.backends,
         rows=rules.rows,
+        longest=merged_info([info for info, _ in measured], rules.longest(instances)).max_model_len,
         utilisation_base=mean_base([info.utilisation for info, _ in measured]),
     )
     return ClusterPlan(rules, cluster)

@@ -28,7 +28,7 @@ from headway.runtime.assembly.cluster import ClusterPlan, InstanceMeasurement, c
 from headway.runtime.assembly.engine import assemble
 from headway.runtime.assembly.facts import summary
 from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools
-from headway.runtime.engine.config import EngineConfig
+from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.report.tables import duration
@@ -46,6 +46,11 @@ def loaded(config: EngineConfig) -> EngineCore:
     core = assemble(msgspec.structs.replace(config, event_log=None), ManualClock())
     core.executor.close()
     return core
+
+
+def loaded_instance(config: EngineConfig) -> EngineCore:
+    """The same for an instance of a cluster, whose pool need not hold the longest request."""
+    return loaded(msgspec.structs.replace(config, instance=InstanceConfig(number=0, listen="")))
 
 
 def described(core: EngineCore, prefills: bool = True) -> list[str]:
@@ -112,7 +117,7 @@ def cluster_report(file: ClusterFile, model: str, configs: Sequence[EngineConfig
         lines = ["", f"pool {i}: {pool.count} x {pool.role}{place}, {configs[first].threads} threads each"]
         if pool.host:
             lines += [f"  loaded on this host: what fits on host {pool.host} may differ"]
-        core = loaded(configs[first])
+        core = loaded_instance(configs[first])
         lines += described(core, prefills=pool.role != "decode")
         yield "\n".join(lines)
         measured += [measurement(core, configs[first])] * pool.count

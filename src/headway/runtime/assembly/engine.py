@@ -165,6 +165,7 @@ def _engine(
         layout=config.layout.name,
         # A request that fills the pool alone is the longest that can be served.
         max_model_len=min(built.shape.max_model_len, kv_tokens),
+        context_tokens=built.shape.max_model_len,
         vocab_size=built.shape.vocab_size,
         kv_tokens_total=kv_tokens,
         kv_block_tokens=config.block_size,
@@ -259,9 +260,10 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
     """Return the number of KV blocks in each of `groups` KV groups.
 
     per_token: bytes of a token's KV; available: bytes that are free beside the weights. Raises ConfigError when all
-    groups together cannot hold a request of `config.max_model_len` tokens.
+    groups together cannot hold a request of `config.max_model_len` tokens. An instance of a cluster need not: several
+    of them may hold one request (`contract.longest_request`).
     """
-    asked = config.max_model_len
+    asked = config.max_model_len if config.instance is None else None
     if config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
@@ -279,7 +281,7 @@ def kv_blocks(config: EngineConfig, shape: DecoderConfig, per_token: int, availa
             f"--kv-cache-memory (at least {gib(need * per_token)}) or lower --max-model-len"
         )
     # Without an explicit length a pool smaller than the context is allowed, but not silently.
-    if asked is None and tokens < shape.max_model_len:
+    if config.instance is None and asked is None and tokens < shape.max_model_len:
         log.warning(
             "the KV cache has room for %d tokens (%s): the longest prompt with its output is that, not the model's %d, "
             "which would take %s (--kv-cache-memory, or a layout over more memory)",

@@ -65,6 +65,7 @@ def rules_of(file: ClusterFile, model: str, rates: MachineRates) -> HttpClusterR
         dtype="their own precision",
         device="http",
         max_model_len=longest_context(Path(model)),
+        context_tokens=longest_context(Path(model)),
         vocab_size=shape.vocab,
         kv_tokens_total=0,
         kv_block_tokens=0,

@@ -451,7 +451,8 @@ class InstanceAgent:
         if ids.size == 0 or int(ids.min()) < 0 or int(ids.max()) >= info.vocab_size:
             log.error("%s: token ids must be between 0 and %d", admit.id, info.vocab_size - 1)
             return
-        room = info.max_model_len - admit.prompt_tokens
+        # Not `max_model_len`: a group holds more than this instance's pool.
+        room = info.context_tokens - admit.prompt_tokens
         live = OutputTracker(admit.params, len(admit.output), room, info.eos_token_ids)
         self._computes.admit(admit.id, prompt, admit.params, admit.output)
         self._requests[admit.id] = _AgentRequest(admit, prompt, live)

@@ -23,7 +23,7 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.perf.utilisation import UtilisationBase
-from headway.policy.placement.contract import ClusterLinks, PlacementPolicy, RatesReplaced, RateTable
+from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy, RatesReplaced, RateTable
 from headway.runtime.cluster.driver import DecisionLog, LiveController
 from headway.runtime.cluster.instances import (
     ClusterReport,
@@ -53,8 +53,8 @@ _SUMMED = ("kv_tokens_total", "max_num_seqs", "max_queued_requests", "weights_by
 _NEWEST = ("last_chunk_tokens", "last_iteration_s")
 
 
-def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Merge the instances' reports; `max_model_len` is what every instance can hold.
+def merged_info(infos: Sequence[EngineInfo], longest: int = 0) -> EngineInfo:
+    """Merge the instances' reports. longest: tokens that they hold of one request (`contract.longest_request`).
 
     Raises ConfigError when they do not serve the same model.
     """
@@ -68,9 +68,15 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
                 )
     layouts = ", ".join(f"{count} x {name}" for name, count in sorted(Counter(i.layout for i in infos).items()))
     sums = {name: sum(getattr(info, name) for info in infos) for name in _SUMMED}
-    longest = min(info.max_model_len for info in infos)
+    context = min(info.context_tokens for info in infos)
     return msgspec.structs.replace(
-        first, **sums, max_model_len=longest, layout=layouts, latency=None, utilisation=_merged_base(infos)
+        first,
+        **sums,
+        max_model_len=min(context, longest or context),
+        context_tokens=context,
+        layout=layouts,
+        latency=None,
+        utilisation=_merged_base(infos),
     )
 
 
@@ -178,8 +184,8 @@ class InstanceRoster:
         infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
-    def leave(self, number: int, membership: LiveMembership) -> InstanceReport:
-        """See `InstanceAdmin.leave`."""
+    def leave(self, number: int, membership: LiveMembership, served: int) -> InstanceReport:
+        """See `InstanceAdmin.leave`. served: tokens of the longest request that is accepted."""
         instance = self._fleet[number]
         # Without a process there is nothing to drain: the instance leaves at once.
         if not instance.serves:
@@ -187,7 +193,7 @@ class InstanceRoster:
             if instance.state == "failed":
                 self.remove(instance)
         elif number not in membership.leaving and instance.state == "ready":
-            why = membership.refuses(membership.others(number))
+            why = membership.refuses(membership.others(number)) or membership.shortens(number, served)
             if why is not None:
                 raise RequestError(f"instance {number} cannot leave: without it {why}", "id")
             membership.close(number)
@@ -219,6 +225,7 @@ class InstanceEvents:
         self.heard = lambda number, delta: None
         self.measured = lambda number: None
         self._info: EngineInfo | None = None
+        self._least = 0
         self._ready: dict[int, asyncio.Future[None]] = {}
         self.receive_samples: Callable[[int, EngineSamples], None] | None = None
         """Called with samples of instances' iterations."""
@@ -234,6 +241,7 @@ class InstanceEvents:
     def begin(self, live: LiveController, info: EngineInfo) -> None:
         """Bring events before a controller from now on. info: what instances that join later have to agree with."""
         self._live, self._info = live, info
+        self._least = min((each.info.max_model_len for each in self._fleet if each.info is not None), default=0)
         self.said, self.heard, self.measured = live.messages.said, live.messages.heard, live.messages.measured
         live.messages.sampled = self.sampled
 
@@ -288,6 +296,8 @@ class InstanceEvents:
             requests = self._live.requests
             why = instance.failure or requests.not_placeable
             requests.fail_all(UnavailableError(f"no instance is left to serve: {why}", 30.0))
+        elif self._live is not None:
+            self._live.membership.fail_too_long()
 
     def _differs(self, number: int) -> str | None:
         """Return why an instance that has joined cannot be part of this cluster; None: it can."""
@@ -298,10 +308,10 @@ class InstanceEvents:
             merged_info([ours, info])
         except ConfigError as error:
             return str(error)
-        longest = ours.max_model_len
         # Requests of up to that length have been accepted.
-        if info.max_model_len < longest:
-            return f"it holds requests of {info.max_model_len} tokens, and this cluster serves such of up to {longest}"
+        least = min(ours.max_model_len, self._least)
+        if info.max_model_len < least:
+            return f"it holds {info.max_model_len} tokens of a request, and this cluster's instances {least} at least"
         return None
 
 
@@ -318,6 +328,8 @@ class ClusterRules(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
     latency_of: LatencyOf | None = None
     """Predictor of one instance; None: `latency` for all."""
+    longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0
+    """Tokens of the longest request that these instances hold (`contract.longest_request`); 0: not limited."""
     rows: int = 0
     """Most rows of a span that an instance computes at once (`SpanTask.rows`); 0: all."""
     log: DecisionLog | None = None
@@ -422,8 +434,9 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         try:
             await self._events.all_ready()
             infos = [cast(EngineInfo, each.info) for each in instances]
-            info = merged_info(infos)
+            merged_info(infos)
             rules = self._make(infos)
+            info = merged_info(infos, rules.longest([each.initial_instance for each in instances]))
             losses = max(each.config.max_restarts for each in instances)
             live = LiveController(
                 self.fleet,
@@ -435,6 +448,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
                 losses,
                 self._in_place,
                 rules.rows,
+                rules.longest,
                 rules.log,
                 self._clock,
             )
@@ -474,7 +488,13 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             raise UnavailableError(f"no instance is left to serve ({why}); the cluster must be restarted", 30.0)
         if submit.id in live.requests.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
-        self._check_size(submit)
+        prompt, output, longest = submit.prompt_tokens, submit.params.max_tokens, self.info.max_model_len
+        if prompt + output > longest:
+            raise RequestError(
+                f"the prompt's {prompt} tokens and max_tokens {output} add up to {prompt + output}; this cluster's "
+                f"instances hold requests of up to {longest}",
+                "prompt",
+            )
         most = self._most_waiting
         unanswered = live.requests.unanswered
         if not submit.resubmitted and unanswered >= most:
@@ -482,17 +502,6 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
                 f"{unanswered} requests are waiting, which is the limit; try again later", live.membership.patience_s
             )
         return live
-
-    def _check_size(self, submit: SubmitRequest) -> None:
-        """Raise RequestError for a request whose KV no single instance can hold, which a decode may need."""
-        holds = max((each.info.kv_tokens_total for each in self.fleet if each.info is not None), default=0)
-        needed = submit.prompt_tokens + submit.params.max_tokens
-        if needed > holds:
-            raise RequestError(
-                f"the prompt's {submit.prompt_tokens} tokens and max_tokens {submit.params.max_tokens} add up to "
-                f"{needed}; the largest instance's KV pool holds {holds}",
-                "prompt",
-            )
 
     def _expire(self, asked: ClusterRequest) -> None:
         assert self._live is not None
@@ -550,4 +559,4 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     def leave(self, number: int) -> InstanceReport:
         if self._live is None:
             raise RequestError("the cluster is starting", "id")
-        return self._roster.leave(number, self._live.membership)
+        return self._roster.leave(number, self._live.membership, self.info.max_model_len)

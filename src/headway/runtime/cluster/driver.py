@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from headway.control.entries import SpanEntry
 from headway.control.log import RecordingController
 from headway.core.errors import RequestError
 from headway.perf.hardware import ModelShape
-from headway.policy.placement.contract import ClusterLinks, ClusterState, PlacementPolicy
+from headway.policy.placement.contract import ClusterInstance, ClusterLinks, ClusterState, PlacementPolicy
 from headway.runtime.cluster.live_requests import LiveRequests, samples_of
 from headway.runtime.cluster.membership import LiveMembership
 from headway.runtime.cluster.native_backend import (
@@ -283,6 +283,7 @@ class LiveController:
         most_losses: int = 3,
         in_place: bool = False,
         rows: int = 0,
+        longest: Callable[[Sequence[ClusterInstance]], int] = lambda instances: 0,
         log: DecisionLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -290,7 +291,8 @@ class LiveController:
 
         make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
         most_losses: see `LiveRequests`. in_place: groups decode where their KV lies (`LiveResidency`). rows: see
-        `SpanTask.rows`. log: of all decisions, for a replay. clock: seconds, of the same clock as the event loop's.
+        `SpanTask.rows`. longest: see `ClusterRules`. log: of all decisions, for a replay. clock: seconds, of the same
+        clock as the event loop's.
         """
         self._clock = clock
         attempts = AttemptTable()
@@ -312,7 +314,9 @@ class LiveController:
         self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
         self.settle = settle = self._loop.settle
         self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
-        self.membership = LiveMembership(self.machine, book, fleet, self.hands, make, self.requests, settle, clock)
+        self.membership = LiveMembership(
+            self.machine, book, fleet, self.hands, make, longest, self.requests, settle, clock
+        )
         self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
         for each in fleet:

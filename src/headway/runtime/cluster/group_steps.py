@@ -17,11 +17,9 @@ from __future__ import annotations
 import msgspec
 
 from headway.core.request import SpanTask, Strategy
+from headway.policy.placement.contract import GROUP_SLACK
 from headway.runtime.cluster.requests import InstanceRegistry, RequestAttempt
 from headway.runtime.engine.protocol import ComputeSpan, SpanTaskDone
-
-_LOW = 64
-"""Free KV tokens below which the master is replaced by the group's instance with the most free tokens."""
 
 _WHAT = "layout"
 
@@ -120,7 +118,7 @@ class GroupDecodeSteps:
         # Holders that are to leave take part in this token; `keepers` (none: all) have the KV after it.
         keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
         if last.strategy.attn == "ulysses" and not keepers:
-            full = {number for number in held if self._fleet.kv.free(number) <= _LOW}
+            full = {number for number in held if self._fleet.kv.free(number) <= GROUP_SLACK}
             others = tuple(number for number in everybody if number not in full)
             # By heads every instance grows with every token: one full instance stops all, so it has to leave.
             if full and others and self._fits(attempt, others):
@@ -139,7 +137,7 @@ class GroupDecodeSteps:
 
     def _share(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Return the tokens that each instance needs for an even layout."""
-        return attempt.kv_tokens // len(group) + _LOW
+        return attempt.kv_tokens // len(group) + GROUP_SLACK
 
     def _anew(self, attempt: RequestAttempt, run: SpanTask) -> tuple[int, ...]:
         """Return the instances that get more KV with a task than its token's: keepers, or all at a change of layout."""
@@ -158,8 +156,8 @@ class GroupDecodeSteps:
             run is not None
             and before == set(group)
             and run.group[0] in before
-            and self._fleet.kv.free(run.group[0]) > _LOW
+            and self._fleet.kv.free(run.group[0]) > GROUP_SLACK
         ):
             return run.group[0]
-        fresh = [number for number in group if number not in before and self._fleet.kv.free(number) > _LOW]
+        fresh = [number for number in group if number not in before and self._fleet.kv.free(number) > GROUP_SLACK]
         return self._fleet.kv.roomiest(fresh or group)

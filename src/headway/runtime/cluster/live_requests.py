@@ -159,6 +159,8 @@ class LiveRequests:
         self.retries = RetryQueue(settle, most_losses)
         self.not_placeable: str | None = None
         """Why no request can be placed; None: requests can be placed."""
+        self.longest = 0
+        """Tokens of the longest request that the instances there now hold; 0: not limited."""
 
     @property
     def waiting(self) -> int:
@@ -210,8 +212,9 @@ class LiveRequests:
     def begin(self, asked: ClusterRequest) -> None:
         """Accept a request, and begin the first or another attempt at it; fail it if the controller raises."""
         self.asked[asked.submit.id] = asked
-        # Without a usable set of instances a policy would raise: the request waits for the next change of membership.
-        if self.not_placeable is not None:
+        # Without a usable set of instances a policy would raise, and the instances there may be too few to hold the
+        # request: it waits for the next change of membership.
+        if self.not_placeable is not None or 0 < self.longest < asked.tokens:
             self.retries.wait(asked)
             return
         if (error := self.retries.given_up(asked)) is not None:

@@ -12,10 +12,10 @@ from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 from headway.control.controller import ClusterController
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, UnavailableError
 from headway.core.request import Request
 from headway.policy.placement import contract
-from headway.policy.placement.contract import ClusterSnapshot, ClusterState, PlacementPolicy
+from headway.policy.placement.contract import ClusterInstance, ClusterSnapshot, ClusterState, PlacementPolicy
 from headway.runtime.cluster.live_requests import LiveRequests
 from headway.runtime.cluster.native_backend import LiveBackend
 from headway.runtime.cluster.requests import InstanceRegistry
@@ -122,13 +122,15 @@ class LiveMembership:
         fleet: InstanceRegistry,
         hands: LiveBackend,
         make: Callable[[], PlacementPolicy],
+        longest: Callable[[Sequence[ClusterInstance]], int],
         requests: LiveRequests,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """book: the state that policies see. make: returns a new policy. settle: lets the controller act."""
+        """book: the state that policies see. make: returns a new policy. longest: see `ClusterRules`. settle: lets the
+        controller act."""
         self._machine, self._book, self._fleet, self._hands = machine, book, fleet, hands
-        self._make, self._requests = make, requests
+        self._make, self._longest, self._requests = make, longest, requests
         self._settle, self._clock = settle, clock
         self._watch: asyncio.TimerHandle | None = None
         self.peers = PeerHealth()
@@ -225,8 +227,30 @@ class LiveMembership:
         self._fleet.meet()
         requests = self._requests
         requests.not_placeable = self.refuses(self._there())
+        requests.longest = self._held(self._there())
         requests.retries.release(requests.not_placeable is None)
         self._settle()
+
+    def _held(self, numbers: Iterable[int]) -> int:
+        """Return the tokens of the longest request that these instances hold; 0: not limited."""
+        return self._longest([self._fleet[number].initial_instance for number in numbers])
+
+    def shortens(self, number: int, served: int) -> str | None:
+        """Return why requests of up to `served` tokens would not fit without an instance; None: they would."""
+        longest = self._held(self.others(number))
+        if 0 < longest < served:
+            return f"the others hold requests of up to {longest} tokens, and such of up to {served} are accepted"
+        return None
+
+    def fail_too_long(self) -> None:
+        """Fail the requests that wait for a group which the instances that are there, or will be, cannot make."""
+        coming = [each.number for each in self._fleet if each.state in ("starting", "ready", "lost")]
+        if (longest := self._held(coming)) == 0:
+            return
+        for asked in list(self._requests.asked.values()):
+            if asked.tokens > longest:
+                why = f"the instances that are left hold requests of up to {longest} tokens, and it has {asked.tokens}"
+                self._requests.fail(asked, UnavailableError(why, 30.0))
 
     def refuses(self, there: Sequence[int]) -> str | None:
         """Return why the policy cannot place requests on these instances alone; None: it can."""

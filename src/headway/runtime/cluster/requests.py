@@ -96,6 +96,11 @@ class ClusterRequest:
         self.answer = AnswerQueue()
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens of the prompt and of all output that may come."""
+        return self.submit.prompt_tokens + self.submit.params.max_tokens
+
+    @property
     def left(self) -> int:
         """Number of output tokens that may still come."""
         return self.submit.params.max_tokens - len(self.told)

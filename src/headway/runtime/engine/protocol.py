@@ -238,6 +238,9 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     dtype: str
     device: str
     max_model_len: int
+    """Tokens of the longest request, output included, that the model and the KV pool allow."""
+    context_tokens: int
+    """The same by the model alone (`--max-model-len`, else its own context)."""
     vocab_size: int
     kv_tokens_total: int
     kv_block_tokens: int

@@ -50,7 +50,6 @@ class MeasuredEngine:
     latency: LatencyModel
     """Of one pipeline stage, measured."""
     block_tokens: int
-    max_model_len: int
     exchange: ShardExchangeCost
     """Between its KV groups."""
     prefix_cache: PrefixCacheSpec | None = None
@@ -72,13 +71,10 @@ class MeasuredCluster:
     """Pieces of KV that an instance receives at a time."""
     rows: int
     """See `ClusterSpec.rows`."""
+    longest: int
+    """Tokens of the longest request that is served, output included."""
     utilisation_base: UtilisationBase | None = None
     """Peaks of an instance in the mean over all; None: not known."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request that all instances can serve, output included."""
-        return min(engine.max_model_len for engine in self.engines)
 
     def check_lengths(self, requests: Sequence[TraceRequest]) -> None:
         """Raise InfeasibleError when a request is longer than the instances serve: a live cluster refuses it."""

@@ -18,6 +18,7 @@ from pydantic import model_validator
 from headway.core.file_sections import Count, CountOrZero, Positive
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
+from headway.policy.placement.contract import final_tokens, members_for
 from headway.policy.placement.registry import PolicyOptions
 
 Seconds = Callable[[int, int, int], float]
@@ -40,12 +41,13 @@ def partition(
     seconds: Seconds,
     most: int = 0,
     max_sp: int = 0,
+    kv: Sequence[int] = (),
 ) -> list[PrefillBatch] | None:
     """Return the best split of prompts, longest first, over instances in order; None if KV fits in no split.
 
     tokens: of each prompt. room: free KV tokens of each instance; nodes: the node of each. seconds: time of a
     prompt alone; a batch takes their sum, but the time of a single token counts once. most: prompts in a batch; max_sp:
-    instances of a batch (0: no limit).
+    instances of a batch (0: no limit). kv: KV tokens of each; empty: `tokens`.
     """
     n, count = len(tokens), len(room)
     if not n or not count:
@@ -62,7 +64,7 @@ def partition(
     sums = np.concatenate([np.zeros((len(shapes), 1)), np.cumsum(alone, axis=1)], axis=1)
     inverse = np.concatenate([[0.0], np.cumsum(1.0 / np.asarray(tokens, dtype=np.float64))])
     # the same for tokens and for free KV
-    held = np.concatenate([[0.0], np.cumsum(np.asarray(tokens, dtype=np.float64))])
+    held = np.concatenate([[0.0], np.cumsum(np.asarray(kv or tokens, dtype=np.float64))])
     left = np.concatenate([[0.0], np.cumsum(np.asarray(room, dtype=np.float64))])
     # best[i, k]: least cost of the first i prompts on the first k instances
     best = np.full((n + 1, count + 1), np.inf)
@@ -243,9 +245,16 @@ class DecodeBatch:
         return final_tokens_of(request for request, _ in self.members.values())
 
 
+def room_of(requests: Iterable[Request], capacity: int) -> int:
+    """Return the KV tokens that requests need with all of their output: one that no instance of `capacity` tokens holds
+    alone needs whole instances."""
+    needs = ((final_tokens(request), members_for(final_tokens(request), capacity)) for request in requests)
+    return sum(tokens if members == 1 else members * capacity for tokens, members in needs)
+
+
 def final_tokens_of(requests: Iterable[Request]) -> int:
     """Return the KV tokens of requests with all of their output."""
-    return sum(request.prompt_tokens + request.max_output_tokens for request in requests)
+    return sum(map(final_tokens, requests))
 
 
 def capacity_of(capacities: Sequence[int]) -> int:

@@ -21,6 +21,8 @@ from headway.policy.placement.contract import (
     RequestFinished,
     SpanDone,
     WakeupDue,
+    final_tokens,
+    members_for,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
 from headway.policy.placement.loongserve.batching import LoongServeOptions
@@ -71,9 +73,10 @@ class GreedyDispatch(PlacementPolicy):
         most = min(self._options.max_sp or len(self._instances), len(self._instances))
         # powers of two, and the largest group even if it is none
         sizes = sorted({1 << k for k in range(most.bit_length()) if 1 << k <= most} | {most})
+        least = members_for(final_tokens(request), min(view.instances[i].capacity for i in self._instances))
         best, earliest_s = self._instances[:1], float("inf")
         nodes = by_free_time(view, self._instances)
-        for size in sizes:
+        for size in (size for size in sizes if size >= least):
             group = first_free_of(view, nodes, size)
             start_s = max(view.now_s, *(view.instances[i].free_at_s for i in group))
             end_s = start_s + self._latency.prefill_s(past, tokens, GroupShape(size, view.nodes_of(group)))

@@ -27,8 +27,10 @@ from headway.policy.placement.contract import (
     PreemptRequest,
     RejectRequest,
     TransferKv,
+    final_tokens,
+    members_for,
 )
-from headway.policy.placement.decode_placement import DecodePlacement
+from headway.policy.placement.decode_placement import DecodePlacement, decode_instances
 from headway.policy.placement.loongserve.batching import (
     UNLIMITED,
     BatchSum,
@@ -40,6 +42,7 @@ from headway.policy.placement.loongserve.batching import (
     final_tokens_of,
     length,
     partition,
+    room_of,
 )
 
 
@@ -114,6 +117,7 @@ class ElasticPool:
         self.decodes: list[DecodeBatch] = []
         self._options, self._shape, self._decode_placement = options, shape, decode_placement
         self._capacity = {i: view.instances[i].capacity for i in self.ids}
+        self._least = min(self._capacity.values())
         self._node = {i: view.instances[i].node for i in self.ids}
         self.times = ScalingTimes(latency, [self._node[i] for i in self.ids], options.max_sp)
         self._prefill_of: dict[str, RunningPrefill] = {}
@@ -276,7 +280,7 @@ class ElasticPool:
             prompts = sorted(chosen, key=lambda r: (-length(r), r.arrival_s, r.id))
             found = partition(
                 [length(r) for r in prompts], [room[i] for i in order], [self._node[i] for i in order],
-                self.times.alone_s, most, self._options.max_sp,
+                self.times.alone_s, most, self._options.max_sp, [self._kv_of(r) for r in prompts],
             )  # fmt: skip
             if found is not None:
                 break
@@ -299,6 +303,14 @@ class ElasticPool:
             self._spare = set(self.idle())
         return actions
 
+    def _kv_of(self, request: Request) -> int:
+        """Return the KV tokens of a prompt; of one that no instance holds alone, those of whole instances."""
+        alone = members_for(final_tokens(request), self._least) == 1
+        return length(request) if alone else room_of([request], self._least)
+
+    def _decodes_here(self, request: Request, view: ClusterSnapshot) -> bool:
+        return self._decode_placement is None or not decode_instances(view, final_tokens(request))
+
     def _commit(
         self, requests: list[Request], group: tuple[int, ...], paused: list[DecodeBatch], view: ClusterSnapshot
     ) -> list[Action]:
@@ -318,13 +330,14 @@ class ElasticPool:
         actions.append(CommitSpans(requests[0].id, (spans[0],), view.version, batched_with=tuple(spans[1:])))
         if self._decode_placement is not None:
             for request in requests:
-                actions += self._decode_placement.place(request, [group], view)
+                if not self._decodes_here(request, view):
+                    actions += self._decode_placement.place(request, [group], view)
         return actions
 
     def _prefilled(self, prefill: RunningPrefill, view: ClusterSnapshot) -> list[Action]:
         """Scale down a complete batch: keep the instances that its KV needs, and decode there."""
         self.prefills.remove(prefill)
-        begin = [r for r in prefill.requests.values() if r.max_output_tokens > 1 and self._decode_placement is None]
+        begin = [r for r in prefill.requests.values() if r.max_output_tokens > 1 and self._decodes_here(r, view)]
         kept: tuple[int, ...] = ()
         actions: list[Action] = []
         if begin or any(batch.members for batch in prefill.paused_decodes):
@@ -345,10 +358,10 @@ class ElasticPool:
         """Return the instances on which a complete batch decodes: those with KV of the decodes that were paused for it,
         and as few more as hold its own KV. begin: requests of the batch that decode here."""
         group = [i for batch in prefill.paused_decodes for i in batch.group]
-        need = final_tokens_of(begin)
+        need = room_of(begin, self._least)
         if self._options.mode == "paper":  # but each request by itself must fit
             # the published code keeps space for the prompts and one token of each
-            need = max(sum(r.prompt_tokens + 1 for r in begin), *(final_tokens_of([r]) for r in begin), 0)
+            need = max(sum(r.prompt_tokens + 1 for r in begin), *(room_of([r], self._least) for r in begin), 0)
         room = self._capacity_of(group) - sum(batch.final_tokens for batch in prefill.paused_decodes)
         for i in prefill.group:
             if i in group:

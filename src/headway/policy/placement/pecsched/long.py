@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import LOCAL, GroupShape
+from headway.policy.placement.contract import members_for
 from headway.policy.placement.registry import PolicyContext
 
 GroupState = Literal["drain", "prefill", "pausing", "paused", "closing", "decode", "ended"]
@@ -278,7 +279,7 @@ class GroupSizing:
 
     def least(self, whole: int) -> int:
         """Return the fewest replicas that hold so many tokens: the output's KV counts too, as it stays on the group."""
-        return -(-whole // self._capacity) if self._capacity else 1
+        return members_for(whole, self._capacity)
 
     def _fast_enough(self, steps: int) -> int:
         """Return the fewest replicas that keep the target; all if none do. Assumes that more are never slower."""

@@ -47,7 +47,9 @@ from headway.policy.placement.contract import (
     SpanPaused,
     TransferKv,
     WakeupDue,
+    final_tokens,
 )
+from headway.policy.placement.decode_placement import decode_instances
 from headway.policy.placement.pecsched.long import (
     AgeingPolicy,
     AgeingQueue,
@@ -197,7 +199,9 @@ class PecSched(PlacementPolicy):
         now = view.now_s
         request = event.request
         self._prefixes.note(event)
-        if self._prefixes.is_long(request, self._options.long_tokens, self._sizes):
+        apart = self._options.disaggregate and request.max_output_tokens > 1
+        alone = not apart or decode_instances(view, final_tokens(request)) == view.with_role("decode")
+        if not alone or self._prefixes.is_long(request, self._options.long_tokens, self._sizes):
             self._long_queue.append(request)
             return self._commit_longs(view)
         name = request.id
@@ -401,8 +405,7 @@ class PecSched(PlacementPolicy):
         actions: list[Action] = []
         while self._long_queue:
             request = self._long_queue[0]
-            whole = request.prompt_tokens + request.max_output_tokens
-            size = self._sizes.replicas(self._prefixes.uncached_tokens(request), whole)
+            size = self._sizes.replicas(self._prefixes.uncached_tokens(request), final_tokens(request))
             if not size:
                 self._long_queue.popleft()
                 actions.append(RejectRequest(request.id, "all replicas together cannot hold it"))

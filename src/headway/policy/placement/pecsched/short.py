@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot, RequestArrived
+from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot, RequestArrived, final_tokens
 from headway.policy.placement.pecsched.long import (
     GroupSizing,
     IndexedNodes,
@@ -327,8 +327,7 @@ class CachedPrefixes:
         """Return whether the uncached tokens are more than `long_tokens`, or no replica alone holds the request."""
         if self.uncached_tokens(request) > long_tokens:
             return True
-        whole = request.prompt_tokens + request.max_output_tokens
-        return request.prompt_tokens > long_tokens and sizes.least(whole) > 1
+        return sizes.least(final_tokens(request)) > 1
 
     # -- short requests ---------------------------------------------------------------------------------------------
 
