@@ -238,7 +238,7 @@ placement: ladder
 pools:
   - {count: 1, role: prefill}
   - {count: 1, role: decode}
-serve: {max_model_len: 64k, kv_cache_memory: 256M}
+serve: {max_model_len: 64K, kv_cache_memory: 256M}
 """
 CLUSTER_COMMAND = (*SERVE[:-1], "cluster")
 

@@ -78,7 +78,7 @@ def main() -> int:
         subprocess.run([sys.executable, "scripts/make_checkpoint.py", "--out", a.model], check=True)
     starts = [start_to_first_token([], [5, 6, 7]) for _ in range(3)]
     print(f"start to first token, embedded model: median {statistics.median(starts):.2f} s of {len(starts)}")
-    with ServerProcess([a.model, "--max-model-len", "64k"]) as server:
+    with ServerProcess([a.model, "--max-model-len", "64K"]) as server:
         url, name = server.url, name_of(server.url)
         short = {"model": name, "prompt": [2 + i * 37 % 4000 for i in range(200)], "ignore_eos": True, "max_tokens": 16}
         one = {**short, "max_tokens": 1}

@@ -71,7 +71,7 @@ def main() -> int:
 
 def screens_of_a_server() -> list[tuple[str, str]]:
     """The banner of a start, the page at /, and status lines under load."""
-    with ServerProcess(["--max-model-len", "32k"]) as server:
+    with ServerProcess(["--max-model-len", "32K"]) as server:
         log = server.last_words()
         begins, ends = log.index("Headway serves"), log.index("curl")
         banner = log[begins:ends] + "\n".join(log[ends:].splitlines()[:2])

@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs, write_output
+from headway.core.parse import duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a smoke test of seconds, not a reproduction")
     parser.add_argument("--seeds", metavar="N,N,…", help="seeds of simulations, instead of the experiment's")
-    parser.add_argument("--window", type=float, metavar="S", help="observed seconds, instead of the experiment's")
+    parser.add_argument("--window", type=duration, metavar="S", help="observed seconds, instead of the experiment's")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
 
 

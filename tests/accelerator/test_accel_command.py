@@ -51,12 +51,12 @@ def test_a_stage_in_tables_json_csv_and_a_picture(tmp_path: Path, capsys: pytest
 
 
 def test_a_sweep_marks_its_front(tmp_path: Path) -> None:
-    words = ["sweep", "--axis", "machine.prefetch_buffer=0,64M,256M,512M", "--axis", "stage.kv_tokens=32k,64k"]
+    words = ["sweep", "--axis", "machine.prefetch_buffer=0,64M,256M,512M", "--axis", "stage.kv_tokens=32K,64K"]
     words += ["--set", "assumptions.preset=paper", "--plot", str(tmp_path / "a.png")]
     data = written(words, tmp_path / "a.json")
     front = [(row["machine.prefetch_buffer"], row["stage.kv_tokens"]) for row in data["rows"] if row["pareto"]]
-    assert front == [(0, "32k"), (0, "64k"), ("64M", "32k"), ("64M", "64k"), ("256M", "32k"), ("256M", "64k")]
-    by_size = [row["prefetch_overall_speedup"] for row in data["rows"] if row["stage.kv_tokens"] == "64k"]
+    assert front == [(0, "32K"), (0, "64K"), ("64M", "32K"), ("64M", "64K"), ("256M", "32K"), ("256M", "64K")]
+    by_size = [row["prefetch_overall_speedup"] for row in data["rows"] if row["stage.kv_tokens"] == "64K"]
     assert by_size == pytest.approx([1.256, 1.344, 1.690, 1.690], abs=0.001)
 
 
@@ -101,7 +101,7 @@ def test_a_hugging_face_config_quantised_kv_and_other_machines(tmp_path: Path) -
         (["stage", "--set", "assumptions.ffn_matrices=4"], "assumptions.ffn_matrices must be 2, 3 or null"),
         (["stage", "--set", "assumptions=guess"], "assumptions.preset must be one of default, paper"),
         (["stage", "--set", "techniques.fusion=max"], "techniques.fusion must be auto or off"),
-        (["stage", "--set", "machine.compute_buffer=4k"], "machine.compute_buffer of 0.00390625 MiB cannot hold"),
+        (["stage", "--set", "machine.compute_buffer=4K"], "machine.compute_buffer of 0.00390625 MiB cannot hold"),
         (["sweep"], "--axis: give at least one"),
         (["serve", "--qps", "0"], "--qps must be above 0"),
         (["serve", "--set", "serve.policy.policy=luck"], "serve.policy: unknown scheduling policy 'luck'"),

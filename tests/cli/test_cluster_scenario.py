@@ -62,7 +62,7 @@ def test_the_example_simulates_as_it_stands_and_swept(tmp_path: Path) -> None:
 def test_an_engine_is_loaded_once_for_equal_pools_and_points(tmp_path: Path, loads: list[Any]) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
-        "placement: tetris\noptions: {sizes: [1, 2]}\nserve: {threads: 1, max_model_len: 4k}\n"
+        "placement: tetris\noptions: {sizes: [1, 2]}\nserve: {threads: 1, max_model_len: 4K}\n"
         "pools: [{count: 2, role: prefill}, {role: decode}]\n"
     )
     rows, out = tmp_path / "rows.csv", tmp_path / "out.json"

@@ -94,7 +94,7 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("max_num_seqs: 3\nnnodes: 4\nport: 1\n")
     done = headway(
-        "serve", "--print-config", "--config", str(config), "--max-model-len", "128k", "--api-key", "hunter2",
+        "serve", "--print-config", "--config", str(config), "--max-model-len", "128K", "--api-key", "hunter2",
         "--nnodes", "3", HEADWAY_MAX_NUM_SEQS="7", HEADWAY_NNODES="2",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -110,7 +110,9 @@ def test_print_config_shows_the_resolved_settings(tmp_path: Path) -> None:
         (["--scheduling-policy", "lottery"], "unknown scheduling policy 'lottery': choose one of ladder, fcfs, edf"),
         (["--chunking", "static:none"], "unknown chunking 'static:none'"),
         (["--mode", "sloppy"], "mode must be 'default' or 'paper', not 'sloppy'"),
-        (["--t-target-ms", "-1"], "--t-target-ms: must be above 0, not -1"),
+        (["--t-target-ms", "-1"], "--t-target-ms: must be at least 1, not -1"),
+        (["--t-target-ms", "55s"], "--t-target-ms: must be at most 10000, not 55000"),
+        (["--t-target-ms", "50us"], "--t-target-ms: must be at least 1, not 0.05"),
         (["--max-num-seqs", "0"], "max_num_seqs must be at least 1, not 0"),
         (["--max-model-len", "a lot"], "--max-model-len: 'a lot' is not a number of tokens"),
         (["/no/such/model"], "/no/such/model is not a folder"),

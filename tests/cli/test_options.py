@@ -13,7 +13,7 @@ from pydantic import Field
 
 from headway.cli.main import main
 from headway.core.errors import ConfigError
-from headway.core.parse import size, tokens
+from headway.core.parse import duration, milliseconds, size, tokens
 from headway.core.settings import (
     Flag,
     Number,
@@ -27,6 +27,7 @@ from headway.core.settings import (
     overlay,
     print_config,
     resolve,
+    unknown_variables,
 )
 from headway.core.strict_yaml import read_yaml
 
@@ -60,7 +61,7 @@ def yaml_file(folder: Path, text: str | bytes) -> Path:
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
-    config = yaml_file(tmp_path, "port: 3\nmax-model-len: 4k\n")
+    config = yaml_file(tmp_path, "port: 3\nmax-model-len: 4K\n")
     environment = {"HEADWAY_PORT": "2"}
     assert parse(["--port", "1"], environment, config)["port"] == 1
     assert parse([], environment, config)["port"] == 2
@@ -171,14 +172,25 @@ def test_a_missing_file_is_refused_and_an_empty_one_is_no_settings(tmp_path: Pat
 
 
 def test_a_printed_config_gives_the_same_settings_and_never_shows_the_key(tmp_path: Path) -> None:
-    values = parse(["--port", "9", "--max-model-len", "2k", "--names", "a,b", "--quiet"], {})
+    values = parse(["--port", "9", "--max-model-len", "2K", "--names", "a,b", "--quiet"], {})
     assert parse([], {}, yaml_file(tmp_path, print_config(values))) == values
     assert "hunter2" not in print_config(parse(["--api-key", "hunter2"], {}))
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8192", 8192), (8192, 8192), ("128k", 131_072), ("1M", 1 << 20), ("1.5K", 1536), (" 2 m ", 2 << 20), ("0", 0)],
+    [
+        ("8192", 8192),
+        (8192, 8192),
+        ("128k", 128_000),
+        ("128K", 131_072),
+        ("1M", 1 << 20),
+        ("1m", 10**6),
+        ("1.5K", 1536),
+        (" 2 M ", 2 << 20),
+        ("1e5", 100_000),
+        ("0", 0),
+    ],  # fmt: skip
 )
 def test_tokens_as_people_write_them(text: str | int, count: int) -> None:
     assert tokens(text) == count
@@ -186,20 +198,54 @@ def test_tokens_as_people_write_them(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("4G", 4 << 30), ("512MiB", 512 << 20), ("512MB", 512 << 20), ("1t", 1 << 40), ("77", 77), ("2B", 2)],
+    [
+        ("4G", 4 << 30),
+        ("512MiB", 512 << 20),
+        ("512MB", 512 << 20),
+        ("1T", 1 << 40),
+        ("4g", 4 * 10**9),
+        ("77", 77),
+        ("2B", 2),
+    ],
 )
 def test_sizes_as_people_write_them(text: str, count: int) -> None:
     assert size(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "k", "-1", "1x", "1e5", "1..5k", "1 2", "1T", "nan", "0x10"])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("55ms", 0.055), ("0.055s", 0.055), ("30", 30.0), (30, 30.0), ("5 min", 300.0), ("1h", 3600.0), ("20us", 2e-5)],
+)
+def test_times_as_people_write_them(text: str | int, seconds: float) -> None:
+    assert duration(text) == pytest.approx(seconds, rel=1e-12)
+    assert milliseconds(f"{seconds:.9f}s") == pytest.approx(1000 * seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "ms", "5 parsecs", "1e999", "1s2", "0x10s"])
+def test_what_is_no_time_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a time such as 55ms or"):
+        duration(text)
+
+
+def test_a_variable_that_no_setting_has_is_said_with_the_near_name() -> None:
+    variables = {"HEADWAY_PROT": "1", "HEADWAY_ISA": "amx", "HEADWAY_SERVICE_HOST": "10.0.0.1", "PORT": "2"}
+    assert unknown_variables(CommandSettings, variables) == [
+        "HEADWAY_PROT is set and no setting has that name: did you mean HEADWAY_PORT?"
+    ]
+
+
+def test_the_address_that_kubernetes_gives_of_a_service_of_that_name_is_no_port() -> None:
+    assert parse([], {"HEADWAY_PORT": "tcp://10.0.0.1:8000"})["port"] == 8000
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1x", "1e999", "1..5k", "1 2", "55ms", "nan", "0x10"])
 def test_a_malformed_number_of_tokens_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a number of tokens such as 8192, 128k or 1M"):
+    with pytest.raises(ConfigError, match=r"is not a number of tokens such as 8192, 128K"):
         tokens(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("1.5", "whole number"), ("0.0001k", "whole number"), ("9" * 400, "more than")]
+    ("text", "message"), [("1.5", "whole number"), ("0.0001k", "whole number"), ("9" * 200, "more than")]
 )
 def test_impossible_amounts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -169,7 +169,7 @@ def test_instances_join_drain_and_leave_while_serving(tmp_path: Path, llama: Pat
             "pools: [{}]\nplacement: pecsched\noptions: {long_replicas: many}",
             r"long_replicas must be 'memory', 'latency' or 'fixed'",
         ),
-        ("pools: [{}]\nserve: {max_model_len: 32k, max-model-len: 64k}", "are one setting: say it once"),
+        ("pools: [{}]\nserve: {max_model_len: 32K, max-model-len: 64k}", "are one setting: say it once"),
         ("- pools", r"must be a mapping of settings, such as 'pools: \[\{count: 2\}\]'"),
         ("1: 2", ": 1 is not the name of a setting: these are words, such as 'pools: "),
         ("pools: [{serve: {api_key: secret}}]", r"pools\[0\].serve.api_key: say that for all of the cluster"),

@@ -78,7 +78,7 @@ def test_a_setting_of_an_engine_is_refused_for_servers_with_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(f"pools: [{{backend: vllm, urls: ['{URL}']}}]\nserve: {{max_model_len: 8k}}\n")
+    path.write_text(f"pools: [{{backend: vllm, urls: ['{URL}']}}]\nserve: {{max_model_len: 8K}}\n")
     assert main(["cluster", str(path)]) == 2
     assert "--max-model-len is of an engine" in capsys.readouterr().err
     assert main(["cluster", str(path), "--dry-run"]) == 2

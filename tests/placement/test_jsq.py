@@ -108,7 +108,7 @@ def run(policy: str) -> dict[str, list[float]]:
             "requests": 120,
             "mix": [
                 {"class": "chat", "share": 0.8, "prompt": "uniform:200-2000", "output": "uniform:2-40"},
-                {"class": "document", "share": 0.2, "prompt": "uniform:20K-60K", "output": "uniform:2-40"},
+                {"class": "document", "share": 0.2, "prompt": "uniform:20k-60k", "output": "uniform:2-40"},
             ],
         },
     }

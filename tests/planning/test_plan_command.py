@@ -66,7 +66,7 @@ def test_cluster_file_of_a_plan_loads(
     candidate = DeploymentCandidate("a100-80gb", 1, 1, 1, replicas, decoders, "lars", 0.05)
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster_data(candidate)))
-    assert main(["cluster", str(path), "--dry-run", "--kv-cache-memory", "64M", "--max-model-len", "4k"]) == 0
+    assert main(["cluster", str(path), "--dry-run", "--kv-cache-memory", "64M", "--max-model-len", "4K"]) == 0
     assert ("2 x mixed" if not decoders else "decode") in capsys.readouterr().out
 
 

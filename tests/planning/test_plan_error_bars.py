@@ -21,7 +21,7 @@ QUESTION: dict[str, Any] = {
         "requests": 40,
         "mix": [
             {"class": "chat", "share": 0.9, "prompt": "fixed:500", "output": "fixed:20"},
-            {"class": "document", "share": 0.1, "prompt": "fixed:60K", "output": "fixed:5"},
+            {"class": "document", "share": 0.1, "prompt": "fixed:60k", "output": "fixed:5"},
         ],
     },
     "demands": {"chat": {"ttft_p99_s": 2.0}, "document": {"ttft_p90_s": 60}},

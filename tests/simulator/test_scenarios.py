@@ -106,7 +106,7 @@ def test_policy_fields_are_the_schedulers_own() -> None:
 
 
 def test_whole_prompts_that_do_not_fit_are_an_infeasible_point() -> None:
-    long = {"mix": [{"prompt": "fixed:300K", "output": "fixed:5"}], "requests": 1}
+    long = {"mix": [{"prompt": "fixed:300k", "output": "fixed:5"}], "requests": 1}
     data = {"workload": long, "layout": {"tp": 4}, "cluster": {"accelerator": "a100-80gb"}}
     points = run_points(parse_points(data, [parse_sweep("policy.chunking=adaptive,whole")]), 1).points
     assert [point["feasible"] for point in points] == [True, True]
@@ -147,9 +147,9 @@ def test_an_error_names_the_option_that_was_typed():
 def test_a_value_in_brackets_is_one_value() -> None:
     assert parse_sweep("search.tp=[4, 8]") == ("search.tp", [[4, 8]])
     assert parse_sweep("search.tp=[4, 8], [2]") == ("search.tp", [[4, 8], [2]])
-    assert parse_sweep("workload.mix=[{prompt: 'fixed:1M', output: 'fixed:9'}]") == (
+    assert parse_sweep("workload.mix=[{prompt: 'fixed:1m', output: 'fixed:9'}]") == (
         "workload.mix",
-        [[{"prompt": "fixed:1M", "output": "fixed:9"}]],
+        [[{"prompt": "fixed:1m", "output": "fixed:9"}]],
     )
 
 

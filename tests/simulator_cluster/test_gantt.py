@@ -29,7 +29,7 @@ cluster:
   placement: tetris
   pools: [{role: prefill, count: 8}, {role: decode, count: 1, tp: 8}]
   spans: {source: tetris-table1}
-workload: {qps: 4.0, requests: 6, mix: [{prompt: "uniform:8K-40K", output: "5"}]}
+workload: {qps: 4.0, requests: 6, mix: [{prompt: "uniform:8k-40k", output: "5"}]}
 """
 
 

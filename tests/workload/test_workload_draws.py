@@ -77,12 +77,13 @@ def test_arrivals_have_their_rate_and_burstiness(process: PoissonArrivals, cv: f
     ("text", "low", "high"),
     [
         ("fixed:200", 200, 200),
-        ("1K", 1000, 1000),
+        ("1k", 1000, 1000),
+        ("1K", 1024, 1024),
         ("uniform:100-500", 100, 500),
-        ("uniform:100K-1M", 100_000, 1_000_000),
+        ("uniform:100k-1m", 100_000, 1_000_000),
         ("lognormal:median=1000,p90=4000,min=10,max=1e4", 10, 10_000),
         ("lognormal:mu=6.9,sigma=1.1", 1, 10**9),
-        ("mix:0.95*lognormal:median=300,p90=1200,max=5000+0.05*uniform:100K-500K", 1, 500_000),
+        ("mix:0.95*lognormal:median=300,p90=1200,max=5000+0.05*uniform:100k-500k", 1, 500_000),
     ],
 )
 def test_length_specs_are_parsed(text: str, low: int, high: int, rng: np.random.Generator) -> None:
@@ -111,7 +112,7 @@ def test_bad_length_specs_are_errors_with_the_reason(text: str) -> None:
 
 
 def test_token_counts_are_parsed() -> None:
-    assert [parse_tokens(text) for text in ("7", "32K", "1.5M")] == [7, 32_000, 1_500_000]
+    assert [parse_tokens(text) for text in ("7", "32k", "32K", "1.5m")] == [7, 32_000, 32_768, 1_500_000]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headway.cli.serve import StartSettings, warn
 from headway.core.errors import ConfigError
-from headway.core.settings import add_options, environment, flag_of, given_flags, resolve
+from headway.core.settings import add_options, environment, flag_of, given_flags, resolve, unknown_variables
 from headway.core.strict_yaml import read_yaml
 from headway.runtime.cluster.cluster_file import ClusterFile, check_hosts, cluster_file, model_of
 from headway.runtime.engine.config import RAY_ADDRESS_NEEDED, settle
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Precedence: flags, environment, then the file's `serve` section.
     flags = given_flags(ServeSettings, arguments)
     settings = resolve(ServeSettings, flags=flags, environment=environment(), file=file.serve, origin=f"{where}: serve")
+    warn(unknown_variables(StartSettings, environment()))
     model = model_folder(model_of(file, arguments.file.parent))
     check_hosts(file, where, settings.nnodes)
     if arguments.dry_run:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from headway.core.errors import ConfigError
+
 _FLAG_COLUMNS = 36
 """Columns of a flag and its value in the overview; its text begins after them."""
 
@@ -97,6 +99,13 @@ class CommandParser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in self._option_string_actions:
                 self.refuse([flag, value])
         super()._check_value(action, value)
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """As argparse does; a type may also raise ConfigError."""
+        try:
+            return super()._get_value(action, text)
+        except ConfigError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
 
     def _dashed(self, word: str) -> str:
         """Return a flag that is known with dashes only in that spelling, and any other word unchanged."""

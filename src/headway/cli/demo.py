@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.parse import duration as parse_duration
 from headway.serving.load.client import LoadRequest, text_prompt
 from headway.serving.load.command import end_like_ctrl_c
 from headway.serving.load.convoy import (
@@ -27,9 +28,9 @@ from headway.serving.load.convoy import (
     report,
     serve_and_measure,
 )
-from headway.serving.load.prompts import tokens
 from headway.sim.report.tables import duration
 from headway.sim.report.tables import tokens as spell
+from headway.sim.workload.generate import parse_tokens
 
 ANSWER_TOKENS = 12
 # context beyond the document's tokens, for the answer
@@ -38,12 +39,12 @@ ROOM_TOKENS = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `headway demo`."""
-    parser.add_argument("--document-tokens", type=tokens, default=64_000, help="(default %(default)s)")
+    parser.add_argument("--document-tokens", type=parse_tokens, default=64_000, help="(default %(default)s)")
     parser.add_argument(
-        "--chat-tokens", type=tokens, default=150, help="length of a chat's prompt (default %(default)s)"
+        "--chat-tokens", type=parse_tokens, default=150, help="length of a chat's prompt (default %(default)s)"
     )
     parser.add_argument(
-        "--chat-interval", type=float, default=0.5, metavar="S", help="between chats (default %(default)s)"
+        "--chat-interval", type=parse_duration, default=0.5, metavar="S", help="between chats (default %(default)s)"
     )
     parser.add_argument("--policies", default="ladder,fcfs", help="as in `bench convoy` (default %(default)s)")
     parser.add_argument(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.parse import duration
 
 _POLL_S = 0.1
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", metavar="KEY", help="the server's API key; only requests with it find the document"
     )
     parser.add_argument(
-        "--ttl", type=float, default=86_400.0, metavar="SECONDS", help="how long it is kept (default: 86400, a day)"
+        "--ttl", type=duration, default=86_400.0, metavar="SECONDS", help="how long it is kept (default: 86400, a day)"
     )
     parser.add_argument("--cache-salt", metavar="SALT", help="only requests with this salt, or that name it, find it")
     parser.add_argument(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.files import check_outputs
+from headway.core.parse import duration
 from headway.core.settings import add_options, environment, given_flags, resolve
 from headway.runtime.engine.config import EngineConfig, settle
 from headway.serving.launch import model_folder
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="folder of a Hugging Face checkpoint (default: the embedded model)")
     parser.add_argument(
-        "--budget", type=float, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)"
+        "--budget", type=duration, default=25.0, metavar="SECONDS", help="measure for about so long (default: 25)"
     )
     parser.add_argument(
         "--serve-for",
-        type=float,
+        type=duration,
         default=10.0,
         metavar="SECONDS",
         help="then serve a mixture for so long, and correct the table by what that takes (default: 10; 0: do not)",

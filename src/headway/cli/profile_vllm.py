@@ -16,12 +16,13 @@ from pathlib import Path
 
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs
+from headway.core.parse import duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or a hub id")
     parser.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="measure for about so long (default: 60)"
+        "--budget", type=duration, default=60.0, metavar="SECONDS", help="measure for about so long (default: 60)"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where the plug-in looks)"

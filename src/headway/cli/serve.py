@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
 
 from pydantic import Field
 
 from headway.core.errors import ConfigError
-from headway.core.settings import Text, add_options, environment, given_flags, print_config, resolve
+from headway.core.settings import Text, add_options, environment, given_flags, print_config, resolve, unknown_variables
 from headway.runtime.engine.config import settle
 from headway.serving.launch import is_hub_id, model_folder
-from headway.serving.serve_settings import ServeSettings, group_of
+from headway.serving.serve_settings import ServeSettings, group_of, too_many_threads
 
 
 class StartSettings(ServeSettings):
@@ -62,9 +64,16 @@ def settings_of(arguments: argparse.Namespace) -> StartSettings:
     return resolve(StartSettings, flags=flags, environment=environment(), file=file, origin=str(arguments.config))
 
 
+def warn(sentences: Iterable[str]) -> None:
+    """Print warnings before there is a log."""
+    for sentence in sentences:
+        print(f"headway: warning: {sentence}", file=sys.stderr)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve, or run `--print-config` or `--dry-run`; return the exit status."""
     settings = settings_of(arguments)
+    warn(unknown_variables(StartSettings, environment()))
     if arguments.print_config:
         print(print_config(settings.effective()), end="")
         return 0
@@ -73,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         # The cache's folder is named after a commit.
         settings = settings.model_copy(update={"served_model_name": (settings.model,)})
     config = settings.engine_config(model)
+    warn(too_many_threads(config))
     if arguments.dry_run:
         settle()
         from headway.runtime.assembly.dry_run import report

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs, write_output
+from headway.core.parse import duration
 
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of a cluster: draw instances over time, .png or .svg (first point and seed)",
     )
-    parser.add_argument("--until", type=float, metavar="S", help="with --gantt: the first so many seconds only")
+    parser.add_argument("--until", type=duration, metavar="S", help="with --gantt: the first so many seconds only")
     parser.add_argument(
         "--timings", action="store_true", help="measure the scheduler's own time (results then vary a little)"
     )

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headway.core.errors import ConfigError
+from headway.core.parse import duration, milliseconds, number, tokens
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-PositiveOrZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+
+def parsed_by(parse: Callable[[Any], Any], only: type = object) -> BeforeValidator:
+    """Parse values of type `only` with a function that raises ConfigError; pydantic collects ValueErrors only."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return parse(value) if isinstance(value, only) else value
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(validate)
+
+
+# Numbers may be texts with a unit (`core.parse`): 128k, 55ms.
+Positive = Annotated[float, parsed_by(number, str), Field(gt=0, allow_inf_nan=False)]
+PositiveOrZero = Annotated[float, parsed_by(number, str), Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, parsed_by(duration, str), Field(gt=0, allow_inf_nan=False)]
+SecondsOrZero = Annotated[float, parsed_by(duration, str), Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, parsed_by(tokens, str), Field(ge=1)]
+CountOrZero = Annotated[int, parsed_by(tokens, str), Field(ge=0)]
+LEAST_AIM_S, MOST_AIM_S = 0.001, 10.0
+"""Gaps between tokens that someone may want: below, no iteration ends; above, nobody would call it a stream."""
+Aim = Annotated[float, parsed_by(duration, str), Field(ge=LEAST_AIM_S, le=MOST_AIM_S)]
+AimMs = Annotated[float, parsed_by(milliseconds, str), Field(ge=1000 * LEAST_AIM_S, le=1000 * MOST_AIM_S)]
 
 
 def distinct_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -19,9 +20,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import distinct_seeds, limit_words
-from headway.core.parse import size, tokens
+from headway.core.file_sections import distinct_seeds, limit_words, parsed_by
+from headway.core.parse import duration, milliseconds, number, size, tokens
 
+_OTHER_VARIABLES = ("HEADWAY_INSTANCE_API_KEY", "HEADWAY_ISA", "HEADWAY_NATIVE")
+"""Variables that are no settings."""
+_LINK, _LINKS = "tcp://", re.compile(r"HEADWAY_(\w*_)?(SERVICE_|PORT_\d)\w*")
+"""Kubernetes gives containers the addresses of a service `headway`: HEADWAY_PORT=tcp://…, HEADWAY_SERVICE_HOST."""
 _SECRETS = ("api_key", "admin_key")
 """Settings whose value is never printed."""
 
@@ -80,7 +85,7 @@ def resolve(
     for name in known:
         if name in flags:
             sources[name], values[name] = flag_of(name), flags[name]
-        elif variable_of(name) in environment:
+        elif variable_of(name) in environment and not environment[variable_of(name)].startswith(_LINK):
             sources[name], values[name] = variable_of(name), environment[variable_of(name)]
         # A key without a value in the file means: the default.
         elif content.get(name) is not None:
@@ -89,6 +94,17 @@ def resolve(
         return model(**values)
     except SettingsError as error:
         raise SettingsError({sources.get(name, name): fault for name, fault in error.faults.items()}) from None
+
+
+def unknown_variables(model: type[SettingsModel], environment: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each HEADWAY_ variable that no setting of `model` has."""
+    known = (*map(variable_of, model.model_fields), *_OTHER_VARIABLES)
+    found = []
+    for name in sorted(environment):
+        if name.startswith("HEADWAY_") and name not in known and not _LINKS.fullmatch(name):
+            close = get_close_matches(name, known, 1, 0.6)
+            found.append(f"{name} is set and no setting has that name" + "".join(f": did you mean {n}?" for n in close))
+    return found
 
 
 def overlay(base: Settings, over: Settings) -> Settings:
@@ -149,18 +165,6 @@ def _words(kind: str, item: Any) -> str:
 # the Python value, or says in one clause why it cannot: `'x' is not a whole number`.
 
 
-def parsed_by(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Parse with a function that raises ConfigError; pydantic collects ValueErrors only."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return parse(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(validate)
-
-
 def boolean(value: Any) -> bool:
     """Read true/false, yes/no, on/off or 1/0."""
     text = str(value).strip().lower()
@@ -172,26 +176,14 @@ def boolean(value: Any) -> bool:
 
 
 def whole_number(value: Any) -> int:
-    """Read an integer; true is none, and 16.5 is not rounded to 16."""
+    """Read an integer, or 8k; true is none, and 16.5 is not rounded to 16."""
     if isinstance(value, bool) or (isinstance(value, float) and value % 1):
         raise ConfigError(f"{value!r} is not a whole number")
-    try:
+    with suppress(ValueError, TypeError, OverflowError):
         return int(value)
-    except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{value!r} is not a whole number") from None
-
-
-def number(value: Any) -> float:
-    """Read a finite number; true is none."""
-    if isinstance(value, bool):
-        raise ConfigError(f"{value!r} is not a number")
-    try:
-        read = float(value)
-    except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{value!r} is not a number") from None
-    if not math.isfinite(read):
-        raise ConfigError(f"{value!r} is not a finite number")
-    return read
+    with suppress(ConfigError):
+        return tokens(value)
+    raise ConfigError(f"{value!r} is not a whole number")
 
 
 def text_list(value: Any) -> tuple[str, ...]:
@@ -207,10 +199,14 @@ def text_list(value: Any) -> tuple[str, ...]:
 Flag = Annotated[bool, parsed_by(boolean)]
 WholeNumber = Annotated[int, parsed_by(whole_number)]
 Number = Annotated[float, parsed_by(number)]
+Seconds = Annotated[float, parsed_by(duration)]
+"""30, 30s, 500ms, 5min."""
+Milliseconds = Annotated[float, parsed_by(milliseconds)]
+"""55, 55ms, 0.055s."""
 Text = Annotated[str, BeforeValidator(str)]
 TextList = Annotated[tuple[str, ...], parsed_by(text_list)]
 TokenCount = Annotated[int, parsed_by(tokens)]
-"""8192, 128k, 1M."""
+"""8192, 128k (128,000), 128K (131,072)."""
 ByteSize = Annotated[int, parsed_by(size)]
 """1073741824, 512MiB, 4G."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, FileSection, Positive, Seeds, validated
+from headway.core.file_sections import Aim, Count, FileSection, Positive, Seconds, Seeds, validated
 from headway.perf.hardware import ModelShape, accelerator, model
 from headway.perf.latency.layout import ParallelLayout, rank_shape
 from headway.policy.iteration.config import SchedulerConfig
@@ -64,7 +64,7 @@ class SearchSection(FileSection):
         default=True, description="try separate prefill and decode instances too (first free prefill instance)"
     )
     policies: tuple[str, ...] = Field(default=("ladder",), min_length=1, description="orders of waiting prefills")
-    t_target_s: tuple[Positive, ...] = Field(
+    t_target_s: tuple[Aim, ...] = Field(
         default=(0.025, 0.05, 0.1, 0.2), min_length=1, description="longest iterations aimed at, seconds"
     )
     effort: Count = Field(
@@ -90,14 +90,14 @@ class PlanQuestion(FileSection):
     )
     accelerators: tuple[AcceleratorsSection, ...] = Field(min_length=1, description="kinds that may be used")
     workload: WorkloadSection
-    demands: dict[str, dict[str, Positive]] = Field(
+    demands: dict[str, dict[str, Seconds]] = Field(
         description="by class of requests (or `all`): METRIC_pNN_s: seconds, with METRIC ttft, tbt (all gaps), max_tbt "
         "(each request's worst gap), tpot or e2e, such as chat: {ttft_p99_s: 1.0}"
     )
     latency: LatencySection = LatencySection(source="fitted")
     memory: MemorySection = MemorySection()
     search: SearchSection = SearchSection()
-    window_s: Positive | None = Field(default=None, description="arrivals of so many seconds; null: all of them")
+    window_s: Seconds | None = Field(default=None, description="arrivals of so many seconds; null: all of them")
     seeds: Seeds = Field(default=(0,), description="a plan meets a demand if it does with each of these seeds")
 
     @model_validator(mode="after")

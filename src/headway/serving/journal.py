@@ -674,8 +674,9 @@ class JournalWriter:
         if self._unsure:
             return
         try:
-            # A journal that filled its own disk.
-            self._journal.shrink()
+            # A journal that filled its own disk. A copy that is being made counts on what is there.
+            if self._copying is None:
+                self._journal.shrink()
             while self._kept:
                 self._journal.write_output(*self._kept[0])
                 self._kept.popleft()

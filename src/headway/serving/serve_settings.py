@@ -10,17 +10,18 @@ import msgspec
 from pydantic import Field, create_model
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import LEAST_AIM_S, MOST_AIM_S, parsed_by
 from headway.core.machine import CORES
 from headway.core.settings import (
     ByteSize,
     Flag,
-    Number,
+    Milliseconds,
+    Seconds,
     SettingsModel,
     Text,
     TokenCount,
     WholeNumber,
     overlay,
-    parsed_by,
     resolve,
 )
 from headway.perf.device import check, has_driver
@@ -49,7 +50,7 @@ class EngineSettings(SettingsModel):
     )
     max_model_len: TokenCount | None = Field(
         None,
-        description="longest prompt plus output, in tokens; 128k and 1M are understood",
+        description="longest prompt plus output, in tokens; 128k is 128,000, 128K is 131,072",
         json_schema_extra=_shown_as("LEN"),
     )
     kv_cache_memory: ByteSize | None = Field(
@@ -106,7 +107,7 @@ class EngineSettings(SettingsModel):
         description="auto (cached, else quick), quick, or a file of `headway profile`",
         json_schema_extra=_shown_as("FILE"),
     )
-    worker_timeout: Number = Field(
+    worker_timeout: Seconds = Field(
         10.0,
         description="seconds without a sign of life after which a worker, or an engine on another host, counts as lost "
         "and is started again; an iteration may take as long, or 20 times its prediction if that is more",
@@ -134,7 +135,7 @@ class EngineSettings(SettingsModel):
 
 _MILLISECONDS = {"t_target_s": "t_target_ms"}
 """`SchedulerConfig` fields in seconds that users write in milliseconds."""
-_MILLISECOND_LIMITS = {"t_target_s": {"gt": 0}}
+_MILLISECOND_LIMITS = {"t_target_s": {"ge": 1000 * LEAST_AIM_S, "le": 1000 * MOST_AIM_S}}
 _SCHEDULER_NAMES = {"policy": "scheduling_policy", **_MILLISECONDS}
 """Settings whose names differ from those of their `SchedulerConfig` fields."""
 _SCHEDULER_INTERNAL = FOLLOWS_FROM_LAYOUT | {"pipeline_schedule", "medha"}
@@ -151,8 +152,8 @@ def _scheduler_fields() -> dict[str, Any]:
         if field.name in _MILLISECONDS:
             text = text.replace("seconds", "milliseconds")
         kind: Any = Text
-        if field.name in _MILLISECONDS or isinstance(default, float):
-            kind = Number
+        if field.name in _MILLISECONDS:
+            kind = Milliseconds
         elif isinstance(default, int):
             kind = WholeNumber
         # Checked here too, so that an error has the setting's name and unit.
@@ -319,6 +320,14 @@ def shared_cores(file: ClusterFile, configs: Sequence[EngineConfig], host: int =
         f"compute up to {threads / len(CORES):.3g} times as slowly as one alone, which predictions take no account of"
     )
     return [words]
+
+
+def too_many_threads(config: EngineConfig) -> list[str]:
+    """Return a sentence where one host's workers have more threads than it has cores; else nothing."""
+    threads = (config.threads or 1) * _workers(config)
+    if threads <= len(CORES) or config.nnodes > 1:
+        return []
+    return [f"{threads} threads on {len(CORES)} cores take turns, which is slower: give fewer, or leave threads out"]
 
 
 def _pool_config(

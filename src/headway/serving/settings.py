@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import parsed_by
 from headway.core.settings import (
     ByteSize,
     Flag,
-    Number,
+    Seconds,
     SettingsModel,
     Text,
     TextList,
     WholeNumber,
-    parsed_by,
     text_list,
 )
 
@@ -62,10 +62,10 @@ class EndpointSettings(SettingsModel):
         (), description="origins whose web pages may call the server (CORS); * for all. Default: none"
     )
     max_body_bytes: ByteSize = Field(64 << 20, gt=0, description="largest request body, in bytes; above it: 413")
-    request_timeout_s: Number | None = Field(
+    request_timeout_s: Seconds | None = Field(
         None, gt=0, description="seconds after which a request is ended; a request may ask for less, not for more"
     )
-    drain_timeout_s: Number = Field(
+    drain_timeout_s: Seconds = Field(
         300.0, ge=0, description="seconds that a SIGTERM waits for accepted requests to finish"
     )
     journal: Text | None = Field(
@@ -117,9 +117,9 @@ class ServerSettings(EndpointSettings):
     max_buffered_bytes: ByteSize = Field(
         1 << 30, gt=0, description="bodies being read or parsed at one time, in all; above it: 429. 16 of the largest"
     )
-    body_timeout_s: Number = Field(60.0, gt=0, description="a body must have arrived: 64 MiB at 1 MB/s")
-    header_timeout_s: Number = Field(10.0, gt=0, description="a header must have arrived: one round trip is enough")
-    idle_timeout_s: Number = Field(75.0, gt=0, description="between two requests: longer than a load balancer's 60 s")
+    body_timeout_s: Seconds = Field(60.0, gt=0, description="a body must have arrived: 64 MiB at 1 MB/s")
+    header_timeout_s: Seconds = Field(10.0, gt=0, description="a header must have arrived: one round trip is enough")
+    idle_timeout_s: Seconds = Field(75.0, gt=0, description="between two requests: longer than a load balancer's 60 s")
     max_connections: WholeNumber = Field(
         4096, gt=0, description="connections at one time, fewer where the system's limit of open files is lower"
     )
@@ -141,10 +141,10 @@ class ServerSettings(EndpointSettings):
 
     # -- streams --------------------------------------------------------------------------------------------------
 
-    keep_alive_s: Number = Field(
+    keep_alive_s: Seconds = Field(
         10.0, gt=0, description="silence in a stream after which a ': keep-alive' comment is sent: proxies wait 60 s"
     )
-    slow_client_timeout_s: Number = Field(
+    slow_client_timeout_s: Seconds = Field(
         30.0, gt=0, description="how long a client may leave its stream unread before the request is aborted"
     )
     slow_client_buffer_bytes: ByteSize = Field(
@@ -153,17 +153,17 @@ class ServerSettings(EndpointSettings):
 
     # -- latency that clients may ask for: beyond it a target is taken as the limit -----------------------------------
 
-    slo_min_ttft_s: Number = Field(0.05, gt=0, description="below it every request would be late")
-    slo_max_ttft_s: Number = Field(3600.0, description="above it a request would never be urgent")
-    slo_min_tbt_s: Number = Field(0.005, gt=0, description="below it prompts would get no time beside decodes")
-    slo_max_tbt_s: Number = Field(60.0, description="above it a stream counts as dead")
+    slo_min_ttft_s: Seconds = Field(0.05, gt=0, description="below it every request would be late")
+    slo_max_ttft_s: Seconds = Field(3600.0, description="above it a request would never be urgent")
+    slo_min_tbt_s: Seconds = Field(0.005, gt=0, description="below it prompts would get no time beside decodes")
+    slo_max_tbt_s: Seconds = Field(60.0, description="above it a stream counts as dead")
 
     # -- the journal, the log ---------------------------------------------------------------------------------------
 
-    journal_keep_s: Number = Field(
+    journal_keep_s: Seconds = Field(
         3600.0, gt=0, description="how long the answers of requests that were taken up again are kept"
     )
-    status_every_s: Number = Field(10.0, ge=0, description="between status lines while there is work; 0: none")
+    status_every_s: Seconds = Field(10.0, ge=0, description="between status lines while there is work; 0: none")
 
 
 def is_loopback(host: str) -> bool:

@@ -5,7 +5,6 @@ Errors name the field by its path and what is allowed there. The sections are co
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,14 +12,24 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, FileSection, Positive, Seeds, validated
+from headway.core.file_sections import (
+    Aim,
+    Count,
+    CountOrZero,
+    FileSection,
+    Positive,
+    Seconds,
+    SecondsOrZero,
+    Seeds,
+    validated,
+)
+from headway.core.parse import size as memory_size
+from headway.core.parse import tokens
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
 from headway.sim.workload.section import WorkloadSection
-
-_GIB = re.compile(r"(\d+(?:\.\d+)?) ?GiB")
 
 
 class ModelSection(FileSection):
@@ -149,11 +158,9 @@ class RooflineSection(FileSection):
     )
     attention: Annotated[float, Field(gt=0, le=1)] = Field(default=0.6, description="share of peak FLOP/s in attention")
     bandwidth: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85, description="share of peak memory bandwidth")
-    fixed_s: Annotated[float, Field(ge=0)] = Field(default=5e-4, description="seconds a stage takes for nothing")
-    per_layer_s: Annotated[float, Field(ge=0)] = Field(default=2.5e-5, description="seconds a layer takes for nothing")
-    per_decode_s: Annotated[float, Field(ge=0)] = Field(
-        default=2e-8, description="seconds a decode and layer beside KV traffic"
-    )
+    fixed_s: SecondsOrZero = Field(default=5e-4, description="seconds a stage takes for nothing")
+    per_layer_s: SecondsOrZero = Field(default=2.5e-5, description="seconds a layer takes for nothing")
+    per_decode_s: SecondsOrZero = Field(default=2e-8, description="seconds a decode and layer beside KV traffic")
 
 
 class LatencySection(FileSection):
@@ -209,9 +216,14 @@ class PrefixCacheSection(FileSection):
     @field_validator("size")
     @classmethod
     def _known_size(cls, size: int | str) -> int | str:
-        if isinstance(size, str) and size not in ("pool", "infinite") and not _GIB.fullmatch(size):
-            raise ValueError(f"must be pool, infinite, a number of tokens, or a memory such as 40 GiB, not {size!r}")
-        return size
+        if isinstance(size, int) or size in ("pool", "infinite"):
+            return size
+        try:
+            # Memory ends with B; what it is in tokens depends on the model.
+            return size if size[-1:] in ("b", "B") and memory_size(size) else tokens(size)
+        except ConfigError:
+            words = f"must be pool, infinite, a number of tokens, or a memory such as 40 GiB, not {size!r}"
+            raise ValueError(words) from None
 
     def tokens(self, bytes_per_token: int) -> int | None:
         """Return the size in tokens; None: what the pool has room for."""
@@ -219,17 +231,16 @@ class PrefixCacheSection(FileSection):
             return self.size
         if self.size == "pool":
             return None
-        memory = _GIB.fullmatch(self.size)
-        return INFINITE if memory is None else int(float(memory[1]) * 2**30) // bytes_per_token
+        return INFINITE if self.size == "infinite" else memory_size(self.size) // bytes_per_token
 
 
 class SloSection(FileSection):
     """What requests of a class are judged by, in seconds. tbt_s bounds every gap, tpot_s their mean."""
 
-    ttft_s: Positive | None = None
-    tbt_s: Positive | None = None
-    tpot_s: Positive | None = None
-    e2e_s: Positive | None = None
+    ttft_s: Seconds | None = None
+    tbt_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+    e2e_s: Seconds | None = None
 
 
 class NoiseSection(FileSection):
@@ -246,15 +257,11 @@ class NoiseSection(FileSection):
 class RunSection(FileSection):
     renamed: ClassVar[Mapping[str, str]] = {"slo_told": "send_slo"}
 
-    window_s: Positive | None = Field(
-        default=None, description="observe for so long; null: until the last request ends"
-    )
+    window_s: Seconds | None = Field(default=None, description="observe for so long; null: until the last request ends")
     seeds: Seeds = Field(default=(0,), description="one run each; several give confidence intervals")
     noise: NoiseSection = NoiseSection()
-    timeout_s: Positive | None = Field(default=None, description="clients leave so long after arrival")
-    patience_s: Positive | None = Field(
-        default=None, description="clients leave after an exponential time of this mean"
-    )
+    timeout_s: Seconds | None = Field(default=None, description="clients leave so long after arrival")
+    patience_s: Seconds | None = Field(default=None, description="clients leave after an exponential time of this mean")
     max_output: Count | None = Field(
         default=None, description="output that clients ask for at most; null: what they will get"
     )
@@ -274,14 +281,14 @@ class MedhaSection(FileSection):
     """Medha's rules (`headway.policy.iteration.medha.MedhaConfig`)."""
 
     space_sharing: bool = Field(default=True, description="long prompts yield part of their time to shorter ones")
-    long_tokens: int = Field(default=8192, description="prompts above this are long")
+    long_tokens: CountOrZero = Field(default=8192, description="prompts above this are long")
     long_iterations: float | None = Field(
         default=None, description="so are prompts of more iterations alone; null: 4, in mode paper by tokens only"
     )
     exact_target: bool = Field(
         default=True, description="iterations take all of t_target_s, and no more where nothing decodes"
     )
-    deadline_base_s: float = Field(
+    deadline_base_s: SecondsOrZero = Field(
         default=1.0, description="a first token is due after this, or deadline_factor times its prefill if that is more"
     )
     deadline_factor: float = Field(default=5.0, description="see deadline_base_s; Medha defines no deadline")
@@ -289,8 +296,12 @@ class MedhaSection(FileSection):
 
 def _policy_section() -> type[FileSection]:
     """Every field of `SchedulerConfig`, optional; the stages and KV groups are the layout's."""
+    kinds: dict[str, Any] = {"int": CountOrZero | None, "float | None": Aim | None}
     given: dict[str, Any] = {
-        f.name: (f"{f.type} | None", Field(None, description=str(f.metadata.get("help", "")).strip()))
+        f.name: (
+            kinds.get(str(f.type), f"{f.type} | None"),
+            Field(None, description=str(f.metadata.get("help", "")).strip()),
+        )
         for f in fields(SchedulerConfig)
         if f.name not in FOLLOWS_FROM_LAYOUT and f.name != "medha"
     }

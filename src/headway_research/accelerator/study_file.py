@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, create_model, field_validator
+from pydantic import Field, create_model, field_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, FileSection, Positive, validated
+from headway.core.file_sections import Count, FileSection, Positive, Seconds, parsed_by, validated
 from headway.core.parse import size, tokens
 from headway.perf.hardware import ModelShape, from_config_file, model
 from headway.policy.iteration.config import SchedulerConfig
@@ -33,21 +33,8 @@ from headway_research.accelerator.machine import (
 from headway_research.accelerator.operators import OperatorSetting
 from headway_research.accelerator.serving import sarathi
 
-
-def _number(read: Any) -> Any:
-    def parse(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return read(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(parse)
-
-
-Tokens = Annotated[int, _number(tokens), Field(ge=0)]
-Size = Annotated[int, _number(size), Field(ge=0)]
+Tokens = Annotated[int, parsed_by(tokens, str), Field(ge=0)]
+Size = Annotated[int, parsed_by(size, str), Field(ge=0)]
 
 
 class MachineSection(FileSection):
@@ -95,7 +82,7 @@ AssumptionsSection: Any = _assumptions_section()
 
 
 class StageSection(FileSection):
-    """One iteration. Tokens as 65536 or 64k."""
+    """One iteration. Tokens as 65536 or 64K."""
 
     prefill_tokens: Tokens = Field(default=1024, description="the chunk")
     prefill_past: Tokens = Field(default=0, description="cached tokens that the chunk attends to")
@@ -106,8 +93,8 @@ class StageSection(FileSection):
 class LimitsSection(FileSection):
     """What must hold at the percentile. tbt_s null: the paper's rule, 32 decodes over 4K tokens each, alone."""
 
-    tbt_s: Positive | None = None
-    delay_s: Positive = 1.0
+    tbt_s: Seconds | None = None
+    delay_s: Seconds = 1.0
     percentile: Annotated[float, Field(gt=0, le=100)] = 99.0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.core.errors import ConfigError
 from headway.core.files import write_output
+from headway.core.parse import duration
 
 _SEND_TIMEOUT_S = 30.0
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="with --url: the server's API key")
     parser.add_argument(
         "--every",
-        type=float,
+        type=duration,
         metavar="SECONDS",
         help="with --url, and a cluster's log as --lengths: again so long after each table, of the log's newest "
         "--requests prompts, until Ctrl-C",

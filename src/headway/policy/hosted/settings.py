@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import FileSection, validated
+from headway.core.file_sections import AimMs, FileSection, validated
 from headway.policy.iteration.config import MIN_CHUNK, SchedulerConfig
 
 TRUST_PROFILE = 2.0
@@ -19,8 +19,8 @@ TRUST_PROFILE = 2.0
 class VllmSettings(FileSection):
     """All fields are optional. Unknown names are refused."""
 
-    t_target_ms: float | None = Field(
-        None, gt=0, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 200"
+    t_target_ms: AimMs | None = Field(
+        None, description="longest gap between tokens of running requests, ms; default: by the machine, 55 to 200"
     )
     policy: str = Field("ladder", description="order of waiting prefills: ladder, fcfs, edf, lrs, srpt or lars")
     profile: Path | None = Field(None, description="file of a measured latency profile (`headway profile --out`)")

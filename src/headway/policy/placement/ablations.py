@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, CountOrZero, Positive, PositiveOrZero
+from headway.core.file_sections import Count, CountOrZero, PositiveOrZero, Seconds
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import GroupShape
 from headway.policy.placement.baselines import (
@@ -55,7 +55,7 @@ class PriorityOptions(PolicyOptions):
     """A long request that has waited so many times its own predicted prefill time is promoted: it takes the instances
     that are free first, and later requests there wait for it; sooner where the target for its first token needs that.
     "off": never. None: off in mode `paper`, else 5."""
-    retry_s: Positive = 0.1
+    retry_s: Seconds = 0.1
     """How often a waiting long prompt is tried, besides at the end of each request."""
 
     @property

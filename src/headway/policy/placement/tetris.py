@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, Positive
+from headway.core.file_sections import Count, Seconds
 from headway.core.request import Request, Span, Strategy
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupLatency, GroupShape
@@ -55,9 +55,9 @@ class TetrisOptions(AffinityOptions):
     """Pairs of (requests a second, improvement rate)."""
     rates_file: str | None = None
     """File of such a table (`headway profile rates`)."""
-    window_s: Positive = 30.0
+    window_s: Seconds = 30.0
     """Length of the window in which the load is measured."""
-    refresh_s: Positive = 30.0
+    refresh_s: Seconds = 30.0
     """Time between two measurements of the load."""
     single_chunk: bool = False
     """Algorithm 1 without lines 5-21: a prompt is one chunk."""

@@ -37,10 +37,12 @@ import numpy as np
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.files import check_outputs, write_output
 from headway.core.machine import free_port
+from headway.core.parse import duration
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, first_model
-from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, machine, tokens, versions, vocab_size_of, whole
+from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, machine, versions, vocab_size_of, whole
 from headway.sim.metrics import RequestRecord, percentile_name, percentiles, quantile, tbt_s, ttft_s
 from headway.sim.report.plots import check_picture
+from headway.sim.workload.generate import parse_tokens
 
 
 class ConvoyError(HeadwayError):
@@ -685,9 +687,9 @@ def _add_servers(group: argparse._ArgumentGroup) -> None:
         help="measure the server that runs there instead of starting one per policy; several: in turn, with ratios",
     )
     help_text = "with several --url: start no further round of convoys that would end later (default %(default)s)"
-    add("--seconds", type=float, default=120.0, help=help_text)
+    add("--seconds", type=duration, default=120.0, help=help_text)
     add("--policies", default="ladder,fcfs", help="comma-separated POLICY or POLICY+CHUNKING (default %(default)s)")
-    add("--max-model-len", type=tokens, help="for the servers (default: what the long prompt needs)")
+    add("--max-model-len", type=parse_tokens, help="for the servers (default: what the long prompt needs)")
     add("--server-args", default="", help="further arguments for `headway serve`, as one string")
     add("--server-command", help="start this instead of `headway serve`")
     add("--label", action="append", help="with --url: what to call it, one for each (default as-served, or the URLs)")
@@ -701,19 +703,19 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, type=kind, default=default, help=f"{text} (default %(default)s)")
 
     help_text = "length of the long prompt (default 32768; with --url at most what the server allows)"
-    group.add_argument("--long-tokens", type=tokens, help=help_text)
-    add("--long-output", tokens, 1, "tokens it is to generate")
-    add("--short-tokens", tokens, 200, "length of a short prompt")
-    add("--short-output", tokens, 16, "tokens a short generates")
-    add("--short-interval", float, 1.0, "seconds between shorts")
+    group.add_argument("--long-tokens", type=parse_tokens, help=help_text)
+    add("--long-output", parse_tokens, 1, "tokens it is to generate")
+    add("--short-tokens", parse_tokens, 200, "length of a short prompt")
+    add("--short-output", parse_tokens, 16, "tokens a short generates")
+    add("--short-interval", duration, 1.0, "seconds between shorts")
     add("--warmup", int, 5, "shorts sent beforehand, then a long one")
     add("--repeat", int, 1, "convoys per server, pooled (several --url: --seconds)")
     add("--shared-prefix", int, 0, "tokens at the start that all prompts share; else no prefix cache helps")
-    add("--max-seconds", float, 600.0, "send no shorts after that")
+    add("--max-seconds", duration, 600.0, "send no shorts after that")
     help_text = "draw prompt ids below this (default: the checkpoint's, else 256)"
     group.add_argument("--vocab-size", type=whole(2), help=help_text)
     add("--seed", whole(0), 0, "decides every prompt")
-    add("--timeout", float, 3600.0, "seconds for one request")
+    add("--timeout", duration, 3600.0, "seconds for one request")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.core.files import check_outputs, write_output
+from headway.core.parse import duration, milliseconds
 from headway.serving.load.client import LoadRequest
-from headway.serving.load.prompts import PromptPool, machine, tokens, versions
+from headway.serving.load.prompts import PromptPool, machine, versions
 from headway.sim.metrics import (
     NO_TARGETS,
     RequestRecord,
@@ -32,7 +34,7 @@ from headway.sim.metrics import (
     ttft_s,
 )
 from headway.sim.workload import RequestTrace, TraceRequest, transforms
-from headway.sim.workload.generate import PoissonArrivals, final_classes
+from headway.sim.workload.generate import PoissonArrivals, final_classes, parse_tokens
 from headway.sim.workload.traces import FORMATS, read_trace
 
 
@@ -191,10 +193,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests per second: the trace's times are stretched to it, or drawn (Poisson) where it has none",
     )
-    what.add_argument("--max-prompt-tokens", type=tokens, metavar="N",
+    what.add_argument("--max-prompt-tokens", type=parse_tokens, metavar="N",
         help="cut longer prompts to this; --sessions leaves sessions with longer ones out",
     )  # fmt: skip
-    what.add_argument("--max-output-tokens", type=tokens, metavar="N", help="cut longer outputs to this")
+    what.add_argument("--max-output-tokens", type=parse_tokens, metavar="N", help="cut longer outputs to this")
     what.add_argument(
         "--session-rate",
         type=float,
@@ -210,7 +212,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     sessions.add_argument(
         "--think", type=float, default=1.0, metavar="F", help="multiply think times; 0: none (default %(default)s)"
     )
-    sessions.add_argument("--max-think", type=float, metavar="S", help="cut longer think times to this")
+    sessions.add_argument("--max-think", type=duration, metavar="S", help="cut longer think times to this")
 
 
 def workload(args: argparse.Namespace, rng: np.random.Generator) -> tuple[list[TraceRequest], dict[str, Any]]:
@@ -361,15 +363,14 @@ class GoodputTargets:
     def __init__(self, items: Sequence[str]) -> None:
         self._given: dict[str, SloTargets] = {}
         for item in items:
-            left, colon, milliseconds = item.partition(":")
+            left, colon, limit = item.partition(":")
             # From the right: the name of a class may itself have dots.
             klass, _, name = left.rpartition(".")
-            try:
-                value = float(milliseconds)
-            except ValueError:
-                # Refused below, with the same message as any other value that is not above 0.
-                value = -1.0
-            if not colon or name not in _FIELDS or not 0 < value < float("inf"):
+            # What is no time is refused with the same message as any other value that is not above 0.
+            value = -1.0
+            with suppress(ConfigError):
+                value = milliseconds(limit)
+            if not colon or name not in _FIELDS or value <= 0:
                 raise ConfigError(
                     f"--goodput {item!r}: write [CLASS.]METRIC:MILLISECONDS, METRIC one of {', '.join(_FIELDS)}"
                 )

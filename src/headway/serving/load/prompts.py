@@ -18,11 +18,9 @@ from zlib import crc32
 
 import numpy as np
 
-from headway.core.errors import ConfigError
 from headway.core.machine import CORES
 from headway.perf.device import processor_name
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.generate import parse_tokens
 
 POOL_TOKENS = 1 << 20
 """Places in the pool at which a prompt may start."""
@@ -151,14 +149,6 @@ def _memory_gib() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (ValueError, OSError):
         return None
-
-
-def tokens(text: str) -> int:
-    """Parse a count of tokens of at least 1: `200`, `32K`, `1M` (powers of ten)."""
-    try:
-        return parse_tokens(text)
-    except ConfigError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from None
 
 
 def whole(least: int) -> Callable[[str], int]:

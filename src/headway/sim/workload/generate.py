@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import ConfigError
+from headway.core.parse import number
 from headway.sim.workload.traces import TraceRequest, read_trace
 
 Times = NDArray[np.float64]
@@ -384,17 +385,16 @@ def preset(name: str) -> WorkloadPreset:
 # Parser of length distributions as a command line writes them.
 #
 # fixed:200 · uniform:100-500 · lognormal:median=1000,p90=4000[,min=…,max=…] · lognormal:mu=6.9,sigma=1.1 ·
-# empirical:FILE mix:0.95*lognormal:median=300,p90=1200+0.05*uniform:100K-500K · a bare number means fixed. K and M mean
-# 10^3 and 10^6.
+# empirical:FILE mix:0.95*lognormal:median=300,p90=1200+0.05*uniform:100k-500k · a bare number means fixed. Units as in
+# `core.parse`.
 
 Column = Literal["prompt", "output"]
-_UNITS = {"k": 1e3, "m": 1e6}
 _KNOWN = "fixed:N, uniform:LOW-HIGH, lognormal:median=M,p90=N[,min=,max=], empirical:FILE, mix:SHARE*SPEC+SHARE*SPEC"
 
 
 def parse_tokens(text: str) -> int:
-    """Parse `200`, `32K` or `1.5M` as tokens. Raises ConfigError otherwise."""
-    value = _number(text)
+    """Parse `200`, `32k` or `1.5m` as tokens. Raises ConfigError otherwise."""
+    value = number(text)
     if not value.is_integer() or not 1 <= value < 1e12:
         raise ConfigError(f"{text!r} is not a number of tokens of at least 1")
     return int(value)
@@ -424,14 +424,14 @@ def parse_lengths(text: str, column: Column = "prompt") -> LengthDistribution:
 
 def _part(text: str, column: Column, whole: str) -> tuple[float, LengthDistribution]:
     share, spec = _pair(text, "*", whole)
-    weight = _number(share)
+    weight = number(share)
     if not weight > 0:
         raise ConfigError(f"{whole!r}: the share {share!r} must be above 0")
     return weight, parse_lengths(spec, column)
 
 
 def _lognormal(rest: str, text: str) -> LogNormalLengths:
-    given = {name.strip(): _number(value) for name, value in (_pair(item, "=", text) for item in rest.split(","))}
+    given = {name.strip(): number(value) for name, value in (_pair(item, "=", text) for item in rest.split(","))}
     low, high = given.pop("min", 1.0), given.pop("max", MOST)
     if not 1 <= low <= high:
         raise ConfigError(f"{text!r}: needs 1 ≤ min ≤ max")
@@ -452,18 +452,6 @@ def _pair(text: str, separator: str, whole: str) -> tuple[str, str]:
     if not found:
         raise ConfigError(f"{whole!r}: expected {separator!r} in {text!r}; known are {_KNOWN}")
     return left.strip(), right.strip()
-
-
-def _number(text: str) -> float:
-    body = text.strip().lower()
-    unit = _UNITS.get(body[-1:], 1.0)
-    try:
-        value = float(body[:-1] if unit != 1.0 else body) * unit
-    except ValueError:
-        raise ConfigError(f"{text!r} is not a number") from None
-    if not math.isfinite(value):
-        raise ConfigError(f"{text!r} is not a finite number")
-    return value
 
 
 def final_classes(names: Iterable[str]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from headway.core.file_sections import Count, FileSection, Positive
+from headway.core.file_sections import Count, FileSection, Positive, Seconds
 from headway.sim.workload.generate import PRESETS
 from headway.sim.workload.traces import class_name
 
@@ -17,12 +17,12 @@ class SessionsSection(FileSection):
     count: Count | None = Field(default=None, description="sessions, the first of the trace; null: all")
     turns: Count | None = Field(default=None, description="requests of a session, the first; null: all")
     think: Annotated[float, Field(ge=0)] = Field(default=1.0, description="think times of the trace times this")
-    max_think_s: Positive | None = Field(default=None, description="longer think times are cut to this, in seconds")
+    max_think_s: Seconds | None = Field(default=None, description="longer think times are cut to this, in seconds")
 
 
 class MixSection(FileSection):
     """One kind of request. Lengths: fixed:200, uniform:100-500, lognormal:median=…,p90=… (or mu, sigma; min, max),
-    empirical:FILE, mix:0.95*SPEC+0.05*SPEC; K and M mean 10³ and 10⁶."""
+    empirical:FILE, mix:0.95*SPEC+0.05*SPEC; k is 1,000 and K 1,024, as everywhere."""
 
     share: Positive = 1.0
     klass: Annotated[str, AfterValidator(class_name)] = Field(default="", alias="class")

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.core.parse import duration, tokens
 from headway.sim.workload.generate import ArrivalProcess, PoissonArrivals
 from headway.sim.workload.traces import PromptText, RequestTrace, TraceRequest
 
@@ -39,21 +40,20 @@ def slice_count(requests: Sequence[TraceRequest], start: int, stop: int | None) 
     return rebase(requests[start:stop])
 
 
+_TIME_ENDS = ("s", "n", "h")
+
+
 def slice_by(requests: Sequence[TraceRequest], text: str) -> Requests:
     """Slice by `100:400` (count) or `60s:120s` (time); either side may be empty. Raises ConfigError otherwise."""
     left, colon, right = (part.strip() for part in text.partition(":"))
     try:
         if not colon:
             raise ValueError
-        # either side in seconds makes it a slice by time
-        if left.endswith("s") or right.endswith("s"):
-            stop_s = float(right.removesuffix("s")) if right else float("inf")
-            return slice_time(requests, float(left.removesuffix("s") or 0), stop_s)
-        start, stop = int(left or 0), int(right) if right else None
-        if start < 0 or (stop is not None and stop < 0):
-            raise ValueError
-        return slice_count(requests, start, stop)
-    except ValueError:
+        # either side in seconds, minutes or hours makes it a slice by time
+        if left[-1:] in _TIME_ENDS or right[-1:] in _TIME_ENDS:
+            return slice_time(requests, duration(left or 0), duration(right) if right else float("inf"))
+        return slice_count(requests, tokens(left or 0), tokens(right) if right else None)
+    except (ConfigError, ValueError):
         raise ConfigError(f"cannot slice by {text!r}; write 100:400 (requests) or 60s:120s (seconds)") from None
 
 

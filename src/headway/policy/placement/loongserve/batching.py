@@ -15,13 +15,13 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from pydantic import model_validator
 
-from headway.core.file_sections import Count, CountOrZero, Positive
+from headway.core.file_sections import Count, CountOrZero, Seconds
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
 from headway.policy.placement.contract import final_tokens, members_for
 from headway.policy.placement.registry import PolicyOptions
 
-Seconds = Callable[[int, int, int], float]
+PrefillSeconds = Callable[[int, int, int], float]
 """Seconds of one prompt: (tokens, instances, nodes)."""
 
 
@@ -38,7 +38,7 @@ def partition(
     tokens: Sequence[int],
     room: Sequence[float],
     nodes: Sequence[int],
-    seconds: Seconds,
+    seconds: PrefillSeconds,
     most: int = 0,
     max_sp: int = 0,
     kv: Sequence[int] = (),
@@ -181,11 +181,11 @@ class LoongServeOptions(PolicyOptions):
     """`batched`: by dynamic programming (§5.3); `single`: the same with one request in a batch; `greedy`: as Tetris
     §2.4 describes it, each request on arrival, on the group that ends it first, queues included (needs decode
     instances)."""
-    round_s: Positive = 5.0
+    round_s: Seconds = 5.0
     """A request that would make a round longer is not added to it, unless it is the first."""
     round_tokens: Count = 500_000
     """Tokens of a round, likewise."""
-    decode_step_s: Positive = 0.025
+    decode_step_s: Seconds = 0.025
     """Assumed time of an output token."""
     wait_steps: Count = 10
     """Decode steps between two looks at the queue."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Count, Positive, PositiveOrZero
+from headway.core.file_sections import Count, PositiveOrZero, Seconds
 from headway.core.request import Request, Span
 from headway.policy.placement.contract import (
     Action,
@@ -84,7 +84,7 @@ class PecSchedOptions(AffinityOptions):
     long_replicas: Literal["memory", "latency", "fixed"] = "latency"
     """Rule for "sufficient" replicas, which the paper does not state: as memory needs, as latency needs to stay within
     `long_target_s`, or `long_sp`. Never fewer than memory needs."""
-    long_target_s: Positive = 20.0
+    long_target_s: Seconds = 20.0
     """Largest predicted prefill time of a long request, in seconds, for the rule `latency`."""
     long_sp: Count = 4
     """Replicas of a long request for the rule `fixed`."""
@@ -93,7 +93,7 @@ class PecSchedOptions(AffinityOptions):
     ageing: PositiveOrZero | Literal["off"] | None = None
     """A long prefill is suspended for at most so many times as long as it has computed, and `slice_s` more; then it
     computes until that holds again. "off": without bound. None: off in mode `paper`, else 1."""
-    slice_s: Positive = 1.0
+    slice_s: Seconds = 1.0
     """Seconds added to the time computed when ageing bounds a suspension: see `ageing`."""
     preempt: bool = True
     """False: the ablation /PE (§6.4)."""
