@@ -185,7 +185,7 @@ def test_the_next_turn_is_the_last_kind_of_event_at_an_instant() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"prefix_cache": {"size": "40 GB"}}, "must be pool, infinite, a number of tokens, or a memory such as 40 GiB"),
+        ({"prefix_cache": {"size": "40 GX"}}, "must be pool, infinite, a number of tokens, or a memory such as 40 GiB"),
         ({"prefix_cache": {"eviction": "fifo"}}, "prefix_cache.eviction must be 'lru' or 'cost'"),
         ({"prefix_cache": {}, "layout": {"kvp": 2}}, "`prefix_cache` is of Headway's own engine with one KV group"),
         ({"workload": {"preset": "medha-swe", "sessions": {}}}, "`sessions` needs a trace"),

@@ -114,7 +114,7 @@ def test_settings_name_what_is_wrong() -> None:
     assert read_settings({"headway": {"t_target_ms": 40}, "other": 1}).t_target_ms == 40
     with pytest.raises(ConfigError, match=r"tbt is not a field; allowed here: t_target_ms"):
         read_settings({"headway": {"tbt": 1}})
-    with pytest.raises(ConfigError, match=r"t_target_ms must be above 0, not -5"):
+    with pytest.raises(ConfigError, match=r"t_target_ms must be at least 1, not -5"):
         read_settings({"headway": {"t_target_ms": -5}})
     with pytest.raises(ConfigError, match="must be an object"):
         read_settings({"headway": 5})
