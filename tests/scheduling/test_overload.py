@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from headway.perf.latency.base import BatchLoad
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import LONGEST_RETRY_S, IterationPolicy, refuse_late
 from headway.policy.iteration.groups import make_scheduler
+from headway.policy.iteration.queue import LONGEST_SPANS
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics import ttft_s
 from headway.sim.workload import TraceRequest
@@ -69,3 +71,21 @@ def test_running_decodes_slow_the_prediction() -> None:
     alone_s = policy.predicted_ttft_s(request, BatchLoad(), 0.0)
     beside_s = policy.predicted_ttft_s(request, BatchLoad(200, 200, 50_000), 0.0)
     assert beside_s > 1.2 * alone_s
+
+
+@pytest.mark.parametrize(("clients", "tokens"), [(30, 150), (16, 300)])
+def test_a_large_prompt_begins_though_a_closed_loop_of_short_ones_always_takes_the_kv(
+    clients: int, tokens: int
+) -> None:
+    requests = [TraceRequest(5.0, 3000, 4, "large")]
+    for client in range(clients):
+        first = TraceRequest(client * 0.05, tokens + client, 60, "short", session=str(client), thread="a", think_s=0.0)
+        requests += [replace(first, think_s=None), *[replace(first, waits=True)] * (4000 // clients)]
+    requests.sort(key=lambda request: request.arrival_s)
+    spec = InstanceSpec(config=SchedulerConfig(), latency=small_machine(), kv_tokens=4000)
+    records = simulate(spec, requests).records
+    large = next(record for record in records if record.klass == "large")
+    # It is due after a second. Beside its spans: the time in which the answers end that hold KV.
+    bound_s = LONGEST_SPANS + 4.0
+    assert max(record.token_s[-1] for record in records) > 5.0 + 2 * bound_s
+    assert (ttft_s(large) or 0.0) < bound_s

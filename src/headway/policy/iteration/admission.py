@@ -119,6 +119,8 @@ class KvBlockAdmission:
         self._answers_hold = pool.answers_hold if config.kv_parallel == 1 else 0
         # Requests that hold KV: prefills that have begun, and decodes. Changed by `hold` and `release` only.
         self.holders: dict[str, PrefillState] = {}
+        # Whether a request had found no room for `ADMISSION_AGE_S`, by the last decision: KV is short.
+        self.scarce = False
         # A large request of another group whose next shard has not fitted here for too long (`GroupedScheduler`).
         self.reserved_for: PrefillState | None = None
         self._max_holders = config.max_num_seqs
@@ -156,6 +158,7 @@ class KvBlockAdmission:
         if self._pool.holders_grow:
             self._small = None
         self._blocked = 0
+        self.scarce = False
         self.closed = not admits_new or len(self.holders) >= self._max_holders
         self._spare = None if self.reserved_for is None else self._spare_blocks(self.reserved_for)
 
@@ -184,6 +187,7 @@ class KvBlockAdmission:
             self.closed = True
         elif self._spare is None and now - state.skipped_since >= ADMISSION_AGE_S:
             self._spare = self._spare_blocks(state)
+            self.scarce = True
         self.closed = self.closed or self._blocked >= MAX_BLOCKED or self._spare == 0
         return False
 

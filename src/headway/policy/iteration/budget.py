@@ -74,7 +74,8 @@ class EfficientChunks:
         return aim
 
     def least_tokens(self, context: int) -> int:
-        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens.
+        """Return the smallest chunk whose rate alone is `DECODE_EFFICIENCY` of the best at a context, in tokens, or the
+        largest that takes `LONGEST_AIM_S` alone, where that is smaller.
 
         A rough model does not say: 0."""
         if self._latency.rough:
@@ -84,7 +85,11 @@ class EfficientChunks:
         if least is None:
             points = self._points_of(bucket)
             enough = DECODE_EFFICIENCY * max(rate for rate, _ in points)
-            least = self._least[bucket] = self._sizes[next(i for i, (rate, _) in enumerate(points) if rate >= enough)]
+            efficient = next(i for i, (rate, _) in enumerate(points) if rate >= enough)
+            # Readers would notice more, however slow the machine is. Contexts of a bucket reach up to the next one.
+            deeper = self._points_of(bucket + 1)
+            bounded = max((i for i, (_, seconds) in enumerate(deeper) if seconds <= LONGEST_AIM_S), default=0)
+            least = self._least[bucket] = self._sizes[min(efficient, bounded)]
         return least
 
     def alone_s(self, context: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.requests import PrefillState
-from headway.policy.ladder import ladder_order
+from headway.policy.ladder import FREE_STEPS, LEAST_SPAN_S, STEP, ladder_order
 
 REFRESH_S = 0.25
 """Seconds after which the ladder's order is made anew though no request came: works and speeds are predictions."""
@@ -25,13 +26,17 @@ PLACES = 8
 PACE = 0.85
 """Share of the predicted speed that the ladder counts on: later arrivals go first too, and predictions err."""
 
+LONGEST_SPANS = STEP ** (FREE_STEPS + 1)
+"""Where KV is short, a member that has waited for so many spans from its arrival to its due time goes before all others
+(`overdue`): by then its work counts less, too. Half of it costs the others: 7% fewer in time (Mooncake at load 1.4)."""
+
 _Floats = npt.NDArray[np.float64]
 
 
 class WaitingQueue(ABC):
     """Members in slots 0 to n - 1. Adding, changing and removing one is O(1)."""
 
-    _floats: tuple[str, ...] = ()
+    _floats: ClassVar[tuple[str, ...]] = ()
     """Names of the arrays of a subclass, one value for each member."""
 
     def __init__(self) -> None:
@@ -40,7 +45,7 @@ class WaitingQueue(ABC):
         self._order: list[PrefillState | None] = []
         # Members that hold KV, by order of arrival.
         self.begun: dict[int, PrefillState] = {}
-        # Members that computes lost KV again, and members with a priority other than 0.
+        # Members that compute lost KV again, and members with a priority other than 0.
         self._restarted = self._prioritised = 0
         self._arrival_order = np.zeros(64, dtype=np.int64)
         self._priority = np.zeros(64, dtype=np.int64)
@@ -137,7 +142,7 @@ class WaitingQueue(ABC):
 class LineQueue(WaitingQueue):
     """Order of lines. `parallel` lines keep their order until one changes."""
 
-    _floats = ("_intercept", "_slope")
+    _floats: ClassVar[tuple[str, ...]] = ("_intercept", "_slope")
     _intercept: _Floats
     _slope: _Floats
 
@@ -185,7 +190,7 @@ class LineQueue(WaitingQueue):
 class LadderQueue(WaitingQueue):
     """Order of the ladder, made anew as requests come and every `REFRESH_S` seconds."""
 
-    _floats = ("_arrival", "_due", "_work", "_steps")
+    _floats: ClassVar[tuple[str, ...]] = ("_arrival", "_due", "_work", "_steps")
     _arrival: _Floats
     _due: _Floats
     _work: _Floats
@@ -232,6 +237,17 @@ class LadderQueue(WaitingQueue):
     def late(self) -> int:
         """Members that will be late, so that others are in time."""
         return int(np.count_nonzero(self._steps[: len(self._members)]))
+
+    def overdue(self, now: float) -> PrefillState | None:
+        """Return the member without KV that has waited longest, in spans from its arrival to its due time, of those
+        with the first priority; None: none has waited `LONGEST_SPANS`."""
+        n = len(self._members)
+        arrival, priority = self._arrival[:n], self._priority[:n]
+        spans = (now - arrival) / np.maximum(self._due[:n] - arrival, LEAST_SPAN_S)
+        spans[[member.slot for member in self.begun.values()]] = 0.0
+        spans[priority > priority.min()] = 0.0
+        slot = int(spans.argmax())
+        return self._members[slot] if spans[slot] >= LONGEST_SPANS else None
 
     def _by_rule(
         self, members: list[PrefillState], now: float, speed: float, ahead_s: float = 0.0
