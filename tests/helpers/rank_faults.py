@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from tests.helpers.rank_serving import Ask, make_core
+from tests.helpers.rank_processes import make_rank_config
+from tests.helpers.rank_serving import Ask, make_core, serve
 
-from headway.core.request import SamplingParams
 from headway.runtime.engine.config import RestartLimit
 from headway.runtime.engine.core import EngineCore
-from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.multi_process import MultiProcessExecutor, ProcessTransport
 from headway.runtime.executor.plans import RankConfig
 
@@ -29,10 +27,7 @@ _PIDFD_GETFD = 438
 
 
 def rank_config(folder: Path, tp: int, stages: int, kvp: int = 1) -> RankConfig:
-    return RankConfig(
-        model=str(folder), dtype="auto", max_model_len=None, attention_backend="cpu", threads=1, kv_blocks=BLOCKS,
-        block_tokens=BLOCK, eos=(), tp=tp, stages=stages, kvp=kvp, patience_s=30.0, timeout_s=TIMEOUT_S,
-    )  # fmt: skip
+    return make_rank_config(folder, tp, stages, kvp=kvp, kv_blocks=BLOCKS, patience_s=30.0, timeout_s=TIMEOUT_S)
 
 
 class World:
@@ -82,28 +77,7 @@ OnStep = Callable[[dict[str, list[int]]], None]
 
 def serve_through(core: EngineCore, asks: list[Ask], on_step: OnStep) -> list[list[int]]:
     """All answers. `on_step` sees what has been told before every step, and may do harm."""
-    told: dict[str, list[int]] = {str(i): [] for i in range(len(asks))}
-    waiting = dict(enumerate(asks))
-    ended = step = 0
-    while ended < len(asks):
-        for index, ask in list(waiting.items()):
-            if ask.after <= step:
-                del waiting[index]
-                params = SamplingParams(
-                    **{"max_tokens": ask.count, "temperature": 0.0, "ignore_eos": True, **ask.params}
-                )
-                submit = SubmitRequest(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
-                refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
-                assert refused is None, refused
-        on_step(told)
-        for delta in core.step(1.0):
-            assert delta.error is None, delta
-            told[delta.id] += delta.tokens
-            ended += delta.finish is not None
-        core.scheduler.check()
-        step += 1
-    assert core.idle
-    return list(told.values())
+    return serve(core, asks, wait_s=1.0, on_step=on_step)
 
 
 def kill(pid: int) -> None:

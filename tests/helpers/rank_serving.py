@@ -66,10 +66,11 @@ def make_core(
 
 def serve(
     core: EngineCore, asks: list[Ask], steps: int = 20_000, hear: Callable[[OutputDelta], object] = id,
-    wait_s: float | None = None,
+    wait_s: float | None = None, on_step: Callable[[dict[str, list[int]]], object] = id,
 ) -> list[list[int]]:  # fmt: skip
     """All answers, greedy unless an ask says otherwise. `after`: steps of the engine before it is submitted. `hear` is
-    called with every delta. wait_s: of a step; None: it waits for a whole batch, as the live service does not."""
+    called with every delta, `on_step` before every step with what has been told. wait_s: of a step; None: it waits for
+    a whole batch, as the live service does not."""
     told: dict[str, list[int]] = {str(i): [] for i in range(len(asks))}
     waiting = dict(enumerate(asks))
     ended = 0
@@ -83,6 +84,7 @@ def serve(
                 submit = SubmitRequest(id=str(index), prompt_tokens=len(ask.prompt), params=params, received_s=0.0)
                 refused = core.submit(submit, memoryview(np.array(ask.prompt, dtype=np.int32).tobytes()))
                 assert refused is None, refused
+        on_step(told)
         for delta in core.step(wait_s):
             assert delta.error is None, delta
             hear(delta)

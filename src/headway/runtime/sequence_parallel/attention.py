@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headway.kv.allocator import cut_ranges
@@ -26,7 +25,7 @@ from headway.runtime.sequence_parallel.schedule import (
     RingAttend,
 )
 
-# Interface of tensor transport between ranks. Live: `gloo.GlooTransport`, or instance sockets; in tests: threads.
+# Interface of tensor transport between ranks. Live: sockets between instances; in tests: threads.
 #
 # Point to point only. A group is chosen for each chunk of each request, and it grows: communicators for collectives
 # would have to be made by all ranks of the world for every group that occurs, and shares are uneven, which gloo's
@@ -410,31 +409,3 @@ class KvMoves:
 
 def _moved(heads: range, by: int) -> range:
     return range(heads.start + by, heads.stop + by)
-
-
-_FIRST_TAG = 16
-"""Tags below belong to `headway.runtime.executor.rank`."""
-
-
-class GlooTransport:
-    """Made after `headway.runtime.executor.rank.join`: ranks are the default process group's."""
-
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], stream: MessageStream
-    ) -> Callable[[], None]:
-        """See `TensorTransport.exchange`."""
-        tag = _FIRST_TAG + stream
-        works: list[Any] = [dist.irecv(tensor, rank, tag=tag) for rank, tensor in receives]
-        works += [dist.isend(tensor, rank, tag=tag) for rank, tensor in sends]
-        # Buffers must outlive the asynchronous operations.
-        held = [tensor for _, tensor in (*sends, *receives)]
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-            held.clear()
-
-        return wait
