@@ -1,4 +1,5 @@
-"""Hypothesis, the same on every machine, however slow: no deadline, no random seed. And two hosts for some tests.
+"""The environment of all tests, whatever the caller has set; Hypothesis, the same on every machine, however slow: no
+deadline, no random seed; and two hosts for some tests.
 
 `HYPOTHESIS_PROFILE=thorough` (`make test-long`) takes more examples of some properties, `explore` other ones.
 """
@@ -13,6 +14,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.helpers.namespaces import Hosts, two_hosts
 
+# What the caller has set for Headway, for libraries or for a terminal would change what tests see.
+_FOREIGN = ("HEADWAY_", "HF_", "TRANSFORMERS_", "OPENAI_", "OTEL_", "RAY_", "UVICORN_", "VLLM_")
+_TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
+_FOR_TESTS = ("HEADWAY_CI", "HEADWAY_CI_SINCE", "HEADWAY_DISK_HISTORIES", "HEADWAY_NATIVE", "HEADWAY_SHARED")
+for _name in list(os.environ):
+    _foreign = _name.startswith(_FOREIGN) or _name in _TERMINAL or _name.lower().endswith("_proxy")
+    if _foreign and _name not in _FOR_TESTS:
+        del os.environ[_name]
 # Processes that the product starts do not search the working directory (`-P`): doubles of engines are in `tests`.
 _ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
