@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import shorten
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -116,16 +117,17 @@ PAPERS: dict[str, Paper] = {
 
 def page(paper: Paper) -> RenderableType:
     """Return a paper's page: its headline claims beside what was found, then its sums."""
-    table = Table(title=escape(f"{paper.title}\n{paper.where}"), title_justify="left", expand=True)
+    table = Table(title=escape(f"{paper.title}\n{paper.where}"), title_justify="left", box=box.SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), expand=True)  # fmt: skip
     for head, ratio in (("headline claim", 6), ("paper", 4), ("here", 4), ("verdict", 3)):
         table.add_column(head, ratio=ratio)
     for name, row in paper.rows():
         colour = {"holds": "green", "fails": "red"}.get(row.state, "yellow")
         verdict = row.state if row.state != "fails" else f"fails: {_cause(name, row)}"
         cells = (shorten(text, 110, placeholder=" …") for text in (row.claim, row.paper or "-", row.found))
-        table.add_row(*map(escape, cells), f"[{colour}]{verdict}[/{colour}] ({row.kind})")
+        table.add_row(*map(escape, cells), f"[{colour}]{verdict}[/{colour}] ({row.kind})", end_section=True)
     note = f"All: `headway reproduce --list`; one figure: `headway reproduce {paper.ids[0]}`; {paper.page}."
-    return Group(table, escape(f"{in_words(totals(paper.ids))}\n{note}"))
+    return Group(escape(in_words(totals(paper.ids))), table, escape(note))
 
 
 def _cause(name: str, row: RecordedRow) -> str:

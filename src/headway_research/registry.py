@@ -189,33 +189,26 @@ def names() -> list[str]:
 
 
 def listing() -> str:
-    """Return one line an experiment, at most 100 columns: id, CPU time of the last full run, how many claims hold, how
-    many hold in one mode only, rows of no paper, and title; then the totals of each paper and of all."""
+    """Return one line an experiment, at most 80 columns: id, CPU time of the last full run, how many claims hold, and
+    title; then the totals of each paper and of all."""
     runs = recorded()
-    lines = [f"{'id':28}{'cost':>7}  {'hold':>5}{'1 mode':>8}{'own':>7}  what"]
+    lines = [f"{'id':28}{'cost':>7}  {'hold':>5}  what"]
     for name, entry in EXPERIMENTS.items():
-        cells = _cells(runs[name]) if name in runs else ("none", "", "", "")
-        lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}{cells[2]:>8}{cells[3]:>7}  {_cut(entry.title, 41)}")
+        cells = _cells(runs[name]) if name in runs else ("none", "")
+        lines.append(f"{name:28}{cells[0]:>7}  {cells[1]:>5}  {_cut(entry.title, 36)}")
     for paper in (*dict.fromkeys(name.partition(".")[0] for name in EXPERIMENTS), ""):
         ids = [name for name in EXPERIMENTS if name.startswith(paper)]
-        words = (textwrap.wrap(line, 100) for line in in_words(totals(ids)).split("\n"))
+        words = (textwrap.wrap(line, 80) for line in in_words(totals(ids)).split("\n"))
         lines += ["", f"{paper or 'all papers'}:", *chain.from_iterable(words)]
     return "\n".join(lines)
 
 
-def _cells(run: RecordedRun) -> tuple[str, str, str, str]:
-    """Return (cost, claims that hold, in one mode, rows of no paper) as short texts."""
-    claims, own = ([row.state for row in run.rows if (row.paper is None) == of_none] for of_none in (False, True))
+def _cells(run: RecordedRun) -> tuple[str, str]:
+    """Return cost and claims that hold as short texts."""
+    claims = [row.state for row in run.rows if row.paper is not None]
     cost = f"{run.cpu_s:.0f} s" if run.cpu_s < 100 else f"{run.cpu_s / 60:.0f} min"
-    if not run.cpu_s:
-        # not kept, or shared with an experiment above
-        cost = "-"
-    return (
-        cost,
-        f"{claims.count('holds')}/{len(claims)}" if claims else "",
-        str(claims.count("one mode") or ""),
-        f"{own.count('holds')}/{len(own)}" if own else "",
-    )
+    # a cost of 0 was not kept, or is shared with an experiment above
+    return cost if run.cpu_s else "-", f"{claims.count('holds')}/{len(claims)}" if claims else ""
 
 
 def _cut(text: str, most: int) -> str:

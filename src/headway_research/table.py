@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from headway_research.verdicts import HOLDS, MISSED, allowed
+from headway_research.verdicts import HELD, HOLDS, MISSED, allowed
 
 
 def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
-    """Return the table of one report's JSON, titled by its id and `about`."""
-    table = Table(title=f"{data['id']} · {about}", title_justify="left", show_lines=True)
+    """Return a sentence with the verdicts, and the table of one report's JSON, titled by its id and `about`."""
+    table = Table(title=f"{data['id']} · {about}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("claim", ratio=5)
     table.add_column("paper", ratio=3)
     table.add_column("paper mode", ratio=3)
@@ -25,8 +26,12 @@ def report_table(data: Mapping[str, Any], about: str) -> RenderableType:
         colour = "green" if verdict == HOLDS else "yellow" if allowed(verdict) and MISSED not in verdict else "red"
         ours = row["ours"]
         cells = [_cell(row["claim"]), _cell(row["paper"]), _cell(ours["paper_mode"]), _cell(ours["default_mode"])]
-        table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}] ({kind})")
-    return Group(table, escape(_source(data["source"])))
+        table.add_row(*cells, f"[{colour}]{escape(verdict)}[/{colour}] ({kind})", end_section=True)
+    held = sum(row["verdict"] in HELD for row in data["rows"])
+    missed = sum(MISSED in row["verdict"] for row in data["rows"])
+    one_mode = len(data["rows"]) - held - missed
+    words = f"{held} of {len(data['rows'])} rows hold, {one_mode} in one mode only, {missed} are not reproduced"
+    return Group(words, table, escape(_source(data["source"])))
 
 
 def _cell(value: Any) -> str:

@@ -67,9 +67,9 @@ def test_headline_claims_are_recorded_rows() -> None:
             assert [row for row in recorded()[name].rows if row.claim.startswith(start)], (name, start)
 
 
-def test_the_list_fits_a_hundred_columns_and_has_totals() -> None:
+def test_the_list_fits_80_columns_and_has_totals() -> None:
     lines = listing().split("\n")
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     assert "all papers:" in lines
 
 

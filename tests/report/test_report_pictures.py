@@ -11,7 +11,17 @@ from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
 from headway.sim.report.plots import convoy_figure, load_figure, save
 from headway.sim.report.progress import LoadProgress
-from headway.sim.report.tables import convoy_table, duration, error_table, load_table, rates_line, tick, tokens
+from headway.sim.report.tables import (
+    classes_sentence,
+    classes_table,
+    convoy_sentence,
+    convoy_table,
+    duration,
+    error_table,
+    rates_line,
+    tick,
+    tokens,
+)
 
 
 def run(policy: str, waits: list[float | None], long_s: float) -> dict:
@@ -58,9 +68,11 @@ def test_the_convoy_picture_shows_the_median_waits(tmp_path: Path) -> None:
     assert all(file.stat().st_size > 5000 for file in files)
     first, second = (save(convoy_figure(data), tmp_path / f"{i}.svg")[0].read_bytes() for i in (1, 2))
     assert first == second
-    table = text_of(convoy_table(data))
-    assert "lars / whole" in table
-    assert "32.8K-token prompt" in table
+    for wide in (False, True):
+        table = text_of(convoy_table(data, wide))
+        assert "lars / whole" in table
+        assert "32.8K-token prompt" in table
+    assert "after 50 ms (lars), 8.0 s (fcfs): 160.0 times, median" in convoy_sentence(data)
 
 
 @pytest.mark.parametrize("waits", [[], [None]])
@@ -72,9 +84,15 @@ def test_load_pictures_and_tables(tmp_path: Path) -> None:
     save(load_figure(records()), tmp_path / "l.png")
     save(load_figure([]), tmp_path / "empty.PNG")
     summary = summarise(records())
-    table = text_of(load_table(summary))
-    assert "2 of 3" in table
-    assert "100 ms" in table
+    body = summary.to_json()
+    for wide in (False, True):
+        table = text_of(classes_table(body, None, {"short"}, wide))
+        assert "2 of 3" in table
+        assert "100 ms" in table
+        # Without an SLO there is no share that met it.
+        assert [line.split()[4] for line in table.splitlines() if "of" in line.split()] == ["–", "66.7%", "60.0%"]
+    assert "66.7% of short in their SLO" in classes_sentence(body, {"short"})
+    assert "SLO" not in classes_sentence(body, ())
     assert "goodput" in rates_line(summary, judged=True)
     assert "goodput" not in rates_line(summary, judged=False)
     errors = text_of(error_table(records()))

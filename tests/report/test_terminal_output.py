@@ -26,7 +26,15 @@ from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
 def point(at: dict[str, Any]) -> dict[str, Any]:
     cuts = {"p50": 0.386, "p99": 22.4}
     latencies = dict.fromkeys(("ttft_s", "tbt_s", "max_tbt_s", "e2e_s"), cuts)
-    block = {"class": "document", "good_share": 0.5, "starved_share": 0.0, "unfinished": 2, **latencies}
+    block = {
+        "class": "document",
+        "good": 1,
+        "requests": 2,
+        "good_share": 0.5,
+        "starved_share": 0.0,
+        "unfinished": 2,
+        **latencies,
+    }
     return {"at": at, "feasible": True, "ci95": None, "mean": {"classes": [block], "use": {"mfu": 0.3}}}
 
 
@@ -34,7 +42,7 @@ def point(at: dict[str, Any]) -> dict[str, Any]:
 def test_a_sweep_table_cuts_no_name_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(tables, "Console", lambda **given: Console(**{"file": out, "width": width, **given}))
-    table = sweep_table([point({"workload.qps": 0.5, "policy.policy": "lars"})], "a title")
+    table = sweep_table([point({"workload.qps": 0.5, "policy.policy": "lars"})], "a title", (), wide=True)
     tables.show(table)
     text = out.getvalue()
     assert "…" not in text
@@ -45,7 +53,7 @@ def test_a_sweep_table_cuts_no_name_at_any_width(width: int, monkeypatch: pytest
 def test_fields_that_end_alike_keep_their_whole_names() -> None:
     out = io.StringIO()
     Console(file=out, width=300).print(
-        sweep_table([point({"cluster.pools.0.count": 1, "cluster.pools.1.count": 2})], "")
+        sweep_table([point({"cluster.pools.0.count": 1, "cluster.pools.1.count": 2})], "", ())
     )
     assert "cluster.pools.0.count  cluster.pools.1.count" in out.getvalue()
 

@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
         answers.append(words)
         right = right and good
     data = convoy_json("embedded", plan, results)
-    status = report(data, args.out / "convoy.json", args.out / "convoy", titles=[_title(one) for one in data["runs"]])
-    for line in [*answers, *_sentences(data)]:
+    for line in [*_sentences(data), *answers]:
         show(line)
+    status = report(data, args.out / "convoy.json", args.out / "convoy", titles=[_title(one) for one in data["runs"]])
     return status or (0 if right else 1)
 
 

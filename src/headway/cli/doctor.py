@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,17 @@ def run(arguments: argparse.Namespace) -> int:
     marks = {"ok": "✓", "limited": "!", "absent": "-"}
     width = max(len(one.subject) for one in found)
     for one in found:
-        advice = f"\n{' ' * (width + 4)}→ {one.advice}" if one.advice else ""
-        print(f"{marks[one.state]} {one.subject:<{width}}  {one.what}{advice}")
+        print(hanging(f"{marks[one.state]} {one.subject:<{width}}  ", one.what))
+        if one.advice:
+            print(hanging(f"{' ' * (width + 4)}→ ", one.advice))
     return 0
+
+
+def hanging(head: str, text: str) -> str:
+    """Return a line of a table of two columns, whose text goes on below itself at the terminal's width."""
+    width = max(shutil.get_terminal_size().columns, len(head) + 20)
+    lines = textwrap.wrap(text, width - len(head), break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * len(head)}".join([head + lines[0], *lines[1:]]) if lines else head.rstrip()
 
 
 # What this machine can do for Headway: processor, memory, kernels, devices, packages, ports. For `headway doctor`.

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+from headway.cli.doctor import hanging
 from headway.core.errors import ConfigError
 
 
@@ -27,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.copy is None:
         width = max(len(str(path.relative_to(folder))) for path in files)
         for path in files:
-            print(f"{path.relative_to(folder)!s:{width}}  {described(path)}".rstrip())
-        print(f"\nin {folder}; `headway examples --copy` copies them to ./examples")
+            print(hanging(f"{path.relative_to(folder)!s:{width}}  ", described(path)))
+        print(f"\nin {folder}\n`headway examples --copy` copies them to ./examples")
         return 0
     copied = 0
     for path in files:

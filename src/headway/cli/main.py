@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -85,7 +87,21 @@ SERVE_ONLY = frozenset(
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status. Errors that a user can correct are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    codecs.register_error("headway-plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        # Streams that are not text files of the interpreter's own, as under a test, are left.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="headway-plain")
     return _guarded(lambda: _run(words))
+
+
+_PLAIN = {"–": "-", "…": "~", "±": "+-", "·": "|", "×": "x", "✓": "+", "✗": "x", "µ": "u", "—": "-", "→": "->"}
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Return what a terminal without these characters shows instead of them. An error handler of `codecs`."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(letter, "?") for letter in error.object[error.start : error.end]), error.end
 
 
 def _run(words: list[str]) -> int:

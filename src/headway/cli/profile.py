@@ -102,10 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"served for {arguments.serve_for:.0f} s, {iterations:,} iterations: {source.provenance}")
             if source.serving is not None:
                 print(f"a server adds {source.serving.words()}")
-    _print_table(source)
-    print(f"written to {path}")
     for line in headline(source, built.kv_tokens):
         print(line)
+    print(f"written to {path}\n")
+    _print_table(source)
     return 0
 
 
@@ -133,7 +133,6 @@ def headline(source: TableSource, most: int) -> list[str]:
     sizes = (solve_tokens(latency, BatchLoad(), depth, MAX_CHUNK, aim_s)[0] for depth in depths)
     chunks = [f"{max(config.min_chunk, size):,} after {depth:,}" for size, depth in zip(sizes, depths, strict=True)]
     return [
-        "",
         f"prefill, alone:  {'; '.join(rates) or 'no prompt so long fits'}",
         f"next chunk in iterations of {aim_s * 1e3:.0f} ms, in tokens:  {'; '.join(chunks)}",
     ]
@@ -141,15 +140,17 @@ def headline(source: TableSource, most: int) -> list[str]:
 
 def _print_table(source: TableSource) -> None:
     """Print what was measured."""
-    print("rows        seconds  (matrix products and all else that goes by rows)")
+    from headway.sim.report.tables import duration
+
+    print("rows          time  (matrix products and all else that goes by rows)")
     for rows, seconds in source.tokens[1:]:
-        print(f"{rows:>6}   {seconds:>10.5f}")
-    print("chunk    attention of its own   per 1,000 tokens of history")
+        print(f"{rows:>6}  {duration(seconds):>8}")
+    print("chunk  attention of its own  per 1,000 tokens of history")
     for chunk, own, per_past in source.chunks[1:]:
-        print(f"{chunk:>6}   {own:>18.5f}   {per_past * 1000:>10.6f}")
+        print(f"{chunk:>6} {duration(own):>20}  {per_past * 1e6:>16.3f} ms")
     fixed, per_request, per_token = source.decode
     print(f"decodes: {fixed * 1e3:.3f} ms + {per_request * 1e6:.1f} us a request + {per_token * 1e9:.2f} ns a KV token")
     if source.exchange is not None:
         every, row = source.exchange
         print(f"between KV groups: {every * 1e3:.3f} ms an iteration + {row * 1e6:.2f} us a row and guest group")
-    print(f"histories up to {source.validated_past:,} tokens were measured; beyond that the line goes on, unvalidated")
+    print(f"histories up to {source.validated_past:,} tokens were measured; the line goes on beyond, unvalidated")

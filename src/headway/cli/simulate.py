@@ -13,6 +13,7 @@ from headway.core.parse import duration
 
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
+    from headway.sim.scenario import Scenario
     from headway.sim.sweep import ParsePoint, SweepPoint
 
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", metavar="N,N,…", help="seeds, instead of the file's; several give intervals")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--wide", action="store_true", help="every percentile and metric, wider than 80 columns")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON ('-': stdout, no tables)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one row a point, class and metric")
     parser.add_argument(
@@ -133,8 +135,10 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     outcome = document(shown, result.points)
     # Where a file goes to stdout, it is alone there.
     if "-" not in map(str, (arguments.json, arguments.csv, arguments.requests, arguments.trace)):
-        show(simulation_report(outcome))
+        show(simulation_report(outcome, arguments.wide))
         show(_band_line(points[0], swept=len(points) > 1))
+        if len(points) == 1 and result.points[0]["feasible"]:
+            _show_slowest(arguments, result.points[0]["runs"][0]["slowest"], points[0].scenario)
     _write(arguments, outcome)
     if result.first is not None:
         _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
@@ -172,6 +176,21 @@ def _band_line(point: SweepPoint, swept: bool) -> str:
     words = [f"a prompt of {tokens:,}: {band.words()}" for tokens, band in bands if band is not None]
     of = "the first point's predicted times" if swept else "predicted times"
     return f"error bars of {of} (P90): {'; '.join(words)}"
+
+
+def _show_slowest(arguments: argparse.Namespace, late: dict[str, Any] | None, scenario: Scenario) -> None:
+    """Print the request of the first seed whose first token took longest, and the command that explains it."""
+    from headway.sim.report.tables import slowest_line
+
+    if late is None:
+        return
+    how = ""
+    # Instances of a cluster write no event log of one engine.
+    if scenario.cluster.placement is None:
+        how = f"--log {arguments.event_log or 'events.jsonl'}"
+        if arguments.event_log is None:
+            how += f"   # after: headway simulate {arguments.scenario} --event-log events.jsonl"
+    print(slowest_line(late, how))
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -250,17 +251,23 @@ _ROWS = 12
 
 def plan_report(result: PlanResult, bars: PlanErrorBars | None = None) -> RenderableType:
     """Return the answer: the plan and its margins (or the nearest miss), the Pareto front, and what was tried."""
-    return Group(_headline(result), *_tables(result, bars), _tried(result, bars))
+    return Group(_headline(result, bars), *_tables(result, bars), _tried(result, bars))
 
 
-def _headline(result: PlanResult) -> str:
+def _headline(result: PlanResult, bars: PlanErrorBars | None) -> str:
     one, question = result.best or result.nearest, result.question
     if one is None:
         faults = "; ".join(result.without_memory.values())
         return f"No plan: no layout fits in memory. {faults}"
     what = f"{one.candidate.name} on {one.candidate.accelerators} × {one.candidate.accelerator}"
     if result.best is not None:
-        return f"Cheapest plan: {what} (cost {cost_of(one.candidate, question):g}). Binds: {binds(one, question)}"
+        head = f"Cheapest plan: {what} (cost {cost_of(one.candidate, question):g}). Binds: {binds(one, question)}"
+        crossed = [
+            f"{demand.name} up to {duration(bars.range_s(index)[1])} of {duration(demand.limit_s)}"
+            for index, demand in enumerate(question.demand_list() if bars is not None else ())
+            if bars is not None and bars.range_s(index)[1] > demand.limit_s
+        ]
+        return f"{head}\nWithin the error bars it may miss: {', '.join(crossed)}" if crossed else head
     return (
         f"No plan meets all demands. The nearest is {what}: what it reaches is what can be asked for.\n"
         f"Binds: {binds(one, question)}"
@@ -271,7 +278,7 @@ def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
     one, demands = result.best or result.nearest, result.question.demand_list()
     if one is None:
         return []
-    margins = Table()
+    margins = _table()
     for name in ("demand", "limit", "predicted", "of the limit", *(["error bar"] if bars is not None else [])):
         margins.add_column(name, justify="left" if name == "demand" else "right")
     for index, demand in enumerate(demands):
@@ -280,7 +287,7 @@ def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
         if bars is not None:
             cells.append(" … ".join(map(duration, bars.range_s(index))))
         margins.add_row(*cells)
-    front = Table(title="Pareto front of what was simulated to the end", title_justify="left")
+    front = _table("Pareto front of what was simulated to the end")
     front.add_column("plan")
     for name in ("cost", *(demand.name for demand in demands), "good/s", "idle"):
         front.add_column(name, justify="right")
@@ -292,6 +299,10 @@ def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
         cost = f"{cost_of(row.candidate, result.question):g}"
         front.add_row(met + row.candidate.name, cost, *values, f"{seed.goodput_rps:.2f}", f"{seed.idle_share:.0%}")
     return [margins, front] if len(rows) > 1 else [margins]
+
+
+def _table(title: str | None = None) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _spread(one: CandidateMeasure, index: int) -> str:

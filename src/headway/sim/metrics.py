@@ -305,3 +305,12 @@ def summarise(
         total=summarise_class("all", records, percents),
         classes=tuple(summarise_class(klass, mine, percents) for klass, mine in by_class.items()),
     )
+
+
+def slowest(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
+    """Return what is told of the request whose first token took longest, as plain data; None without a first token."""
+    late = max((r for r in records if r.token_s), key=lambda r: (ttft_s(r) or 0.0, r.id), default=None)
+    if late is None:
+        return None
+    return {"id": late.id, "class": late.klass, "prompt_tokens": late.prompt_tokens, "ttft_s": ttft_s(late),
+            "queueing_s": queueing_s(late)}  # fmt: skip

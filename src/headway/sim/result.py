@@ -12,7 +12,7 @@ from headway.core.batch import Batch
 from headway.core.request import Request
 from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import UtilisationBase
-from headway.sim.metrics import PERCENTILES, RequestRecord, RunSummary, SloTargets, summarise
+from headway.sim.metrics import PERCENTILES, RequestRecord, RunSummary, SloTargets, slowest, summarise
 from headway.sim.prefix_cache import PrefixCacheUse
 from headway.sim.workload import TraceRequest
 
@@ -277,7 +277,7 @@ def run_json(result: SimResult, seed: int) -> dict[str, Any]:
         jct_s = sum(r.finish_s - r.arrival_s for r in result.records if r.finish_s is not None)
         use["scheduling_s"] = decided_s
         use["scheduling_share_of_jct"] = decided_s / jct_s if jct_s else None
-    return {"seed": seed, **body, "use": use}
+    return {"seed": seed, **body, "use": use, "slowest": slowest(result.records)}
 
 
 def point_json(at: Mapping[str, Any], runs: Sequence[dict[str, Any]], why: str | None = None) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def _over(runs: Sequence[Any], reduce: Any) -> Any:
             if key == "classes"
             else _over([run.get(key) for run in runs if run is not None], reduce)
             for key in keys
-            if key not in ("seed", "schema", "errors")
+            if key not in ("seed", "schema", "errors", "slowest")
         }
     numbers = [float(run) for run in runs if isinstance(run, int | float)]
     return reduce(numbers) if numbers else first

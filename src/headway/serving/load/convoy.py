@@ -640,12 +640,17 @@ def measure(
 
 
 def report(
-    data: dict[str, Any], json_file: Path | None, plot_file: Path | None, titles: list[str] | None = None
+    data: dict[str, Any],
+    json_file: Path | None,
+    plot_file: Path | None,
+    titles: list[str] | None = None,
+    wide: bool = False,
 ) -> int:
     """Print the table of a convoy's JSON; write it and its picture where asked. Returns 1 if a short failed, else 0."""
-    from headway.sim.report.tables import convoy_table, ratio_table, say, show
+    from headway.sim.report.tables import convoy_sentence, convoy_table, ratio_table, say, show
 
-    show(convoy_table(data))
+    show(convoy_sentence(data))
+    show(convoy_table(data, wide))
     if data["ratios"]:
         show(ratio_table(data))
     for run in data["runs"]:
@@ -673,6 +678,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_servers(parser.add_argument_group("what to measure"))
     _add_load(parser.add_argument_group("the load"))
     out = parser.add_argument_group("output")
+    out.add_argument("--wide", action="store_true", help="every percentile, wider than 80 columns")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
 
@@ -740,7 +746,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
     )
     results = [(spec, serve_and_measure(server, spec, plan, _prompts(args, plan))) for spec in specs]
-    return report(convoy_json(Path(args.model).name, plan, results), args.json, args.plot)
+    return report(convoy_json(Path(args.model).name, plan, results), args.json, args.plot, wide=args.wide)
 
 
 def _plan(args: argparse.Namespace, long_tokens: int, alone: bool = True) -> ConvoyPlan:
@@ -781,7 +787,7 @@ def _compare(args: argparse.Namespace) -> int:
     runs = measure(endpoints, plan, _prompts(args, plan), labels, args.seconds)
     specs = [PolicySpec(label, "as-served" if len(labels) == 1 else "") for label in labels]
     data = convoy_json(Path(args.model or "").name, plan, list(zip(specs, runs, strict=True)), len(runs) > 1)
-    return report(data, args.json, args.plot, labels if len(labels) > 1 else None)
+    return report(data, args.json, args.plot, labels if len(labels) > 1 else None, args.wide)
 
 
 def _endpoint(args: argparse.Namespace, url: str) -> tuple[TargetEndpoint, int | None]:

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--seed", type=whole(0), default=0, help="decides prompts and what is drawn (default %(default)s)"
     )
+    judge.add_argument("--wide", action="store_true", help="every percentile and metric, wider than 80 columns")
     judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
     judge.add_argument("--plot", type=Path, metavar="FILE", help="draw CDFs and waits there (.png or .svg)")
 
@@ -143,11 +144,23 @@ async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
 def _report(
     args: argparse.Namespace, model: str, description: dict[str, Any], goodput: dict[str, Any], result: Any
 ) -> int:
-    from headway.sim.metrics import summarise
-    from headway.sim.report.tables import duration, error_table, load_table, rates_line, say, show
+    from headway.sim.metrics import slowest, summarise
+    from headway.sim.report.tables import (
+        classes_sentence,
+        classes_table,
+        duration,
+        error_table,
+        rates_line,
+        say,
+        show,
+        slowest_line,
+    )
 
     summary = summarise(result.records)
-    show(load_table(summary))
+    body = summary.to_json()
+    asked = {record.klass for record in result.records if record.slo.any()}
+    show(classes_sentence(body, asked))
+    show(classes_table(body, None, asked, args.wide))
     show(rates_line(summary, judged=bool(goodput)))
     lag = send_lag(result.records)
     # 10 ms: beyond it the client itself distorts short latencies.
@@ -170,6 +183,8 @@ def _report(
 
         for written in save(load_figure(result.records), args.plot):
             say(f"wrote {written}")
+    if (late := slowest(result.records)) is not None:
+        print(slowest_line(late, f"--url {args.url}"))
     # For scripts: a run with losses must not pass as a measurement.
     return 1 if failed or result.interrupted else 0
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,7 +17,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from headway.sim.metrics import (
-    ClassSummary,
     RequestRecord,
     RunSummary,
     e2e_s,
@@ -63,16 +63,22 @@ def say(line: str) -> None:
 
 
 def show(thing: RenderableType) -> None:
-    """Print a result on stdout; the width is large enough not to cut columns."""
+    """Print a result on stdout. Text is wrapped at the terminal's width; no table's column is cut."""
     console = Console(highlight=False)
-    # A table that is wider than the terminal is not squeezed: the terminal wraps its lines, and no name is cut.
-    wide = Console(highlight=False, width=1000)
-    needed = wide.measure(thing).maximum
-    if not console.is_terminal:
-        needed = max(needed, 140)
-    if needed > console.width:
-        console = Console(highlight=False, width=min(needed, 1000))
-    console.print(thing)
+    # Columns of figures are not wrapped: a table that is wider than the terminal is left to the terminal.
+    # Where ± becomes +-, a line grows.
+    width = console.width if "utf" in console.encoding.lower() else console.width - 4
+    Console(highlight=False, width=max(_needed(thing), width)).print(thing)
+
+
+def _needed(thing: RenderableType) -> int:
+    """Return the columns that the widest table needs; text needs none."""
+    if isinstance(thing, Group):
+        return max(map(_needed, thing.renderables), default=0)
+    if not isinstance(thing, Table):
+        return 0
+    width = Console(width=1000).measure(thing)
+    return width.maximum if all(column.no_wrap for column in thing.columns) else width.minimum
 
 
 METRICS = (
@@ -84,38 +90,79 @@ METRICS = (
     ("JCT", "e2e_s"),
 )
 _WORDS = frozenset(("class", "metric", "reason", "for example", "policy", "server", "predicted by"))
-CUTS = ("p1", "p25", "p50", "p75", "p99", "max")
+CUTS = ("p1", "p25", "p50", "p75", "p90", "p99", "max")
 SPREADS = ("p50", "p99")
-SWEEP_CUTS = (("TTFT", "ttft_s", "p50"), ("", "ttft_s", "p99"), ("TBT", "tbt_s", "p50"), ("", "tbt_s", "p99"),
-              ("worst TBT", "max_tbt_s", "p99"), ("JCT", "e2e_s", "p50"))  # fmt: skip
-"""Columns of a sweep: label, metric, percentile; without a label: of the metric before."""
+SHOWN_CUTS = (("TTFT p50", "ttft_s", "p50"), ("TTFT p99", "ttft_s", "p99"), ("TBT p99", "tbt_s", "p99"),
+              ("JCT p50", "e2e_s", "p50"))  # fmt: skip
+"""Columns of times where all shall fit 80 columns: label, metric, percentile."""
+SWEEP_CUTS = (("TTFT p50", "ttft_s", "p50"), ("p99", "ttft_s", "p99"), ("TBT p50", "tbt_s", "p50"),
+              ("p99", "tbt_s", "p99"), ("worst TBT p99", "max_tbt_s", "p99"), ("JCT p50", "e2e_s", "p50"))  # fmt: skip
+"""Columns of times of a sweep with `--wide`; a percentile alone is of the metric before."""
+MOST_COLUMNS = 8
 
 
-def simulation_report(data: Mapping[str, Any]) -> RenderableType:
-    """Return the terminal output of a result: the only point in full, or a sweep as a table."""
-    points = data["points"]
-    if len(points) == 1 and not points[0]["at"]:
-        return point_table(points[0], data["scenario"].get("name") or "")
-    return sweep_table(points, data["scenario"].get("name") or "")
-
-
-def point_table(point: Mapping[str, Any], title: str) -> RenderableType:
-    """Latencies per class, then rates and use. Several seeds: means, with half of the 95% interval in columns of its
-    own."""
+def simulation_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
+    """Return the terminal output of a result: a sentence, then the only point in full, or a sweep as a table."""
+    points, title = data["points"], data["scenario"].get("name") or ""
+    asked = {klass for klass, slo in (data["scenario"].get("slo") or {}).items() if any(slo.values())}
+    asked |= {name.split(".")[1] for point in points for name in point["at"] if name.startswith("slo.")}
+    if len(points) > 1 or points[0]["at"]:
+        return Group(sweep_sentence(points, asked), sweep_table(points, title, asked, wide))
+    point = points[0]
     if not point["feasible"]:
         return f"{title}: infeasible: {point['why']}"
     mean, ci = point["mean"], point["ci95"]
-    table = Table(title=title or None, title_justify="left")
-    _columns(table, "class", "requests", "good", "starved", "metric", *CUTS, *(f"± {cut}" for cut in SPREADS if ci))
-    blocks = mean["classes"] if len(mean["classes"]) == 1 else [*mean["classes"], mean["total"]]
+    named = f"{title}: " if title else ""
+    table = classes_table(mean, ci, asked, wide)
+    return Group(f"{named}{classes_sentence(mean, asked)}", table, use_lines(point))
+
+
+def classes_sentence(body: Mapping[str, Any], asked: Collection[str]) -> str:
+    """Return the first tokens' times by class, and the share of requests that met their SLO where one is asked."""
+    waits = [
+        f"{block['class'] or 'requests'} {duration(block['ttft_s']['p50'])} (P99 {duration(block['ttft_s']['p99'])})"
+        for block in body["classes"]
+    ]
+    words = f"time to first token, median: {', '.join(waits)}"
+    judged = [block for block in body["classes"] if block["class"] in asked]
+    share = _good(judged)
+    names = " and ".join(block["class"] or "requests" for block in judged)
+    return words if share is None else f"{words}; {share:.1%} of {names} in their SLO"
+
+
+def _good(blocks: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of the classes' requests that were good; None without a request."""
+    count = sum(block["requests"] for block in blocks)
+    return sum(block["good"] for block in blocks) / count if count else None
+
+
+def classes_table(
+    body: Mapping[str, Any], ci: Mapping[str, Any] | None, asked: Collection[str], wide: bool = False
+) -> Table:
+    """Return latencies by class. wide: a row a metric, and half of the 95% interval over seeds (`ci`)."""
+    blocks = body["classes"] if len(body["classes"]) == 1 else [*body["classes"], body["total"]]
+    asked = {*asked, *(("all",) if asked else ())}
+
+    def head(block: Mapping[str, Any]) -> list[str]:
+        count = f"{number(block['ok'], 0)} of {number(block['requests'], 0)}"
+        return [block["class"] or "-", count, _share(block["good_share"]) if block["class"] in asked else "–"]
+
+    if not wide:
+        table = _table("", "class", "requests", "good", *(label for label, *_ in SHOWN_CUTS))
+        for block in blocks:
+            table.add_row(*head(block), *(duration(block[key][cut]) for _, key, cut in SHOWN_CUTS))
+        return table
+    names = ("class", "requests", "good", "prompt tok", "output tok", "starved", "metric")
+    table = _table("", *names, *CUTS, *(f"± {cut}" for cut in SPREADS if ci))
     for block in blocks:
-        spread = _same(ci, block["class"])
+        spread, first = _same(ci, block["class"]), head(block)
+        first += [tokens(block["prompt_tokens"]), tokens(block["output_tokens"]), _share(block.get("starved_share"))]
         for index, (label, key) in enumerate(METRICS):
             cells = [duration(block[key][cut]) for cut in CUTS]
             cells += [duration(spread[key][cut]) for cut in SPREADS] if spread else []
-            head = _head(block) if index == 0 else [""] * 4
-            table.add_row(*head, label, *cells, end_section=index == len(METRICS) - 1)
-    return Group(table, use_lines(point))
+            last = index == len(METRICS) - 1
+            table.add_row(*(first if index == 0 else [""] * len(first)), label, *cells, end_section=last)
+    return table
 
 
 def use_lines(point: Mapping[str, Any]) -> str:
@@ -145,47 +192,72 @@ def use_lines(point: Mapping[str, Any]) -> str:
     if failed:
         lines.append("not answered: " + ", ".join(f"{reason} {number(n / seeds, 0)}" for reason, n in failed.items()))
     if seeds > 1:
-        lines.append(f"means of {seeds} seeds; ±: half of the 95% confidence interval")
+        lines.append(f"means of {seeds} seeds; with --wide ± half of the 95% confidence interval")
     return "\n".join(lines)
 
 
-def sweep_table(points: Sequence[Mapping[str, Any]], title: str) -> Table:
+def sweep_sentence(points: Sequence[Mapping[str, Any]], asked: Collection[str]) -> str:
+    """Return the best point by what is asked: the share in their SLO, over loads the goodput, else the P99 TTFT."""
+    found = [point for point in points if point["feasible"]]
+    if not found:
+        return f"no point is feasible; the first: {points[0]['why']}"
+
+    def at(point: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in point["at"].items())
+
+    def judged(point: Mapping[str, Any]) -> float:
+        return _good([block for block in point["mean"]["classes"] if block["class"] in asked]) or 0.0
+
+    if asked and "workload.qps" in points[0]["at"]:
+        best = max(found, key=lambda point: point["mean"]["goodput_rps"] or 0.0)
+        return f"highest goodput: {number(best['mean']['goodput_rps'], 2)} requests/s, at {at(best)}"
+    if asked:
+        best, worst = max(found, key=judged), min(found, key=judged)
+        names = " and ".join(sorted(asked))
+        return f"{judged(best):.1%} of {names} in their SLO with {at(best)}, {judged(worst):.1%} with {at(worst)}"
+
+    def late(point: Mapping[str, Any]) -> float:
+        value = point["mean"]["total"]["ttft_s"]["p99"]
+        return math.inf if value is None else float(value)
+
+    best, worst = min(found, key=late), max(found, key=late)
+    return f"P99 TTFT of all: {duration(late(best))} with {at(best)}, {duration(late(worst))} with {at(worst)}"
+
+
+def sweep_table(points: Sequence[Mapping[str, Any]], title: str, asked: Collection[str], wide: bool = False) -> Table:
     """Return one row for each point and class; layouts that do not fit in memory have a row with the reason."""
     fields = list(points[0]["at"])
     short = [field.rpartition(".")[2] for field in fields]
     # "qps" for workload.qps, unless two swept fields end alike; the title has them in full.
     names = short if len(set(short)) == len(short) and "class" not in short else fields
     heading = f"{title}: {' × '.join(fields)}" if title else " × ".join(fields)
-    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in (*names, "class"):
-        table.add_column(name, no_wrap=True)
-    for name in (*(f"{label} {cut}" for label, _, cut in SWEEP_CUTS), "good", "starved", "unfinished", "MFU"):
-        table.add_column(name.strip(), justify="right", no_wrap=True)
+    cuts = SWEEP_CUTS if wide else SHOWN_CUTS[: max(1, MOST_COLUMNS - len(fields) - 2)]
+    more = ("good", "starved", "unfinished", "MFU") if wide else ("good",)
+    table = _table(heading, *names, "class", *(label for label, *_ in cuts), *more, left=len(names))
     for point in points:
         at = [str(point["at"][field]) for field in fields]
         if not point["feasible"]:
-            table.add_row(*at, "✗ infeasible", *["-"] * 10, end_section=True)
+            table.add_row(*at, "✗ infeasible", *["-"] * (len(cuts) + len(more)), end_section=True)
             continue
         mean = point["mean"]
         for index, block in enumerate(mean["classes"]):
-            spread = _same(point["ci95"], block["class"])
-            cells = [_value(block[key][cut], spread[key][cut] if spread else None) for _, key, cut in SWEEP_CUTS]
-            shares = [_share(block["good_share"]), _share(block["starved_share"]), number(block["unfinished"], 0)]
-            head = at if index == 0 else [""] * len(at)
+            spread = _same(point["ci95"], block["class"]) if wide else None
+            cells = [_value(block[key][cut], spread[key][cut] if spread else None) for _, key, cut in cuts]
+            shares = [_share(block["good_share"]) if block["class"] in asked else "–"]
+            if wide:
+                shares += [_share(block["starved_share"]), number(block["unfinished"], 0), _share(mean["use"]["mfu"])]
             last = index == len(mean["classes"]) - 1
-            table.add_row(*head, block["class"] or "-", *cells, *shares, _share(mean["use"]["mfu"]), end_section=last)
+            head = at if index == 0 else [""] * len(at)
+            table.add_row(*head, block["class"] or "-", *cells, *shares, end_section=last)
     return table
 
 
-def _columns(table: Table, *names: str) -> None:
-    """Add columns; those of words are justified left, those of numbers right."""
-    for name in names:
-        table.add_column(name, justify="left" if name in _WORDS else "right")
-
-
-def _head(block: Mapping[str, Any]) -> list[str]:
-    count = f"{number(block['ok'], 0)} of {number(block['requests'], 0)}"
-    return [block["class"] or "-", count, _share(block["good_share"]), _share(block["starved_share"])]
+def _table(title: str, *names: str, left: int = 0) -> Table:
+    """Return an empty table. The first `left` columns and those of words are justified left, the others right."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(names):
+        table.add_column(name, justify="left" if index < left or name in _WORDS else "right", no_wrap=True)
+    return table
 
 
 def _same(ci: Mapping[str, Any] | None, klass: str) -> Mapping[str, Any] | None:
@@ -249,31 +321,6 @@ def requests_csv(records: Sequence[RequestRecord]) -> str:
     return out.getvalue()
 
 
-LOAD_METRICS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"), ("TPOT", "tpot_s"), ("E2E", "e2e_s"))
-
-
-def load_table(summary: RunSummary, metrics: Sequence[tuple[str, str]] = LOAD_METRICS) -> Table:
-    """One row a class and metric with P50, P90, P99 and the maximum; a last block over all where there are classes."""
-    table = Table()
-    _columns(table, "class", "requests", "prompt tok", "output tok", "good", "metric", "p50", "p90", "p99", "max")
-    blocks = [*summary.classes, summary.total] if len(summary.classes) > 1 else [*summary.classes]
-    for block in blocks:
-        head = _load_head(block)
-        for index, (label, key) in enumerate(metrics):
-            values = block.latencies[key]
-            cells = [duration(values[p]) for p in ("p50", "p90", "p99", "max")]
-            table.add_row(
-                *(head if index == 0 else [""] * len(head)), label, *cells, end_section=index == len(metrics) - 1
-            )
-    return table
-
-
-def _load_head(block: ClassSummary) -> list[str]:
-    count = str(block.ok) if block.ok == block.requests else f"{block.ok} of {block.requests}"
-    good = "-" if block.good_share is None else f"{block.good_share:.0%}"
-    return [block.klass or "-", count, tokens(block.prompt_tokens), tokens(block.output_tokens), good]
-
-
 def rates_line(summary: RunSummary, *, judged: bool) -> str:
     """Return throughput and, where there were objectives, goodput, in one line."""
     body = summary.to_json()
@@ -288,10 +335,22 @@ def rates_line(summary: RunSummary, *, judged: bool) -> str:
     return " · ".join(words)
 
 
+def slowest_line(one: Mapping[str, Any], how: str) -> str:
+    """Return the slowest request, and how its first token is explained. how: options of `headway why`; "": there
+    is no log to explain it from."""
+    what = f"{one['class']} " if one["class"] else ""
+    size, wait = tokens(one["prompt_tokens"]), duration(one["ttft_s"])
+    lines = [f"slowest: {what}{one['id']}, {size} prompt tokens: first token after {wait}"]
+    if one["queueing_s"] is not None:
+        lines.append(f"  {duration(one['queueing_s'])} of that before its first chunk")
+    # Not wrapped, so that it can be copied.
+    return "\n".join([*lines, *([f"  headway why {one['id']} {how}"] if how else [])])
+
+
 def error_table(records: Sequence[RequestRecord]) -> Table:
     """Return failed requests by reason, with the first one's full message."""
-    table = Table(title="failed requests", title_justify="left")
-    _columns(table, "reason", "requests", "for example")
+    table = _table("failed requests", "reason", "requests", "for example")
+    table.columns[-1].no_wrap = False
     groups: dict[str, list[RequestRecord]] = {}
     for record in records:
         if not record.ok:
@@ -301,37 +360,46 @@ def error_table(records: Sequence[RequestRecord]) -> Table:
     return table
 
 
-def convoy_table(data: Mapping[str, Any]) -> Table:
+def convoy_sentence(data: Mapping[str, Any]) -> str:
+    """Return how long shorts waited with each policy."""
+    runs = [(run["policy"], run["short"]["ttft_s"]["p50"]) for run in data["runs"]]
+    words = f"shorts sent while the {tokens(data['plan']['long_tokens'])}-token prompt is read get their first token "
+    words += "after " + ", ".join(f"{duration(median)} ({name})" for name, median in runs)
+    if len(runs) == 2 and all(median for _, median in runs):
+        words += f": {max(m for _, m in runs) / min(m for _, m in runs):.1f} times"
+    return f"{words}, median"
+
+
+def convoy_table(data: Mapping[str, Any], wide: bool = False) -> Table:
     """Return the table of the JSON of `headway bench convoy`. Shorts: those sent during the long prompt's prefill."""
     plan = data["plan"]
-    table = Table(
-        title=f"{tokens(plan['long_tokens'])}-token prompt, and {plan['short_tokens']} in / {plan['short_output']} out "
+    title = (
+        f"{tokens(plan['long_tokens'])}-token prompt, and {plan['short_tokens']} in / {plan['short_output']} out "
         f"every {plan['short_interval_s']:g} s until its first token"
     )
-    _columns(table, "policy", "shorts", "TTFT p50", "p90", "p99", "TBT p50", "p99", "max", "failed", "alone",
-             "long TTFT", "alone", "ratio")  # fmt: skip
+    names = ["policy", "shorts", "TTFT p50", "p99", "TBT p99", "long TTFT", "ratio", "failed"]
+    if wide:
+        names = ["policy", "shorts", "TTFT p50", "p90", "p99", "TBT p50", "p99", "max", "failed", "alone", "long TTFT",
+                 "alone", "ratio"]  # fmt: skip
+    table = _table(title, *names)
     for run in data["runs"]:
         short, long = run["short"], run["long"]
-        ttft, tbt = short["ttft_s"], short["tbt_s"]
-        table.add_row(
-            " / ".join(word for word in (run["policy"], run["chunking"]) if word),
-            str(short["n"]),
-            *(duration(ttft[p]) for p in ("p50", "p90", "p99")),
-            *(duration(tbt[p]) for p in ("p50", "p99", "max")),
-            str(short["failed"]),
-            duration(short["alone_ttft_s"]),
-            duration(long["ttft_s"]["p50"]),
-            duration(long["alone_s"]),
-            number(long["slowdown"], 2),
-        )
+        ttft, tbt = ([duration(short[key][p]) for p in ("p50", "p90", "p99", "max")] for key in ("ttft_s", "tbt_s"))
+        name = " / ".join(word for word in (run["policy"], run["chunking"]) if word)
+        first, ratio, failed = duration(long["ttft_s"]["p50"]), number(long["slowdown"], 2), str(short["failed"])
+        cells = [ttft[0], ttft[2], tbt[2], first, ratio, failed]
+        if wide:
+            alone = [duration(short["alone_ttft_s"]), first, duration(long["alone_s"]), ratio]
+            cells = [*ttft[:3], tbt[0], *tbt[2:], failed, *alone]
+        table.add_row(name, str(short["n"]), *cells)
     return table
 
 
 def ratio_table(data: Mapping[str, Any]) -> Table:
     """Return the table of each further server's times over the first one's."""
-    table = Table(title=f"times over those of {data['runs'][0]['policy']}")
     names = [name for name in data["ratios"][0] if name != "policy"]
-    _columns(table, "server", *(name.replace("_", " ") for name in names))
+    title = f"times over those of {data['runs'][0]['policy']}"
+    table = _table(title, "server", *(name.replace("_", " ") for name in names))
     for row in data["ratios"]:
         table.add_row(row["policy"], *(number(row[name], 2) for name in names))
     return table
@@ -342,16 +410,15 @@ CALIBRATION_METRICS = (("TTFT", "ttft_s"), ("TBT", "tbt_s"), ("worst TBT", "max_
 
 def calibration_report(data: Mapping[str, Any]) -> RenderableType:
     """Return the table of the JSON of `headway profile check`."""
-    errors = Table(title="iteration time: error of the prediction", title_justify="left")
-    _columns(errors, "predicted by", "mean", "median", "P90")
+    errors = _table("iteration time: error of the prediction", "predicted by", "mean", "median", "P90")
     for label, key in (
         ("the scheduler, correcting itself", "running"),
         ("the profile that it started from", "profile"),
     ):
         row = data["iteration_error"][key]
         errors.add_row(label, *(_share(row[cut]) for cut in ("mean", "p50", "p90")))
-    table = Table(title="what requests saw", title_justify="left")
-    _columns(table, "metric", "measured p50", "simulated", "error", "measured p90", "simulated", "error")
+    names = ("metric", "measured p50", "simulated", "error", "measured p90", "simulated", "error")
+    table = _table("what requests saw", *names)
     live, predicted = data["measured"]["total"], data["simulated"]["total"]
     for label, key in CALIBRATION_METRICS:
         cells: list[str] = []
