@@ -10,9 +10,12 @@ from headway.cli.examples import examples_folder
 from headway.cli.main import main
 
 
-def test_every_example_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_is_listed_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     assert main(["examples"]) == 0
-    *lines, _, where = capsys.readouterr().out.splitlines()
+    *lines, _, where, _ = capsys.readouterr().out.splitlines()
     files = {path for path in examples_folder().rglob("*.*") if path.suffix != ".pyc"}
     assert {line.split()[0] for line in lines} == {path.relative_to(examples_folder()).as_posix() for path in files}
     assert all(len(line.split()) > 3 for line in lines)

@@ -26,6 +26,7 @@ SENTENCES = {
     ("simulate", "FILE"): r"two lengths: time to first token, median: chat \d+ ms \(P99 .*\), document .* of chat",
     ("simulate", "FILE", "--sweep", "policy.policy=fcfs,ladder"): r"[\d.]+% of chat in their SLO with policy \w+, ",
     ("simulate", "FILE", "--sweep", "workload.qps=0.5,1"): r"highest goodput: [\d.]+ requests/s, at qps 1",
+    ("compare", "FILE", "--set", "run.window_s=20"): r"[\d.]+% of chat in their SLO with policy \w+, ",
     ("reproduce", "medha.worked-example"): r"\d+ of \d+ rows hold, ",
     ("reproduce", "medha"): r"\d+ claims, each once: \d+ hold",
     ("reproduce", "--list"): "id +cost",
@@ -49,6 +50,19 @@ def test_a_command_begins_with_what_was_asked_and_fits_80_columns(
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in done.stdout
     assert done.stdout.isascii() or encoding == "utf-8"
+
+
+def test_a_file_s_own_sweep_runs_unless_its_field_is_set_or_another_is_swept(tmp_path: Path) -> None:
+    file = tmp_path / "two-lengths.yaml"
+    file.write_text(SCENARIO + "sweep: {policy.policy: [ladder, fcfs]}\n")
+    rows = {
+        (): ["ladder", "fcfs"],
+        ("--set", "policy.policy=lars"): [],
+        ("--sweep", "policy.policy=lars,edf"): ["lars", "edf"],
+    }
+    for words, policies in rows.items():
+        lines = headway("simulate", str(file), "--set", "run.window_s=9", *words, COLUMNS="80").stdout.splitlines()
+        assert [line.split()[0] for line in lines if " chat  " in line and line.split()[0] != "chat"] == policies
 
 
 def test_the_slowest_request_comes_last_with_the_command_that_explains_it(tmp_path: Path) -> None:

@@ -117,6 +117,24 @@ def test_whole_prompts_that_do_not_fit_are_an_infeasible_point() -> None:
     assert "activations of 300,000 rows" in points[1]["why"]
 
 
+def test_a_value_that_does_not_suit_is_a_row_with_the_reason_and_a_placement_keeps_the_options_that_it_knows() -> None:
+    cluster = {
+        "placement": "fifo",
+        "options": {"long_sp": 2},
+        "pools": [{"role": "prefill", "count": 2}, {"role": "decode", "count": 1}],
+    }
+    data = {**SMALL, "cluster": cluster, "workload": {**SMALL["workload"], "requests": 5}}
+    points = parse_points(data, [("cluster.placement", ["fifo", "tetris", "nothing", "jsq"])])
+    assert [getattr(point, "why", "") for point in points][:2] == ["", ""]
+    assert [point.scenario.cluster.options for point in points[:2]] == [{"long_sp": 2}, {}]
+    assert "unknown placement 'nothing'" in points[2].why
+    found = run_points(points, 1).points
+    assert [point["feasible"] for point in found] == [True, True, False, False]
+    assert "role mixed" in found[3]["why"]
+    with pytest.raises(ConfigError, match="unknown placement"):
+        parse_points(data, [("cluster.placement", ["nothing"])])
+
+
 def test_sweeps_include_both_ends_and_keep_whole_numbers_whole() -> None:
     assert parse_sweep("workload.qps=0.25:1.75:0.5") == ("workload.qps", [0.25, 0.75, 1.25, 1.75])
     assert parse_sweep("layout.tp=1:4:1") == ("layout.tp", [1, 2, 3, 4])

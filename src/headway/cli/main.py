@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "demo": ("headway.cli.demo", "a long document and chats on one server, in numbers and a picture"),
     "simulate": ("headway.cli.simulate", "how a policy and a layout behave on a workload, in virtual time"),
+    "compare": ("headway.cli.compare", "all policies, or all placements, on one workload: a row each"),
     "plan": ("headway.cli.plan", "the cheapest layout, number of accelerators and policy that meet latency demands"),
     "reproduce": ("headway_research.reproduce", "reproduce the papers' figures: their numbers beside ours"),
     "accel": (

@@ -14,7 +14,7 @@ from headway.core.parse import duration
 if TYPE_CHECKING:
     from headway.sim.build import RunDetail, ScenarioRun
     from headway.sim.scenario import Scenario
-    from headway.sim.sweep import ParsePoint, SweepPoint
+    from headway.sim.sweep import ParsePoint, SweepPoint, Values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=…",
-        help="values of a field: START:STOP:STEP or VALUE,VALUE,…; given twice: all combinations",
+        help="values of a field, instead of the file's `sweep`: START:STOP:STEP or VALUE,VALUE,…; given twice: all "
+        "combinations",
     )
     parser.add_argument("--seeds", metavar="N,N,…", help="seeds, instead of the file's; several give intervals")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one a core)")
@@ -74,55 +75,63 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(Scenario.model_json_schema(), indent=2))
         return 0
-    if arguments.scenario is None:
-        raise ConfigError("name a scenario file (such as examples/chat-and-documents.yaml) or --schema")
-    data = _read(arguments)
-    return _simulate(arguments, data)
+    return simulate(arguments, *read(arguments))
 
 
-def _read(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read the scenario file and apply `--set` and `--seeds`. Raises ConfigError."""
+def read(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Values]]:
+    """Return the scenario file with `--set` and `--seeds`, and what is swept. Raises ConfigError."""
     from headway.core.settings import seeds_of
     from headway.core.strict_yaml import read_yaml
     from headway.sim.sweep import parse_sweep, with_field
+
+    if arguments.scenario is None:
+        raise ConfigError("name a scenario file (such as examples/chat-and-documents.yaml) or --schema")
 
     data = read_yaml(str(arguments.scenario))
     trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
     if isinstance(trace, str) and not Path(trace).is_absolute():  # beside the scenario, as one would expect
         beside = arguments.scenario.parent / trace
         data["workload"]["trace"] = str(beside if beside.exists() else trace)
+    fixed = set()
     for text in arguments.set:
         field, values = parse_sweep(text, "--set")
         # --set shares the syntax of --sweep, which allows lists.
         if len(values) != 1:
             raise ConfigError(f"--set {text!r}: one value; use --sweep for several")
         data = with_field(data, field, values[0])
+        fixed.add(field)
     if arguments.seeds:
         data = with_field(data, "run.seeds", list(seeds_of(arguments.seeds)))
-    return data
+    # What is no mapping of lists is refused with the other faults of the file.
+    own = data.get("sweep") if "pools" not in data else None
+    kept = {name: value for name, value in own.items() if name not in fixed} if isinstance(own, dict) else {}
+    swept = [(name, value) for name, value in kept.items() if isinstance(value, list) and value]
+    return data, [parse_sweep(text) for text in arguments.sweep] or swept
 
 
-def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
+def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[Values]) -> int:
+    """Run every point, print and write what comes out. Return 1 where no point could be simulated, else 0."""
     from headway.core.settings import processes_of
     from headway.sim.report.progress import RunProgress
     from headway.sim.report.tables import show, simulation_report
     from headway.sim.result import document
-    from headway.sim.sweep import SweepPoint, parse_points, parse_sweep, run_points, with_common_draws
+    from headway.sim.sweep import SweepPoint, parse_points, run_points, with_common_draws
 
     jobs = processes_of(arguments.jobs)
     parse = _parser(arguments.scenario, data)
     # The file itself is validated even where every field that it sets is swept.
     base = parse(data, str(arguments.scenario))
-    sweeps = [parse_sweep(text) for text in arguments.sweep]
     data = dict(with_common_draws(data, sweeps, parse=parse))
     points = parse_points(data, sweeps, parse=parse) if sweeps else [SweepPoint({}, *base)]
-    if arguments.gantt is not None and points[0].scenario.cluster.placement is None:
+    sound = [point for point in points if isinstance(point, SweepPoint)]
+    first = sound[0].scenario
+    if arguments.gantt is not None and first.cluster.placement is None:
         raise ConfigError("--gantt draws clusters: the scenario has no cluster.placement")
-    if arguments.event_log is not None and points[0].scenario.cluster.placement is not None:
+    if arguments.event_log is not None and first.cluster.placement is not None:
         raise ConfigError("--event-log is that of one engine: the scenario has a cluster.placement")
     _check_files(arguments)
     detail = _detail(arguments)
-    with RunProgress(sum(len(point.scenario.run.seeds) for point in points)) as progress:
+    with RunProgress(sum(len(point.scenario.run.seeds) for point in sound)) as progress:
         result = run_points(
             points,
             jobs,
@@ -136,12 +145,12 @@ def _simulate(arguments: argparse.Namespace, data: dict[str, Any]) -> int:
     # Where a file goes to stdout, it is alone there.
     if "-" not in map(str, (arguments.json, arguments.csv, arguments.requests, arguments.trace)):
         show(simulation_report(outcome, arguments.wide))
-        show(_band_line(points[0], swept=len(points) > 1))
-        if len(points) == 1 and result.points[0]["feasible"]:
-            _show_slowest(arguments, result.points[0]["runs"][0]["slowest"], points[0].scenario)
+        show(_band_line(sound[0], swept=len(points) > 1))
+        if result.points[0]["feasible"]:
+            _show_slowest(arguments, result.points[0], first)
     _write(arguments, outcome)
     if result.first is not None:
-        _write_first(arguments, points[0].scenario.name, result.first, swept=len(points) > 1)
+        _write_first(arguments, first.name, result.first, swept=len(points) > 1)
     # A file was asked for, but the first point did not fit its memory: there is no run to show.
     elif detail is not None:
         raise ConfigError(result.points[0]["why"])
@@ -178,19 +187,20 @@ def _band_line(point: SweepPoint, swept: bool) -> str:
     return f"error bars of {of} (P90): {'; '.join(words)}"
 
 
-def _show_slowest(arguments: argparse.Namespace, late: dict[str, Any] | None, scenario: Scenario) -> None:
-    """Print the request of the first seed whose first token took longest, and the command that explains it."""
+def _show_slowest(arguments: argparse.Namespace, point: dict[str, Any], scenario: Scenario) -> None:
+    """Print the request of a point's first seed whose first token took longest, and the command that explains it."""
     from headway.sim.report.tables import slowest_line
 
+    late, at = point["runs"][0]["slowest"], ", ".join(map(str, point["at"].values()))
     if late is None:
         return
     how = ""
     # Instances of a cluster write no event log of one engine.
     if scenario.cluster.placement is None:
         how = f"--log {arguments.event_log or 'events.jsonl'}"
-        if arguments.event_log is None:
-            how += f"   # after: headway simulate {arguments.scenario} --event-log events.jsonl"
-    print(slowest_line(late, how))
+    print(slowest_line(late, how, f" with {at}" if at else ""))
+    if how and arguments.event_log is None:
+        print("  after the same command with --event-log events.jsonl")
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -342,6 +342,11 @@ class Scenario(FileSection):
     workload: WorkloadSection
     slo: dict[str, SloSection] = Field(default_factory=dict, description="by class")
     run: RunSection = RunSection()
+    sweep: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(
+        default_factory=dict,
+        description="values by field, such as policy.policy: [ladder, fcfs]: `headway simulate` runs them all, unless "
+        "`--set` fixes the field or `--sweep` names others",
+    )
 
     @model_validator(mode="after")
     def _fields_of_the_engine(self) -> Scenario:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from headway.core.errors import ConfigError
+from headway.policy.placement.registry import options_of
 from headway.sim.build import InfeasibleError, RunDetail, ScenarioRun, draws_of, run_scenario
 from headway.sim.cluster.build import MeasuredCluster
 from headway.sim.result import point_json, run_json
@@ -111,6 +112,8 @@ class Task(NamedTuple):
     seed: int
     stopwatch: Stopwatch
     cluster: MeasuredCluster | None = None
+    one_of_several: bool = False
+    """Then a fault is the point's outcome, and the other points are simulated."""
 
 
 class ParsedScenario(NamedTuple):
@@ -198,7 +201,8 @@ def _index(elements: list[Any], name: str, path: str) -> int:
 def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (swept fields and their values, the scenario's data) for every combination of the swept values.
 
-    Raises ConfigError for a field that is swept twice."""
+    Options that another placement than the scenario's own does not know are left out. Raises ConfigError for a field
+    that is swept twice."""
     fields = [field for field, _ in sweeps]
     twice = next((field for field in fields if fields.count(field) > 1), None)
     if twice is not None:
@@ -208,7 +212,22 @@ def points_of(data: Mapping[str, Any], sweeps: Sequence[Values]) -> Iterator[tup
         changed = dict(data)
         for field, value in at.items():
             changed = with_field(changed, field, value)
-        yield at, changed
+        yield at, _with_known_options(data, changed)
+
+
+def _with_known_options(data: Mapping[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """Return a point's data whose placement's options are those that it knows, if it is another than `data` has."""
+    at = "options" if "pools" in changed else "cluster.options"
+    old, new = (each if "pools" in changed else each.get("cluster", {}) for each in (data, changed))
+    name, options = (new.get(key) if isinstance(new, Mapping) else None for key in ("placement", "options"))
+    if not options or not isinstance(name, str) or name == old.get("placement") or not isinstance(options, Mapping):
+        return changed
+    try:
+        known = options_of(name).model_fields
+    except ConfigError:
+        # Said by the parser, as the point's fault.
+        return changed
+    return with_field(changed, at, {key: value for key, value in options.items() if key in known})
 
 
 @dataclass(frozen=True)
@@ -223,6 +242,14 @@ class SweepPoint:
 
 
 @dataclass(frozen=True)
+class FaultyPoint:
+    """A combination of the swept values that is no scenario, among others that are."""
+
+    at: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
 class SweepResult:
     """The result of a sweep."""
 
@@ -234,11 +261,20 @@ class SweepResult:
 
 def parse_points(
     data: Mapping[str, Any], sweeps: Sequence[Values], name: str = "scenario", parse: ParsePoint = scenario_point
-) -> list[SweepPoint]:
-    """Parse a scenario once for every combination of the swept values. ConfigError before any simulation runs."""
-    return [
-        SweepPoint(at, *parse(changed, f"{name} at {at}" if at else name)) for at, changed in points_of(data, sweeps)
-    ]
+) -> list[SweepPoint | FaultyPoint]:
+    """Parse a scenario once for every combination of the swept values. ConfigError, if no combination is a scenario,
+    before any simulation runs."""
+    points: list[SweepPoint | FaultyPoint] = []
+    errors: list[ConfigError] = []
+    for at, changed in points_of(data, sweeps):
+        try:
+            points.append(SweepPoint(at, *parse(changed, f"{name} at {at}" if at else name)))
+        except ConfigError as error:
+            points.append(FaultyPoint(at, str(error)))
+            errors.append(error)
+    if len(errors) == len(points):
+        raise errors[0]
+    return points
 
 
 def with_common_draws(
@@ -252,14 +288,15 @@ def with_common_draws(
     """
     if LOAD not in (field for field, _ in sweeps):
         return data
-    scenarios = [point.scenario for point in parse_points(data, sweeps, name, parse)]
+    points = parse_points(data, sweeps, name, parse)
+    scenarios = [point.scenario for point in points if isinstance(point, SweepPoint)]
     if any(each.workload.trace or each.workload.requests or each.workload.draws for each in scenarios):
         return data
     return with_field(data, "workload.draws", max(draws_of(each.workload, each.run.window_s) for each in scenarios))
 
 
 def run_points(
-    points: Sequence[SweepPoint],
+    points: Sequence[SweepPoint | FaultyPoint],
     jobs: int,
     on_run: Callable[[], None] = lambda: None,
     *,
@@ -269,10 +306,13 @@ def run_points(
     """Simulate every seed of every point, each once, in `jobs` processes.
 
     first: what to keep of the first point's first seed, which is then simulated in this process. on_run: called after
-    each simulation.
+    each simulation. Of several points, one that cannot be simulated is one without runs.
     """
+    sound = [point for point in points if isinstance(point, SweepPoint)]
     tasks = [
-        Task(point.scenario, seed, stopwatch, point.cluster) for point in points for seed in point.scenario.run.seeds
+        Task(point.scenario, seed, stopwatch, point.cluster, len(points) > 1)
+        for point in sound
+        for seed in point.scenario.run.seeds
     ]
     # a reason (str) where the first point does not fit in memory
     kept: ScenarioRun | str | None = None
@@ -287,7 +327,12 @@ def run_points(
         on_run()
     following = iter(outcomes)
     return SweepResult(
-        points=[_point(point.at, [next(following) for _ in point.scenario.run.seeds]) for point in points],
+        points=[
+            point_json(point.at, [], point.why)
+            if isinstance(point, FaultyPoint)
+            else _point(point.at, [next(following) for _ in point.scenario.run.seeds])
+            for point in points
+        ],
         first=None if isinstance(kept, str) else kept,
     )
 
@@ -301,7 +346,9 @@ def _simulate(task: Task, detail: RunDetail) -> ScenarioRun | str:
     """Simulate one seed. Return the reason instead where memory does not allow the layout."""
     try:
         return run_scenario(task.scenario, task.seed, detail=detail, stopwatch=task.stopwatch, measured=task.cluster)
-    except InfeasibleError as error:
+    except ConfigError as error:
+        if not (task.one_of_several or isinstance(error, InfeasibleError)):
+            raise
         return str(error)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from headway.sim.metrics import (
@@ -107,7 +108,8 @@ def simulation_report(data: Mapping[str, Any], wide: bool = False) -> Renderable
     asked = {klass for klass, slo in (data["scenario"].get("slo") or {}).items() if any(slo.values())}
     asked |= {name.split(".")[1] for point in points for name in point["at"] if name.startswith("slo.")}
     if len(points) > 1 or points[0]["at"]:
-        return Group(sweep_sentence(points, asked), sweep_table(points, title, asked, wide))
+        faults = [f"✗ {', '.join(map(str, p['at'].values()))}: {p['why']}" for p in points if not p["feasible"]]
+        return Group(sweep_sentence(points, asked), sweep_table(points, title, asked, wide), *map(escape, faults))
     point = points[0]
     if not point["feasible"]:
         return f"{title}: infeasible: {point['why']}"
@@ -132,6 +134,8 @@ def classes_sentence(body: Mapping[str, Any], asked: Collection[str]) -> str:
 
 def _good(blocks: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the share of the classes' requests that were good; None without a request."""
+    if len(blocks) == 1:
+        return None if blocks[0]["good_share"] is None else float(blocks[0]["good_share"])
     count = sum(block["requests"] for block in blocks)
     return sum(block["good"] for block in blocks) / count if count else None
 
@@ -237,7 +241,7 @@ def sweep_table(points: Sequence[Mapping[str, Any]], title: str, asked: Collecti
     for point in points:
         at = [str(point["at"][field]) for field in fields]
         if not point["feasible"]:
-            table.add_row(*at, "✗ infeasible", *["-"] * (len(cuts) + len(more)), end_section=True)
+            table.add_row(*at, "✗", *["-"] * (len(cuts) + len(more)), end_section=True)
             continue
         mean = point["mean"]
         for index, block in enumerate(mean["classes"]):
@@ -335,12 +339,12 @@ def rates_line(summary: RunSummary, *, judged: bool) -> str:
     return " · ".join(words)
 
 
-def slowest_line(one: Mapping[str, Any], how: str) -> str:
+def slowest_line(one: Mapping[str, Any], how: str, at: str = "") -> str:
     """Return the slowest request, and how its first token is explained. how: options of `headway why`; "": there
-    is no log to explain it from."""
+    is no log to explain it from. at: the point of a sweep."""
     what = f"{one['class']} " if one["class"] else ""
     size, wait = tokens(one["prompt_tokens"]), duration(one["ttft_s"])
-    lines = [f"slowest: {what}{one['id']}, {size} prompt tokens: first token after {wait}"]
+    lines = [f"slowest{at}: {what}{one['id']}, {size} prompt tokens: first token after {wait}"]
     if one["queueing_s"] is not None:
         lines.append(f"  {duration(one['queueing_s'])} of that before its first chunk")
     # Not wrapped, so that it can be copied.
