@@ -12,6 +12,7 @@ from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
 from headway.perf.latency.eq1 import Eq1Coefficients, PrefillSample
 from headway.perf.latency.groups import GroupShape
+from headway_research.tetris.examples import TableCells
 
 TABLE = eq1.tetris_table1()
 A_B_D = {  # notes: weighted fit, a s, b ms/1k, d µs/1k²
@@ -73,7 +74,7 @@ def test_bad_fits_and_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_table_cells_are_exact_and_times_rise_between_them() -> None:
-    cells = eq1.TableCells(eq1.table1_samples())
+    cells = TableCells(eq1.table1_samples())
     for sample in eq1.table1_samples():
         assert cells.prefill_s(0, sample.tokens, GroupShape(sample.sp)) == pytest.approx(sample.seconds, rel=1e-12)
     times = [cells.prefill_s(0, n, GroupShape(8)) for n in range(4096, 262_145, 4096)]

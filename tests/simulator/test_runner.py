@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from headway.sim.sweep import SimulationCache, run_in_processes
+from headway.sim.sweep import run_in_processes
+from headway_research.cache import SimulationCache
 
 
 def process_and_square(number: int) -> tuple[int, int]:

@@ -16,9 +16,10 @@ from headway.perf.latency import eq1
 from headway.serving.live.watch import ClusterRecording, LogPlayer
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult
-from headway.sim.cluster_log import is_cluster_log, prefill_samples, read_cluster
+from headway.sim.cluster_log import is_cluster_log, read_cluster
 from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
+from headway_research.fit.eq1_command import prefill_samples
 
 POLICIES = sorted(set(OPTIONS) - {"jsq", "loongserve"})
 

@@ -6,7 +6,6 @@ of instances on other hosts are as their own clocks had them.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from headway.control.log import SCHEMA
 from headway.control.log import read_log as read_decisions
 from headway.core.errors import ConfigError
 from headway.core.request import Request
-from headway.perf.latency.eq1 import PrefillSample
 from headway.policy.placement.contract import ClusterInstance
 from headway.sim.explanation import KvTransfer
 from headway.sim.replay import read_log
@@ -114,18 +112,3 @@ def _take(run: ClusterLogRun, line: Mapping[str, Any]) -> None:
         elif kind in ("RequestFinished", "RequestDropped"):
             life = run.requests[fields["request"]]
             life.end_s, life.error = line["t"], fields.get("why")
-
-
-def prefill_samples(run: ClusterLogRun) -> list[PrefillSample]:
-    """Return what spans took on their groups: of those that ran whole and alone, neither paused nor stopped."""
-    alone = Counter((span.request, span.start) for span in run.spans)
-    batches = Counter((span.group, span.start_s) for span in run.spans)
-    return [
-        PrefillSample(len(span.group), span.start, span.end - span.start, span.end_s - span.start_s)
-        for span in run.spans
-        if alone[span.request, span.start] == 1
-        and batches[span.group, span.start_s] == 1
-        and (life := run.requests.get(span.request)) is not None
-        and life.error is None
-        and span.end_s > span.start_s
-    ]

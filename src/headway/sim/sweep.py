@@ -9,10 +9,10 @@ import copy
 import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from headway.core.errors import ConfigError
 from headway.policy.placement.registry import options_of
@@ -22,7 +22,6 @@ from headway.sim.result import point_json, run_json
 from headway.sim.scenario import Scenario, parse_scenario
 
 Item = TypeVar("Item")
-Point = TypeVar("Point", bound=Hashable)
 Result = TypeVar("Result")
 
 
@@ -60,40 +59,6 @@ class WorkerProcesses:
             # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened
             self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("spawn"))
         return self._pool.map(run, tasks)
-
-
-class SimulationCache(Generic[Point, Result]):
-    """Results of simulations by point: everything that determines a result, as a hashable value.
-
-    One cache for each kind of point serves all figures of a process, so that `reproduce all` simulates a point once.
-    """
-
-    def __init__(self) -> None:
-        self._results: dict[Point, Result] = {}
-
-    def ensure(
-        self,
-        points: Iterable[Point],
-        run: Callable[[Point], Result],
-        jobs: int = 1,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> None:
-        """Simulate the points that have no result yet. on_progress: called after each with (done, total)."""
-        # distinct, in order: results arrive in the order of the tasks
-        missing = [point for point in dict.fromkeys(points) if point not in self._results]
-        for done, (point, result) in enumerate(zip(missing, run_in_processes(run, missing, jobs), strict=True), 1):
-            self._results[point] = result
-            on_progress(done, len(missing))
-
-    def __contains__(self, point: Point) -> bool:
-        return point in self._results
-
-    def __getitem__(self, point: Point) -> Result:
-        return self._results[point]
-
-    def clear(self) -> None:
-        """Forget all results."""
-        self._results.clear()
 
 
 Values = tuple[str, list[Any]]

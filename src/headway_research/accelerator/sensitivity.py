@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.perf.latency.base import Seconds
-from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway_research.accelerator.service_figures import KV_TOKENS, MODELS, TIGHT_S, requests
 from headway_research.accelerator.serving import (
@@ -26,6 +25,7 @@ from headway_research.accelerator.serving import (
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
 from headway_research.base import ExperimentReport, PlotPanel, RunOptions
+from headway_research.cache import SimulationCache
 from headway_research.verdicts import VerdictRule, judge, only, order
 
 HISTORY = (1.0, 2.0, 2.5)

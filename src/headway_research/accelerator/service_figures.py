@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import LogNormalLengths, arrivals, preset, simple
 from headway_research.accelerator.serving import (
@@ -36,6 +35,7 @@ from headway_research.accelerator.serving import (
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway_research.cache import SimulationCache
 from headway_research.verdicts import at_least, band, both, judge, order
 
 MODELS, SETS = ("llama-3.1-8b", "llama-3.1-70b"), ("arxiv", "sharegpt")

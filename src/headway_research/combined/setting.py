@@ -35,9 +35,9 @@ from headway.sim.cluster.state import ClusterResult
 from headway.sim.metrics import RequestRecord, ttft_s
 from headway.sim.scenario import parse_scenario
 from headway.sim.spec import InstanceSpec
-from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway_research.base import RunOptions
+from headway_research.cache import SimulationCache
 from headway_research.pecsched import setting as pecsched_setting
 from headway_research.tetris import setting as tetris_setting
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from headway.core.files import write_output
 
 if TYPE_CHECKING:
     from headway.perf.latency.eq1 import PrefillSample
+    from headway.sim.cluster_log import ClusterLogRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _samples(path: Path) -> list[PrefillSample]:
-    from headway.sim.cluster_log import is_cluster_log, prefill_samples, read_cluster
+    from headway.sim.cluster_log import is_cluster_log, read_cluster
 
     if not is_cluster_log(path):
         return _read(path)
@@ -87,3 +89,20 @@ def _read(path: Path) -> list[PrefillSample]:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
     return samples
+
+
+def prefill_samples(run: ClusterLogRun) -> list[PrefillSample]:
+    """Return what spans took on their groups: of those that ran whole and alone, neither paused nor stopped."""
+    from headway.perf.latency.eq1 import PrefillSample
+
+    alone = Counter((span.request, span.start) for span in run.spans)
+    batches = Counter((span.group, span.start_s) for span in run.spans)
+    return [
+        PrefillSample(len(span.group), span.start, span.end - span.start, span.end_s - span.start_s)
+        for span in run.spans
+        if alone[span.request, span.start] == 1
+        and batches[span.group, span.start_s] == 1
+        and (life := run.requests.get(span.request)) is not None
+        and life.error is None
+        and span.end_s > span.start_s
+    ]

@@ -33,8 +33,8 @@ from headway.sim.build import run_scenario
 from headway.sim.metrics import percentiles
 from headway.sim.result import SimResult
 from headway.sim.scenario import parse_scenario
-from headway.sim.sweep import SimulationCache
 from headway_research.base import MODES, ClaimRow, Mode, RunOptions
+from headway_research.cache import SimulationCache
 from headway_research.verdicts import VerdictRule, both, judge
 
 WINDOW_S = 1800.0

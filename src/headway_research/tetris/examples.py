@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
-from headway.perf.latency.groups import GroupShape
+from headway.perf.latency.groups import GroupShape, largest
 from headway.policy.placement.cdsp import ChunkAllocation
 from headway_research.base import ExperimentReport, PlotPanel, RunOptions
 from headway_research.tetris.literal import LiteralPlanner
@@ -15,7 +20,47 @@ SIZES = (1, 2, 4, 8, 16)
 # improvement rates: of the largest SP in any case, and within the range 3.2% to 5.7%
 GREEDY, CAREFUL = 0.0, 0.04
 NOT_A_FIT = "From cells: with the fit of Eq. (1) in place of the cells it is (1.571, 1.328) and (1.563, 1.892)."
-CELLS = eq1.TableCells(eq1.table1_samples())
+
+
+class TableCells:
+    """`GroupLatency` that returns measured cells exactly, and interpolates log time over log length between them.
+
+    For the worked examples of Tetris §2.4, which are cells of Table 1."""
+
+    def __init__(self, samples: Iterable[eq1.PrefillSample], source: str = "Tetris's Table 1, its cells") -> None:
+        self.source = source
+        self._rows: dict[int, tuple[list[float], list[float]]] = {}
+        for s in sorted(samples, key=lambda s: (s.sp, s.tokens)):
+            x, y = self._rows.setdefault(s.sp, ([], []))
+            x.append(math.log(s.tokens))
+            y.append(math.log(s.seconds))
+
+    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
+        # The table has no history: T(C, L) = T(0, C + L) - T(0, C) + a (`perf.latency.eq1`).
+        if past:
+            return self._whole(past + tokens, group.sp) - self._whole(past, group.sp) + self._least(group.sp)
+        return self._whole(tokens, group.sp)
+
+    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
+        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
+
+    def _least(self, sp: int) -> float:
+        """Return the fixed seconds of a chunk: Eq. (1)'s constant."""
+        return eq1.tetris_table1().sizes[sp].a
+
+    def _whole(self, tokens: int, sp: int) -> float:
+        if sp not in self._rows:
+            raise ConfigError(f"the table has SP sizes {', '.join(map(str, self._rows))}, not {sp}")
+        x, y = self._rows[sp]
+        at = math.log(tokens)
+        i = min(max(1, bisect_right(x, at)), len(x) - 1)
+        if at == x[i - 1]:
+            return math.exp(y[i - 1])
+        slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+        return math.exp(y[i - 1] + slope * (at - x[i - 1]))
+
+
+CELLS = TableCells(eq1.table1_samples())
 
 
 def place(planner: LiteralPlanner, lengths: tuple[int, ...], queue_s: float) -> list[float]:

@@ -35,10 +35,10 @@ from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult, ClusterSpec
 from headway.sim.metrics import ttft_s
 from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec
-from headway.sim.sweep import SimulationCache
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import PoissonArrivals, preset
 from headway_research.base import RunOptions
+from headway_research.cache import SimulationCache
 
 WORKLOADS = ("short", "medium", "long")
 REQUESTS = 3000

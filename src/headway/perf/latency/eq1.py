@@ -244,46 +244,6 @@ def _values(c: Eq1Coefficients) -> tuple[float, float, float, float]:
     return c.a, c.b, c.c, c.d
 
 
-class TableCells:
-    """`GroupLatency` that returns measured cells exactly, and interpolates log time over log length between them.
-
-    For the worked examples of Tetris §2.4, which are cells of Table 1."""
-
-    def __init__(self, samples: Iterable[PrefillSample], source: str = "Tetris's Table 1, its cells") -> None:
-        self.source = source
-        self._rows: dict[int, tuple[list[float], list[float]]] = {}
-        for s in sorted(samples, key=lambda s: (s.sp, s.tokens)):
-            x, y = self._rows.setdefault(s.sp, ([], []))
-            x.append(math.log(s.tokens))
-            y.append(math.log(s.seconds))
-
-    def prefill_s(self, past: int, tokens: int, group: GroupShape) -> float:
-        # The table has no history: T(C, L) = T(0, C + L) - T(0, C) + a, see the module's docstring.
-        if past:
-            return self._whole(past + tokens, group.sp) - self._whole(past, group.sp) + self._least(group.sp)
-        return self._whole(tokens, group.sp)
-
-    def solve_tokens(self, past: int, budget_s: float, group: GroupShape) -> int:
-        from headway.perf.latency.groups import largest
-
-        return largest(lambda tokens: self.prefill_s(past, tokens, group), budget_s)
-
-    def _least(self, sp: int) -> float:
-        """Return the fixed seconds of a chunk: Eq. (1)'s constant."""
-        return tetris_table1().sizes[sp].a
-
-    def _whole(self, tokens: int, sp: int) -> float:
-        if sp not in self._rows:
-            raise ConfigError(f"the table has SP sizes {', '.join(map(str, self._rows))}, not {sp}")
-        x, y = self._rows[sp]
-        at = math.log(tokens)
-        i = min(max(1, bisect_right(x, at)), len(x) - 1)
-        if at == x[i - 1]:
-            return math.exp(y[i - 1])
-        slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return math.exp(y[i - 1] + slope * (at - x[i - 1]))
-
-
 def load(path: Path) -> Eq1Latency:
     """Read a file of `headway profile fit-eq1`. Raises ConfigError when it cannot be read as one."""
     try:
