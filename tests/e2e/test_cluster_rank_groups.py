@@ -1,4 +1,4 @@
-"""Groups of instances that are several processes each, under the policies that make them: answers, pauses, losses."""
+"""Instances that are several processes each, alone and in groups, under the policies that make these."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def apart(decode: int = 1, **prefill: Any) -> list[dict[str, Any]]:
 MIXED = [{"count": 2, "serve": TWO}]
 
 
+def each(*sizes: tuple[str, int]) -> list[dict[str, Any]]:
+    """Instances by role and tensor-parallel size."""
+    return [{"role": role, "serve": {"tensor_parallel_size": size}} for role, size in sizes]
+
+
 @LONG
 @pytest.mark.parametrize(
     ("placement", "options", "pools"),
@@ -56,6 +61,10 @@ MIXED = [{"count": 2, "serve": TWO}]
         ("tetris", {"sizes": [1, 2]}, MIXED),
         ("pecsched in-place", {**GROUPS, "disaggregate": False}, MIXED),
         ("loongserve in-place", {}, MIXED),
+        ("fixed-sp", {"sp": 1}, each(("prefill", 2), ("prefill", 1), ("decode", 1), ("decode", 2))),
+        ("tetris", {"sizes": [1]}, each(("prefill", 1), ("decode", 4))),
+        ("pecsched", {"long_tokens": 300}, each(("prefill", 1), ("prefill", 1), ("decode", 2))),
+        ("fifo", {"long_sp": 1, "long_tokens": 300}, each(("mixed", 2), ("mixed", 1))),
     ],
 )
 def test_greedy_tokens_equal_transformers(

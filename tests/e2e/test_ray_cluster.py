@@ -62,13 +62,6 @@ def test_a_node_killed_in_the_midst_of_a_long_prefill_changes_no_answer(
     assert ends_soon(again, WAIT_S)
 
 
-def test_tests_of_one_group_run_one_after_another(request: pytest.FixtureRequest) -> None:
-    """Two Ray clusters on one machine disturb each other: a session in /tmp/ray and much memory each."""
-    if not getattr(request.config.option, "loadgroup", False):
-        pytest.skip("only where tests are distributed by their groups: --dist loadgroup")
-    assert request.node.nodeid.endswith("@ray")
-
-
 def test_without_the_token_no_host_can_be_used(nodes: RayNodes, tmp_path: Path, llama: Path) -> None:
     path = write(tmp_path, llama, "jsq", {}, [{}, {"host": 1}], ray_address=nodes.address)
     variables = {**nodes.variables, "RAY_AUTH_TOKEN": "another-token-of-tests"}
