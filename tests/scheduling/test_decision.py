@@ -116,6 +116,25 @@ def test_a_cut_chunk_is_efficient_where_no_target_was_asked_for(decodes: int) ->
     assert cut > 10
 
 
+@pytest.mark.parametrize("others", [0, 100])
+def test_a_chunk_of_a_document_gives_way_to_a_prompt_that_completes_where_few_wait_and_not_twice(others: int) -> None:
+    """Where many wait, all gain what one iteration costs less than two: the document has its chunk."""
+    policy = policy_of(CountedPool(1_000_000, 16), policy="ladder", t_target_s=None)
+    policy.enter(request("document", 200_000))
+    for number in range(others):
+        policy.enter(request(f"other {number}", 100_000))
+    computed: list[set[str]] = []
+    for step in range(4):
+        policy.enter(request(f"chat {step}", 60))
+        quotas = policy.pick(decode_load(policy.latency, 0, 0), 0.01 * step).quotas
+        computed.append({quota.request for quota in quotas})
+        for quota in quotas:
+            policy.moved(quota.request, policy.holders[quota.request].scheduled + quota.tokens)
+        policy.began()
+    assert all(f"chat {step}" in names for step, names in enumerate(computed))
+    assert [len(names) > 1 for names in computed] == ([True] * 4 if others else [False, True] * 2)
+
+
 def test_an_asked_for_target_allows_less_efficient_chunks() -> None:
     model = Linear(row_s=1e-3, fixed_s=0.05)
     policy = IterationPolicy(SchedulerConfig(), model, CountedPool(100_000, 16))
@@ -191,6 +210,8 @@ def test_an_iteration_with_tokens_of_a_background_request_is_short(beside: str) 
         if beside == "a chat":
             policy.enter(request("chat", 20))
         decodes = decode_load(policy.latency, 4, 400) if beside == "decodes" else decode_load(policy.latency, 0, 0)
+        # An iteration without tokens of the document: it gives way to prompts that complete once, not twice.
+        policy.began()
         decision = policy.pick(decodes, 0.0)
         return {each.request: each.tokens for each in decision.quotas}, load_s(policy.latency, decision.load)
 

@@ -68,6 +68,7 @@ class IterationFill:
         "_model",
         "_unschedulable",
         "budget_s",
+        "completing",
         "first",
         "load",
         "quotas",
@@ -91,6 +92,8 @@ class IterationFill:
         self.quotas: list[ChunkAllocation] = []
         # True until a request has got tokens or has found no time: the most urgent one has privileges.
         self.first = True
+        # Prompts that it completes.
+        self.completing = 0
         # Tokens that the iteration still takes; negative where decodes, or one prompt under `whole`, exceed the limit.
         self.room = (max_tokens if chunking.most is None else min(max_tokens, chunking.most)) - load.tokens
         # Whether the limit on tokens always holds: `whole` may exceed it by one prompt.
