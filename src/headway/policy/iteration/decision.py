@@ -213,8 +213,6 @@ class IterationPolicy:
                 return
         elif self._pool.cache is not None:
             ahead.add(request.id)
-        if medha is not None and not medha.may_have(state):
-            return
         ask = self._ask(state, fill, now)
         if ask is None:
             return
@@ -259,6 +257,8 @@ class IterationPolicy:
     def _ask(self, state: PrefillState, fill: IterationFill, now: float) -> ChunkRequest | None:
         """Return a prefill as it is offered to an iteration; None: it can have no token in it."""
         remaining, past, budget_s, medha = state.remaining, state.scheduled, fill.budget_s, self.medha
+        if medha is not None and not medha.may_have(state):
+            return None
         counts = state.holds_kv or state.request.priority >= BACKGROUND_PRIORITY
         # A request that has not begun counts from the last progress of any prefill.
         stalled = self._iterations - (state.last_progress if counts else self._advanced)
