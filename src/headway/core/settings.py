@@ -16,11 +16,11 @@ from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import distinct_seeds, limit_words, parsed_by
+from headway.core.file_sections import FileSection, distinct_seeds, limit_words, parsed_by
 from headway.core.parse import duration, milliseconds, number, size, tokens
 
 _OTHER_VARIABLES = ("HEADWAY_INSTANCE_API_KEY", "HEADWAY_ISA", "HEADWAY_NATIVE")
@@ -39,10 +39,8 @@ class SettingsError(ConfigError):
         self.faults = faults
 
 
-class SettingsModel(BaseModel):
+class SettingsModel(FileSection):
     """Base of all settings. A field's description is its help; making one of wrong values raises SettingsError."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def __init__(self, **values: Any) -> None:
         try:
