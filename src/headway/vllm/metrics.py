@@ -79,6 +79,7 @@ class HeadwayStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         _COLLECTOR.paths[engine_index] = snapshot_path(vllm_config, engine_index)
+        _COLLECTOR.model = model_name(vllm_config)
         _COLLECTOR.register()
 
     def record(self, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +94,7 @@ class SnapshotCollector:
 
     def __init__(self) -> None:
         self.paths: dict[int, Path] = {}
+        self.model = ""
         self._registered = False
 
     def register(self) -> None:
@@ -110,17 +112,25 @@ class SnapshotCollector:
             except (OSError, ValueError):
                 continue
         if found:
-            yield from metrics(found)
+            yield from metrics(found, self.model)
 
 
-def metrics(snapshots: dict[str, dict[str, Any]]) -> Iterator[Metric]:
-    """Yield Prometheus metrics of snapshots (`HostStats.snapshot`) by engine, named as in Headway's own server."""
+def model_name(vllm_config: Any) -> str:
+    """Return the name that vLLM serves the model by, the first of several."""
+    served = vllm_config.model_config.served_model_name
+    names = [served] if isinstance(served, str) else list(served or ())
+    return str(names[0] if names else vllm_config.model_config.model)
+
+
+def metrics(snapshots: dict[str, dict[str, Any]], model: str) -> Iterator[Metric]:
+    """Yield Prometheus metrics of snapshots (`HostStats.snapshot`) by engine, named and labelled as in Headway's own
+    server."""
 
     def counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(f"headway_{name}", text, labels=["engine", *labels])
+        return CounterMetricFamily(f"headway_{name}", text, labels=["model_name", "engine", *labels])
 
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"headway_{name}", text, labels=["engine", *labels])
+        return GaugeMetricFamily(f"headway_{name}", text, labels=["model_name", "engine", *labels])
 
     seconds = {key: counter(f"{key}_seconds", text) for key, text in _SECONDS.items()}
     slo = {key: counter(f"slo_requests_{key}", text, "class") for key, text in _SLO.items()}
@@ -132,19 +142,19 @@ def metrics(snapshots: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     learned = gauge("prefill_seconds", "Time of a prompt alone, as the latency model has learned it.", "tokens")
     for engine, one in snapshots.items():
         for tokens, value in one["prefill_s"]:
-            learned.add_metric([engine, str(tokens)], value)
-        iterations.add_metric([engine], one["iterations"])
-        errors.add_metric([engine], one["policy_errors"])
-        error.add_metric([engine], one["prediction_error"])
+            learned.add_metric([model, engine, str(tokens)], value)
+        iterations.add_metric([model, engine], one["iterations"])
+        errors.add_metric([model, engine], one["policy_errors"])
+        error.add_metric([model, engine], one["prediction_error"])
         for quantile, value in one["decision_s"].items():
-            decisions.add_metric([engine, quantile], value)
+            decisions.add_metric([model, engine, quantile], value)
         for key, value in one["seconds"].items():
-            seconds[key].add_metric([engine], value)
+            seconds[key].add_metric([model, engine], value)
         for what, kind, count in one["slo"]:
             if what in slo:
-                slo[what].add_metric([engine, kind], count)
+                slo[what].add_metric([model, engine, kind], count)
             else:
-                targets.add_metric([engine, kind, what.removeprefix("missed_")], count)
+                targets.add_metric([model, engine, kind, what.removeprefix("missed_")], count)
     yield from (*seconds.values(), *slo.values(), targets, iterations, errors, decisions, error, learned)
 
 

@@ -386,7 +386,7 @@ class HeadwaySchedulerMethods:
             prompt_tokens=tokens,
             max_output_tokens=max(1, request.max_tokens - request.num_output_tokens),
             cached_tokens=max(0, min(computed, tokens - 1)),
-            slo=read_slo(request.sampling_params.extra_args),
+            slo=self._headway_settings.slo_of(read_slo(request.sampling_params.extra_args), tokens),
             priority=request.priority,
         )
 

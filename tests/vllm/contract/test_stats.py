@@ -60,7 +60,10 @@ def test_metrics_of_a_server_come_from_the_scheduler(engine: VirtualEngine, monk
     engine.until(engine.now + 2.0)
     engine.add("last", 200, 2)
     engine.run()
+    name = metrics.model_name(config)
     text = generate_latest(registry).decode()
+    assert f'model_name="{name}"' in text
+    text = text.replace(f',model_name="{name}"', "")
     assert 'headway_slo_requests_met_total{class="short",engine="0"} 1.0' in text
     assert 'headway_policy_errors_total{engine="0"} 0.0' in text
     assert 'headway_decision_seconds{engine="0",quantile="0.5"}' in text
