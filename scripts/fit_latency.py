@@ -9,7 +9,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway_research.fit.operators import encode, fit_device
+from headway.perf.latency.fitted import shipped_fit
+from headway.perf.latency.operators.device_fit import DeviceFit
+from headway_research.fit.operators import borrow, encode, fit_device
 from headway_research.fit.readers import OperatorProfile, read_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,13 @@ SOURCES = (
     "attention over a prefix: NetX-lab/Frontier a4b22df (MIT), A800/H800",
     "attention of prompts and decodes, other products, all-reduce: ai-dynamo/aiconfigurator 095f58a (Apache-2.0)",
 )
+AISIMULATE = ("attention of prompts and decodes, products, all-reduce: aisimulate 0.13.0 of vLLM 0.24.0 (Apache-2.0)",)
+DIES = {
+    "a100-80gb": SOURCES, "h100-80gb": SOURCES,
+    "h200-141gb": AISIMULATE, "b200-180gb": AISIMULATE, "l40s-48gb": AISIMULATE,
+}  # fmt: skip
+DONOR = "h100-80gb"
+"""What a newer die's profiles lack is this one's, scaled."""
 
 
 def profile_files(root: Path) -> list[Path]:
@@ -32,7 +41,12 @@ def profile_files(root: Path) -> list[Path]:
 
 def make(device: str, profiles: Sequence[OperatorProfile]) -> bytes:
     """One device's file."""
-    return encode(fit_device(device, profiles, SOURCES, TOLERANCE))
+    return encode(_fit(device, profiles))
+
+
+def _fit(device: str, profiles: Sequence[OperatorProfile]) -> DeviceFit:
+    fit = fit_device(device, profiles, DIES[device], TOLERANCE)
+    return fit if fit.elementwise is not None else borrow(fit, shipped_fit(DONOR))
 
 
 def main() -> None:
@@ -42,7 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
     profiles = read_all(profile_files(arguments.profiles))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for device in ("a100-80gb", "h100-80gb"):
+    for device in DIES:
         data = make(device, profiles)
         path = arguments.out / f"{device}.json"
         path.write_bytes(data)

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from headway.perf.latency import table as store
+from headway.perf.latency.fitted import FRONT
 from headway.perf.latency.table import ServingOverhead, TableSource, TimeSpread, spread_at, spreads_of
 from headway.planning.answer import latency_note
 from headway.planning.question import parse_question
-from headway.sim.build import run_scenario
+from headway.sim.build import instance_of, run_scenario, workload_of
 from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics import RequestRecord, e2e_s, tbt_s, ttft_s
 from headway.sim.scenario import parse_scenario
@@ -77,7 +78,7 @@ def test_an_engine_at_work_need_not_wake(tmp_path: Path) -> None:
 
 
 def test_requests_on_their_way_vary_as_the_measured_ones_did() -> None:
-    measured = [0.003] * 70 + [0.007] * 30
+    measured = [(100, seconds) for seconds in [0.003] * 70 + [0.007] * 30]
     of = ServingOverhead.of(measured, [], [])
     drawn = [of.way_s(f"r{number}") for number in range(2000)]
     assert drawn == [of.way_s(f"r{number}") for number in range(2000)]
@@ -85,16 +86,16 @@ def test_requests_on_their_way_vary_as_the_measured_ones_did() -> None:
     assert sum(one < 0.0031 for one in drawn) / 2000 == pytest.approx(0.7, abs=0.05)
     assert max(drawn) == pytest.approx(0.007)
     assert "3.0 ms a request on its way in and out (one in ten over 7.0)" in of.words()
-    assert ServingOverhead.of([0.004] * 5, [], []).way_s("any") == 0.004
+    assert ServingOverhead.of([(9, 0.004)] * 5, [], []).way_s("any") == 0.004
 
 
 def test_medians_count_and_few_measurements_do_not() -> None:
-    of = ServingOverhead.of([0.004, 0.005, 0.006, 0.005, 0.9], [0.003] * 5, [0.001] * 5)
+    of = ServingOverhead.of([(9, s) for s in (0.004, 0.005, 0.006, 0.005, 0.9)], [0.003] * 5, [0.001] * 5)
     assert (of.request_s, of.iteration_s) == (0.005, 0.001)
     assert of.idle_s == pytest.approx(0.002)
-    assert ServingOverhead.of([0.005] * 4, [0.003] * 4, [0.001] * 4) == ServingOverhead()
+    assert ServingOverhead.of([(9, 0.005)] * 4, [0.003] * 4, [0.001] * 4) == ServingOverhead()
     # An iteration after idling that was shorter than predicted gives no negative time.
-    assert ServingOverhead.of([-0.001] * 5, [-0.003] * 5, []) == ServingOverhead()
+    assert ServingOverhead.of([(9, -0.001)] * 5, [-0.003] * 5, []) == ServingOverhead()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,42 @@ def test_simulated_iterations_have_the_measured_spread_and_can_be_without(tmp_pa
     assert tbt_s(served(tmp_path, spread, output=20, measured=False)[1]) == pytest.approx([0.011] * 19)
 
 
+def test_a_time_a_token_is_told_from_a_time_a_request_where_lengths_differ() -> None:
+    measured = [(tokens, 0.002 + 1e-5 * tokens) for tokens in range(100, 2100, 100)]
+    of = ServingOverhead.of(measured, [], [])
+    assert of.token_s == pytest.approx(1e-5)
+    assert of.request_s == pytest.approx(0.002)
+    assert "10.0 µs a token of its prompt" in of.words()
+    alike = ServingOverhead.of([(tokens, s) for tokens, s in measured if tokens > 1000], [], [])
+    assert alike.token_s == 0.0, "noise would be taken for a slope"
+
+
+def test_prompts_that_come_together_are_read_one_after_another(tmp_path: Path) -> None:
+    serving, prompts = ServingOverhead(token_s=1e-3), ["arrival_s,prompt_tokens,output_tokens"]
+    data = described(tmp_path, serving)
+    (tmp_path / "trace.csv").write_text("\n".join([*prompts, *["0,100,3"] * 3, ""]))
+    records = run_scenario(parse_scenario(data, "test"), 0).sim.records
+    # An iteration of 10 ms begins when a prompt has been read, 100 ms after the one before.
+    assert [ttft_s(each) for each in records] == pytest.approx([0.11, 0.21, 0.31])
+    two = run_scenario(parse_scenario(data | {"cluster": {"replicas": 2}}, "test"), 0).sim.records
+    assert [ttft_s(each) for each in two] == pytest.approx([0.11, 0.11, 0.21])
+    left = run_scenario(parse_scenario(data | {"run": {"timeout_s": 0.25}}, "test"), 0).sim.records
+    assert [each.error for each in left] == [None, None, "timeout"], "a client leaves while its prompt is read"
+
+
+def test_a_fit_for_vllm_has_the_published_front_and_a_profile_replaces_it(tmp_path: Path) -> None:
+    data = described(tmp_path, ServingOverhead(request_s=0.007, token_s=2e-6))
+    file = data["latency"]["file"]
+
+    def serving(**latency: object) -> ServingOverhead:
+        scenario = parse_scenario(data | {"latency": {"source": "fitted", **latency}}, "test")
+        return instance_of(scenario, workload_of(scenario, 0)).serving
+
+    assert serving() == ServingOverhead()
+    assert serving(engine="vllm") == FRONT
+    assert serving(engine="vllm", front=file) == ServingOverhead(request_s=0.007, token_s=2e-6)
+
+
 def test_words_name_the_tail() -> None:
     assert "in a hundred" not in ADDED.words()
     spread = msgspec.structs.replace(ADDED, spread=(TimeSpread(0.01, (1.0, 3.0)),))
@@ -157,7 +194,7 @@ def test_words_name_the_tail() -> None:
 def test_instances_of_a_cluster_add_what_a_server_does(tmp_path: Path) -> None:
     data = described(tmp_path, ADDED)
     assert in_a_cluster(data) == served(tmp_path, ADDED)
-    spread = ServingOverhead.of([0.0] * 9, [0.0] * 9, [0.0] * 9)
+    spread = ServingOverhead.of([(9, 0.0)] * 9, [0.0] * 9, [0.0] * 9)
     spread = msgspec.structs.replace(spread, spread=(TimeSpread(1.0, (0.5, 1.0, 3.0)),))
     gaps = tbt_s(in_a_cluster(described(tmp_path, spread, output=200))[1])
     assert len(set(gaps)) > 150

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,7 @@ from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import part_load
 from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.perf.latency.table import TableLatency
-from headway.sim.build import run_scenario
-from headway.sim.scenario import LatencySection, parse_scenario
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
 from headway_research.fit.readers import DECODE, PREFILL, OperatorProfile
 
@@ -48,10 +44,8 @@ def test_rows_of_single_prompts_are_no_batch() -> None:
 
 
 @cache
-def llama(batched: bool = True) -> TableLatency:
-    return fitted(
-        "h100-80gb", "llama-3-8b", ParallelLayout(tp=8), assumptions=EngineAssumptions(batched_prefill=batched)
-    )
+def llama() -> TableLatency:
+    return fitted("h100-80gb", "llama-3-8b", ParallelLayout(tp=8))
 
 
 def batch_of(model: LatencyModel, chunks: Sequence[tuple[int, int]]) -> BatchLoad:
@@ -60,10 +54,9 @@ def batch_of(model: LatencyModel, chunks: Sequence[tuple[int, int]]) -> BatchLoa
     return part_load(model, GroupBatch(0, DecodeGroup(), prefills))
 
 
-def test_a_batch_of_prompts_takes_less_than_their_sum_only_where_that_is_asked_for() -> None:
+def test_a_batch_of_prompts_takes_less_than_their_sum() -> None:
     chunks = [(256, 0)] * 8
     alone_s = one_chunk_s(llama(), 0, 256)
-    assert batch_of(llama(batched=False), chunks).chunk_s == pytest.approx(8 * alone_s)
     assert alone_s < batch_of(llama(), chunks).chunk_s < 4 * alone_s
     assert batch_of(llama(), chunks[:1]).chunk_s == alone_s
 
@@ -88,25 +81,3 @@ def test_the_largest_chunk_beside_other_prompts_is_found_exactly(
     whole_s = base.token_s(load.tokens + 1, load.tokens + limit) + model.chunk_s(past, 1, limit) + load.chunk_s
     fits = sizes[whole_s <= budget_s + 1e-12]
     assert tokens == (int(fits[-1]) if fits.size else 0)
-
-
-def test_prompts_that_a_simulation_batches_end_sooner_with_what_was_measured() -> None:
-    text: dict[str, Any] = {
-        "cluster": {"accelerator": "h100-80gb"},
-        "model": "llama-3-8b",
-        "layout": {"tp": 8},
-        "policy": {"chunking": "static:2048"},
-        "workload": {"mix": [{"prompt": "fixed:100", "output": "fixed:2"}], "requests": 60, "arrivals": "at-once"},
-    }
-    ends = [
-        run_scenario(
-            parse_scenario({**text, "latency": {"source": "fitted", "batched_prefill": batched}}), 0
-        ).sim.duration_s
-        for batched in (False, True)
-    ]
-    assert ends[1] < 0.8 * ends[0]
-
-
-def test_batching_is_refused_where_the_model_says_nothing_about_it() -> None:
-    with pytest.raises(ValueError, match="source: fitted"):
-        LatencySection(source="roofline", batched_prefill=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -19,6 +20,9 @@ from headway.perf.latency.fitted import fitted, shipped, shipped_fit
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.device_fit import EngineAssumptions
+from headway.perf.latency.table import TableLatency
+from headway.sim.build import instance_of, workload_of
+from headway.sim.scenario import parse_scenario
 from headway_research.fit.readers import read_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,10 +66,9 @@ def test_every_device_has_a_latency_model(device: str) -> None:
 def test_status_of_measured_sources_is_measured() -> None:
     source = fitted("a100", "llama-3-8b", ParallelLayout(tp=8, stages=2), stage=1).source
     assert source.fingerprint == "llama-3-8b|a100-80gb|tp8-pp2-kvp1|stage 1"
-    assert source.details["families"]["linear"].startswith("measured")
+    assert source.details["families"]["prefill"].startswith("measured")
     assert source.status == "fitted", "histories were measured for other heads"
     assert source.details["validated"]["rows"] == 32768
-    assert fitted("h100", "llama-3-8b", ParallelLayout(tp=8)).source.details["families"]["linear"].startswith("fitted")
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -88,35 +91,45 @@ def test_more_bandwidth_makes_decodes_faster() -> None:
     assert h200.decode_s(32, 32 * 8192) == pytest.approx(h100.decode_s(32, 32 * 8192) * 3.35 / 4.8, rel=0.02)
     # What a kernel takes to start is the same on both, and no derived time falls below it.
     assert h200.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
-    a100, l40s = fitted("a100", "llama-3-8b"), fitted("l40s-48gb", "llama-3-8b")
-    assert l40s.decode_s(1, 16) == pytest.approx(a100.decode_s(1, 16), rel=0.02)
-    assert one_chunk_s(l40s, 0, 1) == pytest.approx(one_chunk_s(a100, 0, 1), rel=1e-6)
-    assert "within 74%" in l40s.source.details["families"]["decode"]
+    h20 = fitted("h20-96gb", "llama-3-8b")
+    assert h20.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
+    assert one_chunk_s(h20, 0, 1) == pytest.approx(one_chunk_s(h100, 0, 1), rel=1e-6)
+    assert "h100-80gb scaled" in h20.source.details["families"]["decode"]
     assert float(h200.token_s(1, 1)[0]) < float(h100.token_s(1, 1)[0])
     assert float(h200.token_s(4096, 4096)[0]) == pytest.approx(float(h100.token_s(4096, 4096)[0]), rel=0.07), (
         "norms and the like follow the memory"
     )
 
 
-def test_a_query_says_whose_libraries_it_asks_about() -> None:
-    def families(device: str, name: str, **assumed: str) -> dict[str, str]:
-        assumptions = EngineAssumptions(**assumed)  # type: ignore[arg-type]
-        found: dict[str, str] = fitted(device, name, ParallelLayout(tp=4), assumptions=assumptions).source.details[
-            "families"
-        ]
-        return found
+def test_products_are_those_of_the_engine_that_is_named() -> None:
+    def linear(device: str, engine: Literal["vllm", "headway"]) -> str:
+        assumptions = EngineAssumptions(engine=engine)
+        source = fitted(device, "llama-3-8b", ParallelLayout(tp=4), assumptions=assumptions).source
+        return str(source.details["families"]["linear"])
 
-    assert "residual of layers" in families("h100", "llama-3-8b")["linear"]
-    assert "residual of vllm-0.24.0" in families("h100", "llama-3-8b", products="vllm")["linear"]
+    assert "residual of layers" in linear("h100", "headway")
+    assert "residual of vllm-0.24.0" in linear("h100", "vllm")
     # Tables of layer profiles are one library's too: another library's products do not come from them.
-    assert families("a100", "llama-3-8b")["linear"].startswith("measured")
-    assert "residual of vllm-0.14.0" in families("a100", "llama-3-8b", products="vllm")["linear"]
-    assert "vllm_graph" in families("h100", "llama-3-8b")["collectives"]
-    assert "nccl" in families("h100", "llama-3-8b", all_reduce="nccl")["collectives"]
-    with pytest.raises(ConfigError, match=r"no matrix products of 'cutlass' .* there are: layers, vllm-0.24.0"):
-        families("h100", "llama-3-8b", products="cutlass")
-    with pytest.raises(ConfigError, match=r"no all-reduce of 'mpi' over 4 ranks was measured; there are: nccl"):
-        families("h100", "llama-3-8b", all_reduce="mpi")
+    assert linear("a100", "headway").startswith("measured")
+    assert "residual of vllm-0.14.0" in linear("a100", "vllm")
+    assert fitted("a100", "llama-3-8b", ParallelLayout(tp=4)).source.details["families"]["linear"] == linear(
+        "a100", "vllm"
+    )
+
+
+@pytest.mark.parametrize(("engine", "libraries", "says"), [
+    ("vllm", None, "vllm-0.24.0"), ("headway", None, "layers"), ("headway", "vllm", "vllm-0.24.0"),
+])  # fmt: skip
+def test_a_scenario_asks_the_libraries_of_its_engine(engine: str, libraries: str | None, says: str) -> None:
+    data = {
+        "engine": engine,
+        "latency": {"source": "fitted", "engine": libraries},
+        "workload": {"preset": "sharegpt-like", "requests": 5},
+    }
+    scenario = parse_scenario(data | {"cluster": {"accelerator": "h100-80gb"}})
+    latency = instance_of(scenario, workload_of(scenario, 0)).latency
+    assert isinstance(latency, TableLatency)
+    assert says in latency.source.details["families"]["linear"]
 
 
 def test_a_block_with_one_norm_and_no_gate_costs_less_elementwise() -> None:

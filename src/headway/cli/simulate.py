@@ -180,7 +180,7 @@ def _band_line(point: SweepPoint, swept: bool) -> str:
         latency, long = point.cluster.engines[0].latency, min(long, point.cluster.longest)
     else:
         scenario = point.scenario
-        latency = latency_of(scenario.latency, *named(scenario), layout_of(scenario))
+        latency = latency_of(scenario.latency, *named(scenario), layout_of(scenario), scenario.engine)
     bands = ((tokens, prefill_band(latency, tokens)) for tokens in (2048, long))
     words = [f"a prompt of {tokens:,}: {band.words()}" for tokens, band in bands if band is not None]
     of = "the first point's predicted times" if swept else "predicted times"

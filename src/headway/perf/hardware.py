@@ -8,6 +8,7 @@ it (MiB), not the marketing GB.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ LINKS: dict[str, NetworkLink] = {
     for link in (
         _nvlink("nvlink3", 600e9, "NVIDIA A100 data sheet: 600 GB/s both ways together"),
         _nvlink("nvlink4", 900e9, "NVIDIA H100 data sheet: 900 GB/s both ways together"),
+        _nvlink("nvlink5", 1800e9, "NVIDIA B200 data sheet: 1.8 TB/s both ways together"),
         _nvlink("nvlink-400", 400e9, "NVIDIA A800 and H800: NVLink reduced to 400 GB/s both ways together"),
         NetworkLink(name="pcie4", bytes_per_s=31.5e9, latency_s=5e-6, source="PCI Express 4.0 x16"),
         NetworkLink(name="pcie5", bytes_per_s=63e9, latency_s=5e-6, source="PCI Express 5.0 x16"),
@@ -144,6 +146,16 @@ ACCELERATORS: dict[str, AcceleratorSpec] = {
             source="NVIDIA H200 data sheet (SXM): H100's arithmetic, HBM3e",
         ),
         AcceleratorSpec(
+            name="b200-180gb",
+            flops=2250e12,
+            bandwidth=7.7e12,
+            capacity=183359 * _MIB,
+            multiprocessors=148,
+            nvlink="nvlink5",
+            network="ib-400",
+            source="NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense bf16, HBM3e",
+        ),
+        AcceleratorSpec(
             name="h20-96gb",
             flops=148e12,
             bandwidth=4.0e12,
@@ -172,6 +184,8 @@ ACCELERATOR_ALIASES = {
     "a800": "a800-80gb",
     "h800": "h800-80gb",
     "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "l40s": "l40s-48gb",
 }
 
 
@@ -357,6 +371,7 @@ def _shape(
     head_dim: int = 128,
     matrices: int = 3,
     parallel_block: bool = False,
+    tied: bool = False,
 ) -> ModelShape:
     return ModelShape(
         layers=layers,
@@ -368,6 +383,7 @@ def _shape(
         vocab=vocab,
         mlp_matrices=matrices,
         parallel_block=parallel_block,
+        tied_embeddings=tied,
     )
 
 
@@ -384,6 +400,20 @@ MODELS: dict[str, ModelShape] = {
     "qwen2.5-72b": _shape(80, 8192, (64, 8), 29568, 152064),
     "yi-34b": _shape(60, 7168, (56, 8), 20480, 64000),
     "mistral-7b": _shape(32, 4096, (32, 8), 14336, 32768),
+    "llama-3.2-1b": _shape(16, 2048, (32, 8), 8192, 128256, head_dim=64, tied=True),
+    "llama-3.2-3b": _shape(28, 3072, (24, 8), 8192, 128256, tied=True),
+    "qwen2.5-3b": _shape(36, 2048, (16, 2), 11008, 151936, tied=True),
+    "qwen2.5-14b": _shape(48, 5120, (40, 8), 13824, 152064),
+    "qwen2.5-32b": _shape(64, 5120, (40, 8), 27648, 152064),
+    "qwen3-0.6b": _shape(28, 1024, (16, 8), 3072, 151936, tied=True),
+    "qwen3-1.7b": _shape(28, 2048, (16, 8), 6144, 151936, tied=True),
+    "qwen3-4b": _shape(36, 2560, (32, 8), 9728, 151936, tied=True),
+    "qwen3-8b": _shape(36, 4096, (32, 8), 12288, 151936),
+    "qwen3-14b": _shape(40, 5120, (40, 8), 17408, 151936),
+    "qwen3-32b": _shape(64, 5120, (64, 8), 25600, 151936),
+    "mistral-nemo-12b": _shape(40, 5120, (32, 8), 14336, 131072),
+    "mistral-small-24b": _shape(40, 5120, (32, 8), 32768, 131072),
+    "mistral-large-123b": _shape(88, 12288, (96, 8), 28672, 32768),
     "phi-2": _shape(32, 2560, (32, 32), 10240, 51200, head_dim=80, matrices=2, parallel_block=True),
     "phi-3-14b": _shape(40, 5120, (40, 10), 17920, 32064),
     "internlm-20b": _shape(60, 5120, (40, 40), 13824, 103168),
@@ -393,18 +423,24 @@ MODEL_ALIASES = {
     "llama-3.1-8b": "llama-3-8b",
     "llama-3.1-70b": "llama-3-70b",
     "llama-3.1-405b": "llama-3-405b",
+    "llama-3.3-70b": "llama-3-70b",
+    "mistral-nemo": "mistral-nemo-12b",
+    "mistral-small": "mistral-small-24b",
+    "mistral-large": "mistral-large-123b",
     "meta-llama-3-8b": "llama-3-8b",
     "meta-llama-3-70b": "llama-3-70b",
-    "llama-2-7b-hf": "llama-2-7b",
-    "llama-2-70b-hf": "llama-2-70b",
     "mistral-v0.3-7b": "mistral-7b",
     "phi-3-medium": "phi-3-14b",
 }
 
 
+_RELEASE = re.compile(r"(-(hf|it|instruct|chat|base|v\d+(\.\d+)?|\d{4}))+$")
+"""What checkpoints of one shape differ by: `Qwen2.5-7B-Instruct`, `Mistral-Nemo-Instruct-2407`."""
+
+
 def model_name(name: str) -> str:
     """Return the canonical name. Raises ConfigError, listing those that exist, for an unknown one."""
-    key = name.lower().rsplit("/", 1)[-1]
+    key = _RELEASE.sub("", name.lower().rsplit("/", 1)[-1])
     key = MODEL_ALIASES.get(key, key)
     if key not in MODELS:
         raise ConfigError(f"unknown model {name!r}; known: {', '.join(MODELS)}; or give the path of a config.json")

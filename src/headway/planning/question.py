@@ -94,7 +94,7 @@ class PlanQuestion(FileSection):
         description="by class of requests (or `all`): METRIC_pNN_s: seconds, with METRIC ttft, tbt (all gaps), max_tbt "
         "(each request's worst gap), tpot or e2e, such as chat: {ttft_p99_s: 1.0}"
     )
-    latency: LatencySection = LatencySection(source="fitted")
+    latency: LatencySection = LatencySection(source="fitted", engine="vllm")
     memory: MemorySection = MemorySection()
     search: SearchSection = SearchSection()
     window_s: Seconds | None = Field(default=None, description="arrivals of so many seconds; null: all of them")

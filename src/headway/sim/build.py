@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -330,7 +330,7 @@ def serving_of(latency: LatencyModel) -> ServingOverhead | None:
 
 def hosted(latency: LatencyModel, serving: ServingOverhead | None) -> LatencyModel | None:
     """Return what iterations take, where it is more than policies predict."""
-    return None if serving is None else HostedLatency(latency, serving.iteration_s)
+    return HostedLatency(latency, serving.iteration_s) if serving is not None and serving.iteration_s else None
 
 
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
@@ -345,7 +345,7 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
     devices = layout.accelerators
-    latency = latency_of(scenario.latency, device, shape, layout)
+    latency = latency_of(scenario.latency, device, shape, layout, scenario.engine)
     serving = serving_of(latency)
     return InstanceSpec(
         config=config,
@@ -431,17 +431,25 @@ def layout_of(scenario: Scenario) -> ParallelLayout:
 
 
 def latency_of(
-    section: LatencySection, device: AcceleratorSpec, shape: ModelShape, layout: ParallelLayout
+    section: LatencySection,
+    device: AcceleratorSpec,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    engine: Literal["headway", "vllm"] = "headway",
 ) -> LatencyModel:
-    """Return the latency model of one pipeline stage: a table, a fit, or a roofline."""
+    """Return the latency model of one pipeline stage: a table, a fit (with the engine's libraries), or a roofline."""
     if section.source == "table":
         return TableLatency(table.load(Path(str(section.file)), None))
     if section.source == "fitted":
-        from headway.perf.latency.fitted import fitted
+        from headway.perf.latency.fitted import FRONT, fitted_source
         from headway.perf.latency.operators.device_fit import EngineAssumptions
 
-        assumptions = EngineAssumptions(batched_prefill=section.batched_prefill)
-        return fitted(device, shape, layout, layout.stages - 1, assumptions=assumptions)
+        assumptions = EngineAssumptions(engine=section.engine or engine)
+        source = fitted_source(device, shape, layout, layout.stages - 1, assumptions=assumptions)
+        front = FRONT if assumptions.engine == "vllm" else None
+        if section.front is not None:
+            front = ServingOverhead().with_way_of(table.load(Path(section.front), None).serving or ServingOverhead())
+        return TableLatency(msgspec.structs.replace(source, serving=front))
     return stage_roofline(section, device, shape, layout)
 
 

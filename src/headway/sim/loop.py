@@ -50,6 +50,8 @@ class EventKind(IntEnum):
     """A client times out or loses patience."""
     NEXT_TURN = 6
     """A session's next request arrives."""
+    PROMPT_READ = 7
+    """An API server has read a prompt: its engine gets the request."""
 
 
 class EventLoop(ABC):
@@ -70,7 +72,7 @@ class EventLoop(ABC):
                 self._turns.setdefault((request.session, request.thread), deque()).append(request)
         self.closed_loop = bool(self._turns)
         """Whether there are requests that follow an answer."""
-        self._due_turns: list[float] = []  # times of the NEXT_TURN events in the heap, as a heap of its own
+        self._due: list[float] = []  # times of the events in the heap that bring a request, as a heap of its own
         # index into `arrivals` of the next one
         self._arrived = 0
         self._heap: list[tuple[float, EventKind, int, Any]] = []
@@ -91,8 +93,8 @@ class EventLoop(ABC):
         Engines repeat decode steps without consulting the scheduler until then.
         """
         arrival_s = self.arrivals[self._arrived].arrival_s if self._arrived < len(self.arrivals) else NEVER
-        if self._due_turns:
-            arrival_s = min(arrival_s, self._due_turns[0])
+        if self._due:
+            arrival_s = min(arrival_s, self._due[0])
         return min(arrival_s, self._departures[0] if self._departures else NEVER, self.end_s)
 
     @property
@@ -103,7 +105,7 @@ class EventLoop(ABC):
     def run_events(self, on_progress: OnProgress | None = None) -> None:
         """Process all events, up to the last one or the end of the window."""
         heap, arrivals, count, instants = self._heap, self.arrivals, len(self.arrivals), 0
-        pop, leaves = heapq.heappop, EventKind.CLIENT_LEAVES
+        pop, leaves, turn = heapq.heappop, EventKind.CLIENT_LEAVES, EventKind.NEXT_TURN
         arrival_s = arrivals[0].arrival_s if count else NEVER
         while True:
             now = min(heap[0][0], arrival_s) if heap else arrival_s
@@ -120,8 +122,11 @@ class EventLoop(ABC):
                     pop(self._departures)
                     self.on_event(kind, what)
                 else:
-                    pop(self._due_turns)
-                    self.on_arrival(what)
+                    pop(self._due)
+                    if kind == turn:
+                        self.on_arrival(what)
+                    else:
+                        self.on_event(kind, what)
             while arrival_s == now:
                 source = arrivals[self._arrived]
                 self._arrived += 1
@@ -191,8 +196,12 @@ class EventLoop(ABC):
         turn = waiting.popleft()
         at_s = self.now + (turn.think_s or 0.0)
         if at_s < self.end_s:
-            heapq.heappush(self._due_turns, at_s)
-            self.schedule(at_s, EventKind.NEXT_TURN, replace(turn, arrival_s=at_s))
+            self.schedule_request(at_s, EventKind.NEXT_TURN, replace(turn, arrival_s=at_s))
+
+    def schedule_request(self, at_s: float, kind: EventKind, what: Any) -> None:
+        """Schedule an event that brings a request: a NEXT_TURN or a PROMPT_READ."""
+        heapq.heappush(self._due, at_s)
+        self.schedule(at_s, kind, what)
 
     def observed_s(self, last_s: float) -> tuple[float, float]:
         """Return (end, duration) of the observed time: the window, or from the first arrival to `last_s`."""
@@ -243,6 +252,9 @@ class InstanceSimulation(EventLoop):
         self.tracks: list[DecodeTrack] = []
         # replicas with an event at this instant: only those may start batches
         self._changed: set[int] = set()
+        # of each replica's API server: when it has read the prompts that came, and how many its engine has not got yet
+        self._read_s = [0.0] * run.replicas
+        self._unread = [0] * run.replicas
 
     def _engine(
         self, index: int, stopwatch: Callable[[], float] | None, log: EventSink | None
@@ -276,8 +288,19 @@ class InstanceSimulation(EventLoop):
                         self.schedule_next_turn(track.source)
             self._changed.add(index)
             return
+        if kind == EventKind.PROMPT_READ:
+            track, replica = what
+            self._unread[replica.index] -= 1
+            if track.ended_s is None:
+                self._admit(track, replica)
+            return
         track, why = what
         if track.ended_s is None:
+            if track.request.id not in self.replicas[track.replica].tracks:
+                # its prompt is still being read
+                track.ended_s, track.error = self.now, why
+                self.schedule_next_turn(track.source)
+                return
             self.replicas[track.replica].abort(track, self.now, why)
             self._changed.add(track.replica)
             self._interrupt(self.replicas[track.replica])
@@ -296,16 +319,30 @@ class InstanceSimulation(EventLoop):
         replica = self.replicas[0]
         if len(self.replicas) > 1:
             # join the shortest queue; ties go to the lowest index
-            replica = min(self.replicas, key=lambda r: (len(r.tracks), r.index))
+            replica = min(self.replicas, key=lambda r: (len(r.tracks) + self._unread[r.index], r.index))
+        token_s, index = self.instance.serving.token_s, replica.index
+        if not token_s:
+            if self._admit(track, replica):
+                self.schedule_departure(track)
+            return
+        # one prompt is read after another
+        self._read_s[index] = max(self.now, self._read_s[index]) + token_s * source.prompt_tokens
+        self._unread[index] += 1
+        track.replica = index
+        self.schedule_request(self._read_s[index], EventKind.PROMPT_READ, (track, replica))
+        self.schedule_departure(track)
+
+    def _admit(self, track: DecodeTrack, replica: SimulatedEngine | SimulatedVllm) -> bool:
+        """Give a request to its engine; return whether it took it."""
         try:
             replica.add(track, self.now)
         except (RequestError, PredictedLateError) as error:
             track.ended_s, track.error, track.rejected = self.now, str(error), True
-            self.schedule_next_turn(source)
-            return
+            self.schedule_next_turn(track.source)
+            return False
         self._changed.add(replica.index)
         self._interrupt(replica)
-        self.schedule_departure(track)
+        return True
 
     def on_instant_end(self) -> None:
         changed = self._changed

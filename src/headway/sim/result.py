@@ -238,11 +238,14 @@ def record_of(one: SimulatedRequest, targets: SloTargets) -> RequestRecord:
     )
 
 
-def later(record: RequestRecord, serving: ServingOverhead) -> RequestRecord:
-    """Return the record with all but its arrival later: as the client sees a server's."""
-    if not serving.request_s:
+def later(record: RequestRecord, serving: ServingOverhead, tokens: int = 0) -> RequestRecord:
+    """Return the record with all but its arrival later: as the client sees a server's. tokens: of its prompt, where
+    the simulation did not let it wait for them to be read."""
+    by_s = serving.token_s * tokens
+    if serving.request_s:
+        by_s += serving.way_s(f"{record.id} {record.arrival_s}")
+    if not by_s:
         return record
-    by_s = serving.way_s(f"{record.id} {record.arrival_s}")
     return replace(
         record,
         scheduled_s=None if record.scheduled_s is None else record.scheduled_s + by_s,

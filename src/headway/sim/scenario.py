@@ -171,9 +171,15 @@ class LatencySection(FileSection):
     )
     file: str | None = Field(default=None, description="the table's file")
     roofline: RooflineSection = RooflineSection()
-    batched_prefill: bool = Field(
-        default=False,
-        description="prompts of a batch share the device as measured (`fitted` only); else they cost their sum",
+    engine: Literal["headway", "vllm"] | None = Field(
+        default=None,
+        description="fitted: engine whose libraries compute; null: the scenario's. vllm with `engine: headway`: the "
+        "policy runs as vLLM's plug-in",
+    )
+    front: str | None = Field(
+        default=None,
+        description="fitted: a file of `headway profile`, whose server's time in front of the engine (HTTP, "
+        "tokenising) is added; null: the published one for vLLM, none for Headway's own engine",
     )
     learns: bool = Field(
         default=False, description="predictions correct themselves from what iterations took, as live ones do"
@@ -183,8 +189,6 @@ class LatencySection(FileSection):
     def _file_with_table(self) -> LatencySection:
         if (self.source == "table") != (self.file is not None):
             raise ValueError("`file` goes with `source: table`, and only with it")
-        if self.batched_prefill and self.source != "fitted":
-            raise ValueError("`batched_prefill` goes with `source: fitted`: others say nothing about it")
         return self
 
 

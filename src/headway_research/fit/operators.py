@@ -546,6 +546,33 @@ def fit_device(
     )
 
 
+def borrow(fit: DeviceFit, donor: DeviceFit) -> DeviceFit:
+    """Return `fit` with what its die's profiles lack taken from another die's fit: elementwise operators, scaled by
+    bandwidth, and attention over a prefix, scaled by how fast each die's longest prompts attend to themselves."""
+    borrowed = []
+    if fit.elementwise is None and donor.elementwise is not None:
+        slower = accelerator(donor.device).bandwidth / accelerator(fit.device).bandwidth
+        curves = {
+            op: {width: _scaled(each, slower) for width, each in by_width.items()}
+            for op, by_width in donor.elementwise.curves.items()
+        }
+        fit = msgspec.structs.replace(fit, elementwise=ElementwiseFit(curves))
+        borrowed.append("elementwise")
+    own, theirs = fit.prefill, donor.prefill
+    if own is not None and theirs is not None and own.slope is None and theirs.slope is not None:
+        mine, other = (each.own[preferred_source(list(each.own))] for each in (own, theirs))
+        long = np.array([float(own.chunk)])
+        slower = float(np.median([mine[key](long)[0] / other[key](long)[0] for key in mine if key in other]))
+        own = msgspec.structs.replace(own, slope=_scaled(theirs.slope, slower), best=theirs.best / slower)
+        fit = msgspec.structs.replace(fit, prefill=msgspec.structs.replace(own, past=theirs.past))
+        borrowed.append("prefill past")
+    return msgspec.structs.replace(fit, borrowed=tuple(borrowed))
+
+
+def _scaled(curve_: SizeCurve, times: float) -> SizeCurve:
+    return msgspec.structs.replace(curve_, value=tuple(max(1, round(v * times)) for v in curve_.value))
+
+
 def _preferred(sources: dict[str, _T]) -> dict[str, _T]:
     if not sources:
         return sources

@@ -168,6 +168,8 @@ DEVICES = {
     "h100": "h100-80gb",
     "h800": "h800-80gb",
     "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "l40s": "l40s-48gb",
 }
 _ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4, "int8": 1, "fp8": 1}
 

@@ -120,7 +120,7 @@ class LonePrefill:
 def machine(device: str, name: str, tp: int, stages: int, mode: Mode) -> InstanceModel:
     """Return the model of an instance by the names of device and model; the latency fit is compiled once."""
     layout = ParallelLayout(tp=tp, stages=stages)
-    assumptions = EngineAssumptions(split_kv="always" if mode == "paper" else "beyond")
+    assumptions = EngineAssumptions(engine="headway", split_kv="always" if mode == "paper" else "beyond")
     source = fitted_source(device, name, layout, stages - 1, assumptions=assumptions)
     if mode == "paper" and accelerator(device).kernels == "h100-80gb":
         source = _slower(source, FA3_FLOPS / FA2_FLOPS)

@@ -26,10 +26,16 @@ from headway.perf.latency.base import BatchLoad, LatencyModel
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.device_fit import DERIVED_BANDS, DeviceFit, EngineAssumptions, compile_stage
-from headway.perf.latency.table import TableLatency, TableSource
+from headway.perf.latency.table import ServingOverhead, TableLatency, TableSource
 
-# Nearest profiled die of devices without profiles; any other device scales the A100-80GB.
-_STAND_IN = {"h200-141gb": "h100-80gb", "h20-96gb": "h100-80gb"}
+_STAND_IN = {"a100-40gb": "a100-80gb"}
+"""Nearest profiled die of devices without profiles; any other device scales the H100."""
+
+
+FRONT = ServingOverhead(token_s=16e-6)
+"""What a server of vLLM adds in front of the GPU by default: the API server reads and tokenises a prompt, and hands it
+to the engine. Fitted by `python -m benchmarks.yardsticks --fit` on two hosts, of which either alone is within 35%. Your
+own server's is in a profile (`latency.front`)."""
 
 
 def shipped() -> list[str]:
@@ -50,7 +56,7 @@ def shipped_fit(die: str) -> DeviceFit:
 def fit_for(device: AcceleratorSpec) -> DeviceFit:
     """Return the fit to compile for `device`: its die's own, or that of the nearest profiled die (`derived`)."""
     die = device.kernels
-    return shipped_fit(die if die in shipped() else _STAND_IN.get(die, "a100-80gb"))
+    return shipped_fit(die if die in shipped() else _STAND_IN.get(die, "h100-80gb"))
 
 
 def fitted_source(

@@ -36,6 +36,8 @@ from headway.perf.latency.base import (
 
 _LEAST = 5
 """Measurements below which a term is left at zero."""
+_FAR_LENGTHS = 4
+"""Longest prompt over the shortest from which on a time for each token is fitted."""
 _LEAST_SPREAD = 50
 """Fewest iterations of similar length whose times are taken as a distribution."""
 _QUANTILES = 256
@@ -99,19 +101,26 @@ class ServingOverhead(msgspec.Struct, frozen=True):
     requests: TimeSpread | None = None
     """How much `request_s` varied: a thread that finds its core taken waits for a tick of the system's clock. None: not
     measured, so that every request takes the median."""
+    token_s: float = 0.0
+    """Of each token of a prompt, before the engine has it: one API server reads and tokenises one prompt after another,
+    so that prompts which come together wait for each other. Not in `request_s`."""
     spread: tuple[TimeSpread, ...] = ()
     """Of an iteration and the engine's own time before it, over what is predicted of both, by predicted length. Empty:
     not measured, so that every iteration takes what is predicted."""
 
     @classmethod
-    def of(cls, requests: Sequence[float], idle: Sequence[float], between: Sequence[float]) -> ServingOverhead:
-        """Return the medians of measured seconds: of requests, of iterations after an idle engine (from the arrival to
-        the end, less what was predicted), and between iterations."""
-        iteration_s, request_s = _typical(between), _typical(requests)
+    def of(
+        cls, requests: Sequence[tuple[int, float]], idle: Sequence[float], between: Sequence[float]
+    ) -> ServingOverhead:
+        """Return the medians of measured seconds: of requests (tokens of the prompt, seconds), of iterations after an
+        idle engine (from the arrival to the end, less what was predicted), and between iterations."""
+        token_s = _token_s(requests)
+        ways = [seconds - token_s * tokens for tokens, seconds in requests]
+        iteration_s, request_s = _typical(between), _typical(ways)
         varied = None
-        if request_s and len(requests) >= _LEAST_SPREAD:
-            varied = TimeSpread.of(request_s, [max(0.0, each) / request_s for each in requests])
-        return cls(request_s, max(0.0, _typical(idle) - iteration_s), iteration_s, varied)
+        if request_s and len(ways) >= _LEAST_SPREAD:
+            varied = TimeSpread.of(request_s, [max(0.0, each) / request_s for each in ways])
+        return cls(request_s, max(0.0, _typical(idle) - iteration_s), iteration_s, varied, token_s)
 
     def way_s(self, request: str) -> float:
         """Return what one request takes on its way, seconds: drawn from what was measured, by its name."""
@@ -121,7 +130,9 @@ class ServingOverhead(msgspec.Struct, frozen=True):
 
     def with_way_of(self, other: ServingOverhead) -> ServingOverhead:
         """Return this with what requests take on their way, and to wake an engine, in `other`: only clients see it."""
-        return msgspec.structs.replace(self, request_s=other.request_s, requests=other.requests, idle_s=other.idle_s)
+        return msgspec.structs.replace(
+            self, request_s=other.request_s, token_s=other.token_s, requests=other.requests, idle_s=other.idle_s
+        )
 
     def with_unmeasured_of(self, other: ServingOverhead, woken: int = 0) -> ServingOverhead:
         """Return this with what `other` has of what was not measured here. `woken`: iterations after an idle engine, of
@@ -135,6 +146,7 @@ class ServingOverhead(msgspec.Struct, frozen=True):
         """Return it for people."""
         return (
             f"{self.request_s * 1e3:.1f} ms a request on its way in and out{self._requests_words()}, "
+            f"{self.token_s * 1e6:.1f} µs a token of its prompt, "
             f"{self.idle_s * 1e3:.1f} ms after idling, {self.iteration_s * 1e3:.2f} ms between iterations"
             + self._spread_words()
         )
@@ -147,6 +159,18 @@ class ServingOverhead(msgspec.Struct, frozen=True):
             return ""
         worst = max(one.at(0.99) for one in self.spread)
         return f"; one iteration in a hundred takes up to {worst:.2g} times what is predicted"
+
+
+def _token_s(requests: Sequence[tuple[int, float]]) -> float:
+    """Return the seconds of each token of a prompt: the median slope between the shorter and the longer half of the
+    requests; 0 where they are few or of similar length, so that noise would be taken for a slope."""
+    ordered = sorted(requests)
+    half = len(ordered) // 2
+    if half < _LEAST or ordered[-1][0] < _FAR_LENGTHS * max(1, ordered[0][0]):
+        return 0.0
+    pairs = zip(ordered[:half], ordered[-half:], strict=True)
+    slopes = [(late - early) / (more - less) for (less, early), (more, late) in pairs if more > less]
+    return max(0.0, median(slopes)) if slopes else 0.0
 
 
 def _typical(seconds: Sequence[float]) -> float:
@@ -177,6 +201,10 @@ class HostedLatency(LatencyModel):
 
     def decode_s(self, decodes: int, kv_sum: int) -> float:
         return self.table.decode_s(decodes, kv_sum)
+
+    def further_prompts(self) -> LatencyModel:
+        further = self.table.further_prompts()
+        return FurtherPrompts(self, further.share) if isinstance(further, FurtherPrompts) else self
 
     def observe(self, load: BatchLoad, measured_s: float) -> None:
         """Ignore measurements: this model stands for reality."""

@@ -93,9 +93,9 @@ def overhead_of(
     alone: of requests that met a server which had been idle; what these take longer on their way counts as idling."""
     engine_s = {one.id.partition("#")[0]: seconds for one in run.records if (seconds := ttft_s(one)) is not None}
 
-    def added_s(sent: Sequence[RequestRecord]) -> list[float]:
+    def added_s(sent: Sequence[RequestRecord]) -> list[tuple[int, float]]:
         return [
-            one.token_s[0] - (one.sent_s or 0.0) - engine_s[one.id]
+            (one.prompt_tokens, one.token_s[0] - (one.sent_s or 0.0) - engine_s[one.id])
             for one in sent
             if one.token_s and one.sent_s is not None and one.id in engine_s
         ]

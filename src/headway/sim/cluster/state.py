@@ -173,7 +173,7 @@ class SimRequest:
         """Return the record of the request, finished or not. serving: what its client waits longer for all of it."""
         if self.track is not None:
             self.take_tokens(self.track)
-        return later(record_of(self, targets), serving)
+        return later(record_of(self, targets), serving, self.source.prompt_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

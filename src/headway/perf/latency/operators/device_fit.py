@@ -42,6 +42,8 @@ class DeviceFit(msgspec.Struct, frozen=True, kw_only=True):
     collectives: CollectiveFit | None
     prefill: PrefillFit | None
     decode: DecodeFit | None
+    borrowed: tuple[str, ...] = ()
+    """Families that are another die's, scaled to this one: `elementwise`, `prefill past` (`fit.operators.borrow`)."""
 
 
 def preferred_source(sources: Sequence[str]) -> str:
@@ -149,19 +151,18 @@ class EngineAssumptions(msgspec.Struct, frozen=True, kw_only=True):
     """Least milliseconds of a KV write (same source)."""
     send: bool = False
     """Count sending activations to the next stage in the row term. The simulator counts it itself, as a link."""
-    products: str | None = None
-    """Library of matrix products: the beginning of one of the fit's names, such as `vllm`; None: the layer profiles'
-    where there are any (`LinearFit.libraries`)."""
-    all_reduce: str | None = None
-    """Library of all-reduces inside a node, likewise: `vllm_graph` (vLLM's own kernel), `nccl` or `vidur`; None: the
-    first of these that was measured with so many ranks. They differ by a quarter to a third."""
+    engine: Literal["vllm", "headway"] = "vllm"
+    """Engine whose library computes matrix products: `vllm`, or `headway` (PyTorch's, from layer profiles). They differ
+    by 8 to 20%. A library without measurements is replaced by the fit's first one."""
     split_kv: Literal["never", "beyond", "always"] = "beyond"
     """When a chunk's attention over its history is spread over the whole device by kernels that split KV
     (`PrefillFit.split_ms`): never (the measured line continues, on which small chunks leave most of the device idle),
     beyond the measured prefixes, or always (as Medha describes its kernels)."""
-    batched_prefill: bool = False
-    """Count the attention of further prompts of a batch by their marginal share, as measured (`BatchedPrefill`); else a
-    batch of prompts costs the sum of each alone."""
+
+    @property
+    def products(self) -> str:
+        """Beginning of the name of the engine's library of matrix products."""
+        return "vllm" if self.engine == "vllm" else LAYERS
 
 
 ROWS = tuple(
@@ -282,6 +283,8 @@ class _StageCompiler:
         if not self.scaling.same and family != "collectives":
             band = DERIVED_BANDS[family.split()[0]]
             text = f"derived: {self.fit.device} scaled to {self.device.name}, within {band:.0%} ({text})"
+        elif family in self.fit.borrowed:
+            text = f"derived: another die's, scaled to {self.device.name}"
         self.notes[family] = text
 
     def rows_ms(self, rows: Column) -> Column:
@@ -307,9 +310,9 @@ class _StageCompiler:
         return total
 
     def further(self) -> tuple[tuple[int, float], ...]:
-        """Return `TableSource.further`: empty where it is not asked for or not measured."""
+        """Return `TableSource.further`: empty where batches were not measured."""
         batched = self.fit.prefill.batched if self.fit.prefill else None
-        if batched is None or not self.assumptions.batched_prefill:
+        if batched is None:
             return ()
         shares = batched.shares(np.array(CHUNKS, dtype=np.float64), self.part.q_heads)
         return tuple((c, round(float(share), 4)) for c, share in zip(CHUNKS, shares, strict=True))
@@ -336,6 +339,10 @@ class _StageCompiler:
             reads = self.fit.decode
             speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
             split = fit.split_ms(chunks, heads, speed)
+        if key not in fit.over.get(source, {}):
+            # Histories of another library: a row attends to a cached token no slower than to those of its own chunk.
+            within = 2.0 * own / chunks
+            slope, split = np.minimum(slope, within), np.minimum(split, within)
         # Fits hold for a head dimension of HEAD_DIM; attention's work is linear in it.
         wide = self.part.head_dim / HEAD_DIM
         exact = key in fit.own[source] and wide == 1
@@ -432,11 +439,7 @@ class _StageCompiler:
         tp = self.layout.tp
         fit = self.fit.collectives
         link = self.layout.inside_link(self.device)
-        wanted = self.assumptions.all_reduce
-        source = fit.source("all_reduce", tp, wanted) if fit is not None else None
-        if wanted is not None and source is None:
-            measured = ", ".join(sorted(fit.curves.get("all_reduce", {}))) if fit is not None else "none"
-            raise ConfigError(f"no all-reduce of {wanted!r} over {tp} ranks was measured; there are: {measured}")
+        source = fit.source("all_reduce", tp) if fit is not None else None
         if self.layout.inside is None and fit is not None and source is not None:
             time = fit.ms("all_reduce", sent, tp, source=source)
             # A slower link stretches what grows with bytes; the first size's time is latency.

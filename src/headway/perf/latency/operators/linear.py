@@ -40,22 +40,17 @@ class LinearFit(msgspec.Struct, frozen=True):
     top: int
     """Most rows measured."""
     libraries: tuple[str, ...] = (LAYERS,)
-    """Libraries whose products trained the residual, the one taken by default first: `LAYERS`, or an engine's name and
-    version (`vllm-0.14.0`)."""
+    """Libraries whose products trained the residual: `LAYERS`, or an engine's name and version (`vllm-0.14.0`)."""
 
     def knows(self, k: int, n: int) -> bool:
         """Return whether this shape was measured."""
         return f"{k},{n}" in self.curves
 
-    def library(self, wanted: str | None) -> str:
-        """Return the library whose name begins with `wanted`; None: the default. Raises ConfigError for another one."""
-        found = [each for each in self.libraries if wanted is None or each.startswith(wanted)]
-        if not found:
-            known = ", ".join(self.libraries)
-            raise ConfigError(f"no matrix products of {wanted!r} were measured on {self.device}; there are: {known}")
-        return found[0]
+    def library(self, wanted: str) -> str:
+        """Return the library whose name begins with `wanted`; the first one where none does."""
+        return next((each for each in self.libraries if each.startswith(wanted)), self.libraries[0])
 
-    def ms(self, m: Column, k: int, n: int, library: str | None = None) -> Column:
+    def ms(self, m: Column, k: int, n: int, library: str = LAYERS) -> Column:
         """Return the milliseconds of an m × k by k × n product for each m, in the engine that `library` names (see
         `library`). Shapes of layer profiles are tables; all others are derived."""
         known = self.curves.get(f"{k},{n}")
@@ -72,7 +67,7 @@ class LinearFit(msgspec.Struct, frozen=True):
             time = np.where(beyond, grown, time)
         return time
 
-    def derived_ms(self, m: Column, k: int, n: int, library: str | None = None) -> Column:
+    def derived_ms(self, m: Column, k: int, n: int, library: str = LAYERS) -> Column:
         """Return the milliseconds by roofline and residual, whether or not the shape was measured."""
         device = accelerator(self.device)
         kk, nn = np.full(m.size, float(k)), np.full(m.size, float(n))
@@ -159,11 +154,10 @@ class CollectiveFit(msgspec.Struct, frozen=True):
                 return sources[name][key]
         return None
 
-    def source(self, op: str, workers: int, wanted: str | None = None) -> str | None:
-        """Return the source inside a node whose name begins with `wanted` (None: the preferred one), or None."""
+    def source(self, op: str, workers: int) -> str | None:
+        """Return the preferred source inside a node that measured so many workers; None: there is none."""
         by_name = self.curves.get(op, {})
-        fitting = [name for name in sorted(by_name, key=_rank) if str(workers) in by_name[name]]
-        return next((name for name in fitting if wanted is None or name.startswith(wanted)), None)
+        return next((name for name in sorted(by_name, key=_rank) if str(workers) in by_name[name]), None)
 
     def ms(self, op: str, count: Column, workers: int, across: bool = False, source: str | None = None) -> Column:
         """Return the milliseconds for `count` bytes. Raises ConfigError when no number of workers was measured.
