@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
+from headway.sim.build import requests_of, run_scenario
+from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.generate import ConstantArrivals
+from headway.sim.workload.section import WorkloadSection
 
 REQUESTS = st.lists(
     st.builds(TraceRequest, st.integers(0, 50).map(float), st.integers(0, 10**6), st.integers(0, 5000)), max_size=30
@@ -88,3 +91,36 @@ def test_classes_and_new_arrivals(rng: np.random.Generator) -> None:
     requests = [TraceRequest(0, 8192, 1), TraceRequest(0, 8193, 1), TraceRequest(0, 5, 1, klass="own")]
     assert [r.klass for r in transforms.classify(requests, 8192)] == ["short", "long", "own"]
     assert times(transforms.with_arrivals(requests, ConstantArrivals(2.0), rng)) == [0, 0.5, 1.0]
+
+
+def test_users_of_a_closed_loop_send_the_next_request_when_they_have_an_answer() -> None:
+    mix = [{"prompt": "uniform:10-400", "output": "uniform:1-30"}]
+    data = {
+        "latency": {"source": "roofline"},
+        "workload": {"mix": mix, "requests": 60, "concurrency": 4},
+        "cluster": {"replicas": 2},
+    }
+    records = run_scenario(parse_scenario(data), 0).sim.records
+    assert len(records) == 60
+    assert all(record.ok for record in records)
+    times = sorted([(r.arrival_s, 1) for r in records] + [(r.finish_s or 0.0, -1) for r in records])
+    flying, most = 0, []
+    for _, change in times:
+        flying += change
+        most.append(flying)
+    assert max(most) == 4
+    # Until the last request has been sent, each answer brings one.
+    last = max(r.arrival_s for r in records)
+    assert sum(r.arrival_s == 0 for r in records) == 4
+    assert sum(r.finish_s <= last for r in records if r.finish_s) == 60 - 4
+    with pytest.raises(ConfigError, match="takes the place of qps"):
+        parse_scenario({**data, "workload": {"mix": mix, "concurrency": 4, "qps": 2.0}})
+
+
+def test_turns_of_agents_find_most_of_their_prompts_cached() -> None:
+    section = WorkloadSection(preset="agent-sessions", requests=4000, concurrency=64)
+    turns = requests_of(section, None, 0)
+    mean = [sum(getattr(r, name) for r in turns) / 4000 for name in ("prompt_tokens", "output_tokens", "cached_tokens")]
+    assert mean[0] == pytest.approx(142_000, rel=0.03)
+    assert mean[1] == pytest.approx(444, rel=0.06)
+    assert mean[2] / mean[0] > 0.96

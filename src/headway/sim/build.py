@@ -141,6 +141,8 @@ def requests_of(section: WorkloadSection, window_s: float | None, seed: int) -> 
     # lengths are cut after the long ones are put in, so that max_prompt bounds those too
     requests = transforms.clip_lengths(requests, section.max_prompt, section.max_output)
     requests = transforms.classify(requests[: section.requests], section.long_threshold)
+    if section.concurrency is not None:
+        requests = transforms.close_loop(requests, section.concurrency)
     if window_s is not None:
         requests = [request for request in requests if request.arrival_s < window_s or request.waits]
     if not requests:
@@ -170,6 +172,8 @@ def draws_of(section: WorkloadSection, window_s: float | None) -> int:
     if section.draws is not None:
         return section.draws
     rate = section.qps or 1.0
+    if section.concurrency is not None:
+        return section.requests or max(DEFAULT_REQUESTS, 10 * section.concurrency)
     if section.requests is None and window_s is not None:
         # expected arrivals, six standard deviations more (cv scales them), and 50 for short windows
         return int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
@@ -192,7 +196,7 @@ class _AtOnce:
 
 
 def _arrivals(section: WorkloadSection, rate: float) -> ArrivalProcess:
-    if section.arrivals == "at-once":
+    if section.arrivals == "at-once" or section.concurrency is not None:
         return _AtOnce()
     return arrivals(section.arrivals or "poisson", rate, section.cv)
 
@@ -207,7 +211,7 @@ def _traced(section: WorkloadSection, rng: np.random.Generator) -> list[TraceReq
         requests = transforms.slice_by(requests, section.slice)
     # files of lengths only get Poisson arrivals unless the scenario names others
     timeless = next((trace for trace in traces if not trace.has_arrivals), None)
-    kind = section.arrivals or ("poisson" if timeless else "trace")
+    kind = "at-once" if section.concurrency else section.arrivals or ("poisson" if timeless else "trace")
     if kind != "trace":
         return transforms.with_arrivals(requests, _arrivals(section, section.qps or 1.0), rng)
     if timeless:

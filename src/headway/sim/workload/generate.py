@@ -252,6 +252,8 @@ class MixPart:
     klass: str
     prompt: LengthDistribution
     output: LengthDistribution
+    cached: float = 0.0
+    """Share of a prompt whose KV is cached."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +275,11 @@ class WorkloadPreset:
         prompts = np.stack([part.prompt.sample(rng, count) for part in self.parts])
         outputs = np.stack([part.output.sample(rng, count) for part in self.parts])
         return [
-            TraceRequest(float(time), int(prompts[kind, i]), int(outputs[kind, i]), klass=self.parts[kind].klass)
+            TraceRequest(
+                float(time), tokens, int(outputs[kind, i]), klass=part.klass, cached_tokens=int(part.cached * tokens)
+            )
             for i, (time, kind) in enumerate(zip(times, kinds.tolist(), strict=True))
+            for part, tokens in ((self.parts[kind], int(prompts[kind, i])),)
         ]
 
 
@@ -290,6 +295,11 @@ _TETRIS = "truncated log-normal with the published minimum, maximum and mean; th
 PRESETS: dict[str, WorkloadPreset] = {
     "sharegpt-like": WorkloadPreset(
         "chats of up to 8K tokens", _SHAREGPT, (MixPart(1.0, "short", SHAREGPT_IN, SHAREGPT_OUT),)
+    ),
+    "agent-sessions": WorkloadPreset(
+        "turns of coding agents: sessions of 43, of whose prompts (142K tokens in the mean) 96.5% are cached",
+        "means of vllm#57103; prompts grow evenly from the first turn to the last; best with `concurrency`",
+        (MixPart(1.0, "agent", UniformLengths(20_000, 264_000), LogNormalLengths(5.776, 0.8, 16, 8192), 0.965),),
     ),
     "azure-conv-like": WorkloadPreset(
         "Azure's conversation service, 2023",

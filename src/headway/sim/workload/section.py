@@ -55,6 +55,11 @@ class WorkloadSection(FileSection):
         description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
         "only (a sweep of qps does that); null: enough for the window",
     )
+    concurrency: Count | None = Field(
+        default=None,
+        description="users, each of which sends its next request when it has the answer to the one before; in place of "
+        "arrival times",
+    )
     sessions: SessionsSection | None = Field(
         default=None,
         description="play the trace's sessions closed; they start by `arrivals` (poisson) at `qps` sessions a second",
@@ -84,6 +89,8 @@ class WorkloadSection(FileSection):
             raise ValueError(f"`{given[0]}` is empty: fill it in, or give another of preset, trace and mix")
         if self.arrivals == "trace" and self.trace is None:
             raise ValueError("`arrivals: trace` needs a trace")
+        if self.concurrency and (self.qps or self.arrivals or self.sessions):
+            raise ValueError("`concurrency` takes the place of qps, arrivals and sessions: leave those out")
         others = (self.slice, self.requests, self.long_rule, self.long_share)
         if self.sessions is not None and (self.trace is None or self.arrivals == "trace" or any(others)):
             raise ValueError(

@@ -191,6 +191,14 @@ def close_sessions(
     return sorted(closed, key=lambda request: request.arrival_s)
 
 
+def close_loop(requests: Sequence[TraceRequest], users: int) -> Requests:
+    """Return the requests as a closed loop: the first one of each user at time 0, every other one when an answer has
+    come, in their order."""
+    first = [replace(each, arrival_s=0.0) for each in requests[:users]]
+    rest = [replace(each, arrival_s=0.0, think_s=0.0, waits=True) for each in requests[users:]]
+    return [replace(each, session=None, thread="") for each in (*first, *rest)]
+
+
 def classify(requests: Iterable[TraceRequest], long_threshold: int) -> Requests:
     """Set the class of requests without one: `long` (prompt above the threshold) or `short`."""
     return [
