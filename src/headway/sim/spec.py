@@ -143,7 +143,7 @@ class NoiseSource:
             kept, self._kept = self._kept, None
             return kept
         if self._spread:
-            return self._drawn() * spread_at(self._spread, predicted_s).at(self._random.random())
+            return self._drawn() * spread_at(self._spread, predicted_s).factor(self._random.random(), predicted_s)
         return self._drawn()
 
     def _drawn(self) -> float:

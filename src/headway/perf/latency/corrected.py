@@ -31,6 +31,12 @@ _ROUGH = 50.0
 _EARLY, _FAR = 2, 3.0
 """So many first prefills multiply the scales of rows and chunks of a rough model, where these are off by more, by one
 factor: then the machine's speed is wrong. Learned one by one from so far away they take hundreds of iterations."""
+_ENOUGH = 0.5
+"""Sum of squared shares of remembered iterations from which on a term's own scale is used. A term of 2% of each
+iteration would be learned from the others' noise, and then multiply iterations that consist of it."""
+_JUDGED, _MEMORY = 20, 0.98
+"""After so many iterations, scales are used only while they predict better than the base model alone; what each missed
+by counts this much less with each further iteration."""
 # Measurements are clipped to this multiple of the prediction.
 OUTLIER = 3.0
 
@@ -69,7 +75,12 @@ class CorrectedLatency(LatencyModel):
         self._unit = np.ones(4)
         # An iteration of one row is all fixed cost: token_s(0, 0) would leave out reading the weights.
         self._fixed_s = base.rows_s(1)
-        # The scales as Python floats: scalar look-ups are on the scheduler's path.
+        # Of remembered iterations: sum of squared shares of each term, and of shares; errors with the learned scales
+        # and with the base model alone.
+        self._seen, self._shares = np.zeros(4), np.zeros(4)
+        self._missed, self._learned = np.zeros(2), np.ones(4)
+        self._observed = 0
+        # The scales in use as Python floats: scalar look-ups are on the scheduler's path.
         self._k_fixed = self._k_rows = self._k_decode = self._k_chunk = 1.0
 
     @property
@@ -136,6 +147,7 @@ class CorrectedLatency(LatencyModel):
         if self._early and load.chunk_s > 0.0:
             predicted += self._match_speed(x, predicted, measured_s)
             self._early -= 1
+        terms, took_s = x, measured_s
         measured_s = min(measured_s, OUTLIER * predicted)
         # Relative residuals: a 1 ms decode step counts as much as a 50 ms chunk.
         x, error = x * self._unit / predicted, measured_s / predicted - 1.0
@@ -148,7 +160,23 @@ class CorrectedLatency(LatencyModel):
         trace = float(np.trace(self._p))
         if trace > self._most_trace:
             self._p *= self._most_trace / trace
-        self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self.scales)
+        self._k_fixed, self._k_rows, self._k_decode, self._k_chunk = (float(s) for s in self._used(terms, took_s))
+
+    def _used(self, terms: npt.NDArray[np.float64], took_s: float) -> npt.NDArray[np.float64]:
+        """Return the scales to use after an iteration of these base terms: what was hardly seen follows the whole, so
+        that it keeps the base model's shape; 1 while the base model alone predicts better."""
+        if self.rough:
+            return self.scales
+        base_s = float(terms.sum())
+        off = np.array([float(terms @ self._learned), base_s]) / took_s - 1.0
+        self._missed = self._missed * _MEMORY + np.minimum(np.abs(off), OUTLIER)
+        share = terms / base_s
+        self._seen, self._shares = self._seen * _FORGET + share * share, self._shares * _FORGET + share
+        self._observed += 1
+        common = float(self._shares @ self.scales) / float(self._shares.sum())
+        self._learned = common + (self.scales - common) * np.minimum(self._seen / _ENOUGH, 1.0)
+        better = self._observed <= _JUDGED or bool(self._missed[0] <= self._missed[1])
+        return self._learned if better else np.ones(4)
 
     def _match_speed(self, x: npt.NDArray[np.float64], predicted: float, measured_s: float) -> float:
         """Multiply the scales of rows and chunks by one factor if they are far off. Return the change of `predicted`.

@@ -40,6 +40,8 @@ _FAR_LENGTHS = 4
 """Longest prompt over the shortest from which on a time for each token is fitted."""
 _LEAST_SPREAD = 50
 """Fewest iterations of similar length whose times are taken as a distribution."""
+_USUAL = 0.9
+"""Share of iterations that vary in proportion to their length; what the others take longer is a pause."""
 _QUANTILES = 256
 """Most quantiles of one class."""
 
@@ -51,12 +53,21 @@ class TimeSpread(msgspec.Struct, frozen=True):
     """Predicted seconds up to which it holds; of the last class, any."""
     factors: tuple[float, ...]
     """Measured over predicted time at equal steps from the least to the greatest."""
+    typical_s: float = 0.0
+    """Median of the predicted seconds. Factors above `_USUAL` of them are of pauses, which last as long however long
+    the iteration is: as many seconds as at this length. 0: not known, factors hold for any length."""
 
     @classmethod
-    def of(cls, most_s: float, ratios: Sequence[float]) -> TimeSpread:
+    def of(cls, most_s: float, ratios: Sequence[float], typical_s: float = 0.0) -> TimeSpread:
         """Return the spread of measured over predicted times."""
         factors = np.quantile(ratios, np.linspace(0.0, 1.0, min(_QUANTILES, len(ratios))))
-        return cls(most_s, tuple(map(float, factors)))
+        return cls(most_s, tuple(map(float, factors)), typical_s)
+
+    def factor(self, share: float, predicted_s: float) -> float:
+        """Return `at(share)` for an iteration of this predicted length."""
+        factor = self.at(share)
+        usual = self.at(_USUAL) if self.typical_s else factor
+        return factor if factor <= usual else usual + (factor - usual) * self.typical_s / predicted_s
 
     def at(self, share: float) -> float:
         """Return the factor below which `share` of the measured ones lie, 0 to 1."""
@@ -77,7 +88,7 @@ def spreads_of(predicted: Sequence[float], measured: Sequence[float]) -> tuple[T
         if len(pairs) - end < _LEAST_SPREAD:
             end = len(pairs)
         ratios = [took / said for said, took in pairs[first:end]]
-        spreads.append(TimeSpread.of(pairs[end - 1][0], ratios))
+        spreads.append(TimeSpread.of(pairs[end - 1][0], ratios, median(said for said, _ in pairs[first:end])))
         first = end
     return tuple(spreads)
 
