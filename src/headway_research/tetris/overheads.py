@@ -19,6 +19,7 @@ from headway.perf.latency.base import BatchLoad, load_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import GroupShape, ShardedDecode
 from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.policy.placement.cdsp import CdspPlanner
 from headway.policy.placement.contract import (
     Action,
@@ -47,7 +48,10 @@ TABLE2 = {8: 22.8, 16: 25.8, 32: 22.9, 64: 24.9, 128: 30.6}
 def fig2(options: RunOptions) -> ExperimentReport:
     """Decode steps of Llama-3 8B by TP, and by SP × TP on eight GPUs."""
     device, shape = accelerator("a100"), model("llama-3-8b")
-    steps = {tp: fitted("a100", "llama-3-8b", ParallelLayout(tp=tp)) for tp in (1, 2, 4, 8)}
+    steps = {
+        tp: fitted("a100", "llama-3-8b", ParallelLayout(tp=tp), assumptions=EngineAssumptions(engine="headway"))
+        for tp in (1, 2, 4, 8)
+    }
     loads = [BatchLoad(n, n, n * context) for n in BATCHES for context in CONTEXTS]
     over = {f"TP{tp}": max(load_s(steps[tp], x) / load_s(steps[8], x) for x in loads) for tp in (1, 2, 4)}
     rings = {tp: ShardedDecode(steps[tp], 8 // tp, shape.layers, device.inside) for tp in (1, 2, 4)}

@@ -26,6 +26,7 @@ from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import RingLatency
 from headway.perf.latency.layout import ParallelLayout
+from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks
@@ -119,7 +120,8 @@ def spans_of(cluster: str) -> tuple[Any, Any, ClusterLinks]:
     if cluster == "8b":
         return eq1.tetris_table1(), model("llama-3-8b"), links
     shape = model("llama-3-70b")
-    ring = RingLatency(fitted(device, "llama-3-70b", ParallelLayout(tp=4)), shape, links.inside, links.across, tp=4)
+    instance = fitted(device, "llama-3-70b", ParallelLayout(tp=4), assumptions=EngineAssumptions(engine="headway"))
+    ring = RingLatency(instance, shape, links.inside, links.across, tp=4)
     return eq1.fit_to(ring, (1, 2, 4, 8), node=2), shape, links
 
 
