@@ -340,7 +340,7 @@ class _StageCompiler:
             speed = reads.speed(preferred_source(list(reads.grids))) if reads else 0.8 * self.source.bandwidth
             split = fit.split_ms(chunks, heads, speed)
         if self.assumptions.engine == "vllm" and key not in fit.over.get(source, {}):
-            # Histories of another library: a row of vLLM's attends to a cached token no slower than to those of its own chunk.
+            # Another library measured histories: a row attends to a cached token no slower than to its own chunk.
             within = 2.0 * own / chunks
             slope, split = np.minimum(slope, within), np.minimum(split, within)
         # Fits hold for a head dimension of HEAD_DIM; attention's work is linear in it.
