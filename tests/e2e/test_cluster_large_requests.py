@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.cluster_probe import APART, cluster, instances, write
+from tests.helpers.cluster_probe import APART, cluster, instances, pid_of, write
 from tests.helpers.greedy_reference import GreedyReference, prompt_of
-from tests.helpers.http_probe import streamed_ids
+from tests.helpers.http_probe import metric, streamed_ids
 from tests.helpers.polling import until
 
 from headway.cli.main import main
@@ -56,6 +58,25 @@ def test_a_prompt_larger_than_a_pool_is_answered_by_a_group_that_holds_it(
         prompts = [prompt_of(1, LARGE), prompt_of(2, 200), prompt_of(1, LARGE), prompt_of(2, 200)]
         asked = [pool.submit(streamed_ids, run.url, prompt, SAID, ignore_eos=True) for prompt in prompts]
         assert [each.result() for each in asked] == [wanted, short, wanted, short]
+        until(lambda: pools_are_empty(run.url))
+    assert main(["cluster", path, "--replay", log]) == 0
+    assert "all as recorded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_member_that_dies_in_either_phase_leaves_the_answer_as_it_is(
+    tmp_path: Path, llama: Path, reference: GreedyReference, phase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, said = str(tmp_path / "log.jsonl"), 60
+    path = write(tmp_path, llama, "fixed-sp", {"sp": 2}, APART, kv_cache_memory="512K")
+    with cluster(path, "--event-log", log) as run, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(streamed_ids, run.url, prompt_of(1, LARGE), said, ignore_eos=True)
+        counted = {"prefill": "kv_tokens_used", "decode": "decode_tokens_total"}[phase]
+        until(lambda: any(each[counted] for each in instances(run.url)) or asked.done())
+        assert not asked.done()
+        os.kill(pid_of(run.url, 1), signal.SIGKILL)
+        assert asked.result() == reference.tokens(prompt_of(1, LARGE), said)
+        until(lambda: metric(run.url, "headway_instance_restarts_total") == 1)
         until(lambda: pools_are_empty(run.url))
     assert main(["cluster", path, "--replay", log]) == 0
     assert "all as recorded" in capsys.readouterr().out

@@ -52,7 +52,7 @@ def router(
             policy=lambda: make_placement(placement, around, options or {}),
             latency=PerToken(),
             shape=SHAPE,
-            longest=partial(longest_request, placement, options or {}),
+            longest=partial(longest_request, placement, options or {}, False),
             rows=32,
         )
 

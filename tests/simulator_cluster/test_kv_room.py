@@ -28,6 +28,8 @@ from headway.policy.placement.contract import (
     RequestPrefilled,
     SpanDone,
     TransferKv,
+    longest_request,
+    too_long,
 )
 from headway.policy.placement.registry import make_placement
 from headway.sim.cluster.backend import SimulatedKvRoom
@@ -214,3 +216,33 @@ def test_kv_that_no_pool_can_hold_is_refused_and_does_not_wait() -> None:
     result, waited = run(spec_of(1, 1, 1000), Scripted(_to_decode), [TraceRequest(0.0, 2000, 20)])
     assert waited == 0
     assert result.records[0].error
+
+
+@pytest.mark.parametrize(("name", "options", "count", "decode"), POLICIES[:-1])  # jsq makes no groups
+def test_a_request_larger_than_a_pool_is_served_by_a_group_and_a_longer_one_is_refused_as_live(
+    name: str, options: dict[str, Any], count: int, decode: int
+) -> None:
+    spec = spec_of(count, decode, POOL)
+    longest = longest_request(name, options, False, spec.instances)
+    sizes = [(POOL * 8 // 5, 30), (200, 20), (POOL * 8 // 5, 30), (300, 20), (longest, 1)]
+    requests = [TraceRequest(0.1 * at, prompt, output) for at, (prompt, output) in enumerate(sizes)]
+    spec = replace(spec, longest=longest)
+    result, _ = run(spec, make_placement(name, spec.policy_context, options), requests)
+    *served, refused = result.records
+    assert all(record.ok and len(record.token_s) == record.output_tokens for record in served)
+    assert refused.error == f"rejected: {too_long(longest, 1, longest)}"
+    assert f"add up to {longest + 1}; this cluster's instances hold requests of up to {longest}" in refused.error
+
+
+def test_the_decode_of_a_group_takes_kv_of_its_members() -> None:
+    """Short prompts beside it wait for what is left."""
+    ends = []
+    for pool in (POOL, 1_000_000):
+        spec = spec_of(2, 0, pool)
+        options = {"long_tokens": 5000, "long_replicas": "fixed", "long_sp": 2, "disaggregate": False}
+        shorts = [TraceRequest(3.3, 700, 100) for _ in range(12)]
+        policy = make_placement("pecsched", spec.policy_context, options)
+        result, _ = run(spec, policy, [TraceRequest(0.0, POOL * 8 // 5, 1000), *shorts])
+        assert all(record.ok for record in result.records)
+        ends.append(max(record.token_s[-1] for record in result.records[1:]))
+    assert ends[0] - 3.3 > 1.5 * (ends[1] - 3.3)

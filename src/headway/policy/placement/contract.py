@@ -103,21 +103,33 @@ def final_tokens(request: Request) -> int:
     return request.prompt_tokens + request.max_output_tokens
 
 
-def longest_request(placement: str, options: Mapping[str, Any], instances: Sequence[ClusterInstance]) -> int:
+def too_long(prompt: int, output: int, longest: int) -> str | None:
+    """Return why a cluster refuses a request of so many prompt and output tokens; None: it serves it. longest: see
+    `longest_request`."""
+    if not longest or prompt + output <= longest:
+        return None
+    return (
+        f"the prompt's {prompt} tokens and max_tokens {output} add up to {prompt + output}; this cluster's instances "
+        f"hold requests of up to {longest}"
+    )
+
+
+def longest_request(
+    placement: str, options: Mapping[str, Any], whole_prompts: bool, instances: Sequence[ClusterInstance]
+) -> int:
     """Return the tokens of the longest request, output included, that every group which a policy makes of these
-    instances can hold; 0: a capacity is not stated, or no instance prefills."""
+    instances can hold; 0: a capacity is not stated, or no instance prefills. whole_prompts: see `PolicyContext`."""
     prefill = [each for each in instances if each.role != "decode"]
     least = min((each.capacity for each in instances), default=0)
-    members = _largest_group(placement, options, prefill)
+    members = min(1, len(prefill)) if whole_prompts else _largest_group(placement, options, len(prefill))
     if not least or members < 2:
         return least if members else 0
     return max(least, members * (min(each.capacity for each in prefill) - GROUP_SLACK))
 
 
-def _largest_group(placement: str, options: Mapping[str, Any], prefill: Sequence[ClusterInstance]) -> int:
-    """Return the most instances that one request gets of those that prefill."""
-    count = len(prefill)
-    if placement == "jsq" or (placement == "ladder" and all(each.role == "mixed" for each in prefill)):
+def _largest_group(placement: str, options: Mapping[str, Any], count: int) -> int:
+    """Return the most instances that one request gets of `count` that prefill."""
+    if placement == "jsq":
         return min(1, count)
     if placement in ("fifo", "priority", "reservation"):
         return min(count, int(options.get("long_sp", 4)))

@@ -104,12 +104,17 @@ def _shortened(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
     pools = [info.kv_tokens_total for info in infos]
     each = zip(range(len(infos)), roles, pools, strict=True)
     instances = [ClusterInstance(id=i, node=0, role=role, capacity=tokens) for i, role, tokens in each]
-    served = merged_info(infos, longest_request(file.placement, file.options, instances))
+    served = merged_info(infos, longest_request(file.placement, file.options, _whole(file), instances))
     if served.max_model_len == served.context_tokens:
         return []
     held = ", ".join(f"pools[{i}] {pools[first]:,}" for i, first in enumerate(first_of(file)))
     said = f"requests of up to {served.max_model_len:,} tokens are served, output included"
     return [f"{said}, not of the model's {served.context_tokens:,}: an instance's KV pool holds {held}"]
+
+
+def _whole(file: ClusterFile) -> bool:
+    """Return whether the policy gives each prompt whole to one instance (`PolicyContext.whole_prompts`)."""
+    return file.placement == "ladder" and whole_prompts(file)
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> ClusterRules:
@@ -136,7 +141,7 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO
         latency=context.latency,
         latency_of=lambda info: context.latency if info is None or info.latency is None else context_of(info).latency,
         shape=context.shape,
-        longest=partial(longest_request, file.placement, file.options),
+        longest=partial(longest_request, file.placement, file.options, _whole(file)),
         rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )
@@ -175,9 +180,13 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
     elif file.placement == "pecsched":
         rates = measured_rates(table, shape, between.inside, between.across, tp)
         spans = FastSpLatency(spans, shape, rates, tp)
-    whole = file.placement == "ladder" and whole_prompts(file)
     return PolicyContext(
-        latency=spans, shape=shape, rows=file.span_rows, pads_heads=False, copies_prefixes=False, whole_prompts=whole
+        latency=spans,
+        shape=shape,
+        rows=file.span_rows,
+        pads_heads=False,
+        copies_prefixes=False,
+        whole_prompts=_whole(file),
     )
 
 
@@ -260,6 +269,7 @@ def cluster_plan(
         links=links(file),
         backends=file.backends,
         rows=rules.rows,
+        whole_prompts=_whole(file),
         longest=merged_info([info for info, _ in measured], rules.longest(instances)).max_model_len,
         utilisation_base=mean_base([info.utilisation for info, _ in measured]),
     )

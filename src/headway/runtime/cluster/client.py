@@ -23,7 +23,14 @@ from headway.core.errors import ConfigError, OverloadedError, RequestError, Unav
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.groups import GroupLatency
 from headway.perf.utilisation import UtilisationBase
-from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy, RatesReplaced, RateTable
+from headway.policy.placement.contract import (
+    ClusterInstance,
+    ClusterLinks,
+    PlacementPolicy,
+    RatesReplaced,
+    RateTable,
+    too_long,
+)
 from headway.runtime.cluster.driver import DecisionLog, LiveController
 from headway.runtime.cluster.instances import (
     ClusterReport,
@@ -488,13 +495,9 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             raise UnavailableError(f"no instance is left to serve ({why}); the cluster must be restarted", 30.0)
         if submit.id in live.requests.asked:
             raise RequestError(f"request id {submit.id!r} is in use", "id")
-        prompt, output, longest = submit.prompt_tokens, submit.params.max_tokens, self.info.max_model_len
-        if prompt + output > longest:
-            raise RequestError(
-                f"the prompt's {prompt} tokens and max_tokens {output} add up to {prompt + output}; this cluster's "
-                f"instances hold requests of up to {longest}",
-                "prompt",
-            )
+        why = too_long(submit.prompt_tokens, submit.params.max_tokens, self.info.max_model_len)
+        if why is not None:
+            raise RequestError(why, "prompt")
         most = self._most_waiting
         unanswered = live.requests.unanswered
         if not submit.resubmitted and unanswered >= most:

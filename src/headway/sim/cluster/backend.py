@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headway.control.backend import ActionImpossible, InstanceBackend, SchedulerStats
@@ -237,16 +237,29 @@ class SimulatedKvRoom:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def release(self, request: str) -> None:
-        """Free all blocks of a request and withdraw what it waits for."""
+    def release(self, request: str, but: Container[int] = ()) -> None:
+        """Free all blocks of a request, but for those on some instances, and withdraw what it waits for."""
+        kept = {}
         for number, lease in self._leases.pop(request, {}).items():
+            if number in but:
+                kept[number] = lease
+                continue
             self._pool_of(number).free(lease)
             self._holders[number].discard(request)
             self._freed(number)
+        if kept:
+            self._leases[request] = kept
         self._admission.forget(request)
         if self._waits.pop(request, 0):
             for waiting in self._waiting.values():
                 waiting.pop(request, None)
+
+    def settle(self, request: str, group: tuple[int, ...], tokens: int) -> None:
+        """Note that a request has entered the scheduler of a group. Of one instance the scheduler itself leases blocks;
+        of several each keeps blocks for its part of `tokens`, the KV with all of the output."""
+        several = group if len(group) > 1 else ()
+        self.release(request, but=several)
+        self.spread(request, several, tokens)
 
     def spread(self, request: str, group: Iterable[int], tokens: int) -> None:
         """Keep the KV of a request that has left the scheduler of a group."""
@@ -499,7 +512,9 @@ class SimulatedBackend(InstanceBackend):
             if engine.free_at_s > free_s:
                 free_s = engine.free_at_s
             queued += engine.queued_tokens / share
-            used += engine.replica.block_manager.used_tokens // share
+            # a group's KV takes blocks of its members' pools (`SimulatedKvRoom.settle`)
+            if share == 1 or self.kv is None:
+                used += engine.replica.block_manager.used_tokens // share
             running += len(engine.resident)
         # no span occupies the instance, so a scheduler that was stopped for one may go on
         if not self.simulation.controller.queues.running[instance]:
@@ -598,8 +613,7 @@ class SimulatedBackend(InstanceBackend):
         track = request.track_for(phase)
         engine.add(track, now, self.prefix_copies.begin(engine, controlled.prefix, request.source, now))
         if self.kv is not None:
-            # what a transfer has brought is leased by the scheduler from now on
-            self.kv.release(controlled.request.id)
+            self.kv.settle(controlled.request.id, group, request.kv_tokens + request.missing_tokens)
         request.track = track
         self._due[engine.index] = engine
 

@@ -18,8 +18,8 @@ from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy
-from headway.policy.placement.registry import make_placement
+from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy, longest_request
+from headway.policy.placement.registry import DEFAULT, make_placement
 from headway.sim.build import (
     InfeasibleError,
     config_of,
@@ -71,6 +71,8 @@ class MeasuredCluster:
     """Pieces of KV that an instance receives at a time."""
     rows: int
     """See `ClusterSpec.rows`."""
+    whole_prompts: bool
+    """See `PolicyContext.whole_prompts`."""
     longest: int
     """Tokens of the longest request that is served, output included."""
     utilisation_base: UtilisationBase | None = None
@@ -100,6 +102,8 @@ class MeasuredCluster:
             rows=self.rows,
             pads_heads=False,
             copies_prefixes=False,
+            whole_prompts=self.whole_prompts,
+            longest=self.longest,
             utilisation_base=self.utilisation_base,
         )
 
@@ -193,8 +197,10 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
             prefix_cache=prefix_cache_of(scenario, shape),
         )
 
+    instances = tuple(_instances(cluster.pools, kv_tokens, device))
     return ClusterSpec(
-        instances=tuple(_instances(cluster.pools, kv_tokens, device)),
+        instances=instances,
+        longest=longest_request(cluster.placement or DEFAULT, cluster.options, False, instances),
         engine=engine,
         spans=_spans(scenario, ring, device, shape, lead),
         serving=serving_of(models[lead.tp, lead.stages]) or ServingOverhead(),

@@ -16,7 +16,7 @@ from headway.control.controller import ClusterController
 from headway.control.entries import KvSlice, SpanEntry
 from headway.control.log import RecordingController, Sink
 from headway.perf.latency.groups import PausePoints
-from headway.policy.placement.contract import ClusterState, PlacementPolicy
+from headway.policy.placement.contract import ClusterState, PlacementPolicy, too_long
 from headway.sim.cluster.backend import SimulatedBackend, SimulatedSpan, count_work
 from headway.sim.cluster.state import BarKind, ClusterResult, ClusterSpec, GanttBar, SimRequest, SimulatedInstance
 from headway.sim.loop import NEVER, EventKind, EventLoop, OnProgress
@@ -113,6 +113,11 @@ class ClusterSimulation(EventLoop):
     def on_arrival(self, source: TraceRequest) -> None:
         request = SimRequest(self.request_of(source, len(self.requests)), source)
         self.requests.append(request)
+        why = too_long(request.request.prompt_tokens, request.request.max_output_tokens, self.spec.longest)
+        if why is not None:
+            request.ended_s, request.error, request.rejected = self.now, why, True
+            self.schedule_next_turn(source)
+            return
         self.schedule_departure(
             self.controller.arrive(request.request, self.now, request, self.backend.prefix_copies.cached_tokens(source))
         )

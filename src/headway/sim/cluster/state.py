@@ -212,6 +212,11 @@ class ClusterSpec:
     """See `PolicyContext.pads_heads`."""
     copies_prefixes: bool = True
     """See `PolicyContext.copies_prefixes`."""
+    whole_prompts: bool = False
+    """See `PolicyContext.whole_prompts`."""
+    longest: int = 0
+    """Tokens of the longest request that is served, output included; longer ones are refused, as by a live cluster. 0:
+    not limited."""
 
     @property
     def policy_context(self) -> PolicyContext:
@@ -222,6 +227,7 @@ class ClusterSpec:
             rows=self.rows,
             pads_heads=self.pads_heads,
             copies_prefixes=self.copies_prefixes,
+            whole_prompts=self.whole_prompts,
         )
 
     def __post_init__(self) -> None:
