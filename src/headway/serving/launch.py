@@ -82,7 +82,7 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
                 placement=file.placement,
                 another=factory.start_another,
                 backends=file.backends,
-                in_place=file.group_decode == "in-place",
+                in_place=file.in_place,
             )
             started = _serve(client, model, server, sockets, allow_public)
             instances = list(client.fleet)  # includes instances that joined while serving

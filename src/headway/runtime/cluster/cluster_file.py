@@ -23,6 +23,8 @@ LARGEST_POOL = 1024
 _WHOLE = ("jsq", "fifo", "priority", "reservation")
 """Policies that give every request whole to one instance, where `long_sp` is 1."""
 _DECODES_WITHIN = ("fifo", "priority", "reservation")
+_IN_PLACE = ("pecsched", "loongserve")
+"""Policies whose papers let a long request decode where it was prefilled, over the KV of its whole group."""
 _SIZES = ("sp", "long_sp", "reserved")
 """Options that are numbers of instances that prefill."""
 
@@ -123,9 +125,10 @@ class ClusterFile(FileSection):
         default=SPAN_ROWS,
         description="most rows of a span that an instance computes at once (`core.request.cut`); 0: all",
     )
-    group_decode: Literal["gather", "in-place"] = Field(
-        default="gather",
-        description="where a decode on several instances goes on: on one of them, or in place over the KV of all",
+    group_decode: Literal["gather", "in-place"] | None = Field(
+        default=None,
+        description="where a decode on several instances goes on: on one of them, or in place over the KV of all; null: "
+        "in place under `pecsched` and `loongserve`, as in their papers, else on one",
     )
     group_times: str | None = Field(
         default=None,
@@ -156,6 +159,11 @@ class ClusterFile(FileSection):
     def behind_http(self) -> bool:
         """Whether the instances are servers with vLLM's HTTP API."""
         return self.pools[0].backend == "vllm"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether groups decode where their KV lies, instead of gathering it on one instance."""
+        return self.group_decode == "in-place" or (self.group_decode is None and self.placement in _IN_PLACE)
 
     @property
     def hosts(self) -> set[int]:
