@@ -17,6 +17,7 @@ from headway.perf.latency.groups import GroupShape, RingLatency
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.placement.pecsched.long import StrategyChooser
+from headway.policy.placement.registry import names
 from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
 from headway.runtime.cluster.client import ClusterRules
 from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file, idle_pools
@@ -197,6 +198,15 @@ def test_unused_and_small_pools_are_logged_at_the_start(tmp_path: Path, caplog: 
     large = msgspec.structs.replace(info, context_tokens=16_384, kv_tokens_total=16_384)
     live_rules(ClusterFile(pools=(InstancePool(count=3),)), str(tmp_path), [large, large, large], None)
     assert not caplog.records
+
+
+def test_groups_decode_in_place_under_the_policies_whose_papers_have_it_so() -> None:
+    def in_place(placement: str, **fields: Any) -> bool:
+        return ClusterFile(pools=APART, placement=placement, **fields).in_place
+
+    assert [name for name in names() if in_place(name)] == ["loongserve", "pecsched"]
+    assert in_place("fifo", group_decode="in-place")
+    assert not in_place("pecsched", group_decode="gather")
 
 
 @pytest.mark.parametrize("name", ["tp2", "tp0-pp1-kvp1", "tp1-pp1-kvp1 "])

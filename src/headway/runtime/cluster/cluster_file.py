@@ -127,8 +127,8 @@ class ClusterFile(FileSection):
     )
     group_decode: Literal["gather", "in-place"] | None = Field(
         default=None,
-        description="where a decode on several instances goes on: on one of them, or in place over the KV of all; null: "
-        "in place under `pecsched` and `loongserve`, as in their papers, else on one",
+        description="where a decode on several instances goes on: on one of them, or in place over the KV of all; "
+        "null: in place under `pecsched` and `loongserve`, as in their papers, else on one",
     )
     group_times: str | None = Field(
         default=None,
