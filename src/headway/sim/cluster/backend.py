@@ -167,6 +167,11 @@ class SimulatedKvRoom:
             self._taken = True
         return lease is not None
 
+    def outside(self, number: int) -> int:
+        """Return the tokens of the blocks outside of an instance's schedulers."""
+        blocks = sum(self._leases[request][number].blocks for request in self._holders.get(number, ()))
+        return blocks * self._pool_of(number).block_tokens
+
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def announce(self, request: str, target: int, tokens: int) -> None:
@@ -642,12 +647,28 @@ class SimulatedBackend(InstanceBackend):
             if all(run is None or run.concurrent for run in running):
                 # decodes repeat up to the window's end: `_end_repeats` cuts them short at any arrival
                 others, replica = sharing[index], engine.replica
-                replica.fused_s, replica.fused_until_s = _fused(engine, others)
+                replica.fused_s, replica.fused_until_s = self._fused(engine, others)
                 for at_s, batch in replica.start_batches(now, now if others else self.simulation.end_s):
                     if batch >= 0:
                         self.busy.begin(engine.group, now)
                     self.simulation.batch_begun(engine, at_s, batch)
         self._due.clear()
+
+    def _fused(self, engine: SimulatedInstance, others: list[SimulatedInstance]) -> tuple[float, float]:
+        """Return what a batch of `engine` shares with engines on its instances, as one fused batch (PecSched Fig. 7).
+
+        (seconds of attention that their decodes add to it; end of the batch that takes its own decodes along, or 0.0.)
+        A decode adds no linear layers to speak of. It gets its token at the end of the prefill's iteration."""
+        fused_s = 0.0
+        for other in others:
+            if not other.queued_tokens:
+                # KV outside of its scheduler, such as its part of a group's, is not read by its decodes
+                outside = self.kv.outside(other.group[0]) if self.kv is not None and len(other.group) == 1 else 0
+                used = other.replica.block_manager.used_tokens - outside
+                fused_s += other.replica.latency.decode_s(len(other.resident), used)
+        if engine.queued_tokens:
+            return fused_s, 0.0
+        return fused_s, max((other.replica.busy_until_s() for other in others if other.queued_tokens), default=0.0)
 
     # -- transfers ----------------------------------------------------------------------------------------------------
 
@@ -710,20 +731,6 @@ def _sharing(engine: SimulatedInstance, on: Sequence[list[SimulatedInstance]]) -
         return []
     others = {each.index: each for i in engine.group for each in on[i] if each is not engine}
     return [each for each in others.values() if each.resident]
-
-
-def _fused(engine: SimulatedInstance, others: list[SimulatedInstance]) -> tuple[float, float]:
-    """Return what a batch of `engine` shares with engines on its instances, as one fused batch (PecSched Fig. 7).
-
-    (seconds of attention that their decodes add to it; end of the batch that takes its own decodes along, or 0.0.) A
-    decode adds no linear layers to speak of. It gets its token at the end of the prefill's iteration."""
-    fused_s = 0.0
-    for other in others:
-        if not other.queued_tokens:
-            fused_s += other.replica.latency.decode_s(len(other.resident), other.replica.block_manager.used_tokens)
-    if engine.queued_tokens:
-        return fused_s, 0.0
-    return fused_s, max((other.replica.busy_until_s() for other in others if other.queued_tokens), default=0.0)
 
 
 IDLE = SchedulerStats()
