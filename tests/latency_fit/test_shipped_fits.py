@@ -44,8 +44,8 @@ def script(name: str, path: Path) -> ModuleType:
 def test_shipped_fits_are_small_files() -> None:
     folder = ROOT / "src" / "headway" / "perf" / "latency" / "data"
     sizes = {p.stem: p.stat().st_size for p in folder.glob("*.json")}
-    assert shipped() == sorted(sizes) == ["a100-80gb", "h100-80gb"]
-    assert sum(sizes.values()) < 400_000
+    assert shipped() == sorted(sizes) == ["a100-80gb", "h100-80gb", "h200-141gb"]
+    assert max(sizes.values()) < 200_000
 
 
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
@@ -58,7 +58,8 @@ def test_every_device_has_a_latency_model(device: str) -> None:
         assert seconds[8192] > seconds[512] > seconds[0]
         assert 1e-4 < float(seconds[512]) < 1.0, "seconds, not milliseconds"
         assert one_chunk_s(latency, 1_000_000, 512) > one_chunk_s(latency, 10_000, 512) > one_chunk_s(latency, 0, 512)
-        profiled = ACCELERATORS[device].kernels in shipped() and ACCELERATORS[device].bandwidth in (2.039e12, 3.35e12)
+        # An H200's elementwise operators are the H100's, scaled.
+        profiled = ACCELERATORS[device].kernels in ("a100-80gb", "h100-80gb") and device != "a100-40gb"
         if not profiled:
             assert latency.source.status == "derived"
 
@@ -88,9 +89,10 @@ def test_more_ranks_are_faster() -> None:
 
 def test_more_bandwidth_makes_decodes_faster() -> None:
     h100, h200 = fitted("h100", "llama-3-8b"), fitted("h200", "llama-3-8b")
-    assert h200.decode_s(32, 32 * 8192) == pytest.approx(h100.decode_s(32, 32 * 8192) * 3.35 / 4.8, rel=0.02)
-    # What a kernel takes to start is the same on both, and no derived time falls below it.
-    assert h200.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
+    # Its own profile: less than the bandwidths' ratio, 0.70, promises.
+    assert 0.70 < h200.decode_s(32, 32 * 8192) / h100.decode_s(32, 32 * 8192) < 0.80
+    assert h200.source.details["families"]["decode"].startswith("measured: vllm-0.24.0")
+    assert h200.source.details["families"]["elementwise"].startswith("derived: another die's")
     h20 = fitted("h20-96gb", "llama-3-8b")
     assert h20.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
     assert one_chunk_s(h20, 0, 1) == pytest.approx(one_chunk_s(h100, 0, 1), rel=1e-6)
@@ -189,7 +191,7 @@ def test_errors_say_what_exists(device: str, model: str, layout: ParallelLayout,
 
 
 def test_unknown_die_is_listed() -> None:
-    with pytest.raises(ConfigError, match="there are: a100-80gb, h100-80gb"):
+    with pytest.raises(ConfigError, match="there are: a100-80gb, h100-80gb, h200-141gb"):
         shipped_fit("mi300x")
 
 
