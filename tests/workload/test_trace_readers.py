@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,42 @@ def test_other_formats_are_read(tmp_path: Path, name: str, text: str) -> None:
     assert (trace.format, trace.requests) == (name, (TraceRequest(0.0, 472, 18), TraceRequest(2.5, 1087, 230)))
 
 
+def test_an_agents_session_is_read_with_its_subagents_as_threads(tmp_path: Path) -> None:
+    session = """{
+  "id": "s", "models": ["m"], "block_size": 64, "hash_id_scope": "local",
+  "requests": [
+    {"t": 0.0, "type": "n", "model": "m", "in": 130, "out": 5, "hash_ids": [1, 2]},
+    {"t": 9.0, "type": "subagent", "agent_id": "a1", "subagent_type": "Explore", "status": "completed",
+     "requests": [{"t": 0.5, "type": "s", "model": "m", "in": 64, "out": 2, "hash_ids": [9]}], "models": ["m"]},
+    {"t": 12.0, "type": "s", "model": "m", "in": 200, "out": 7, "hash_ids": [1, 2, 3], "think_time": 1.5}
+  ]
+}
+"""
+    trace = read_trace(write(tmp_path, session))
+    assert (trace.format, trace.session_clock) == ("weka", True)
+    first, inner, last = trace.requests
+    assert (first.arrival_s, inner.arrival_s, last.arrival_s) == (0.0, 9.5, 12.0)
+    assert (first.session, inner.thread, last.thread, last.think_s) == ("s", "a1", "", 1.5)
+    assert first.text is not None
+    assert last.text is not None
+    assert first.text.keys(64)[:2] == last.text.keys(64)[:2]
+    # In a file of several sessions the same id is another block.
+    line = session.replace("\n", " ") + "\n"
+    both = read_trace(write(tmp_path, line + line.replace('"s"', '"t"', 1))).requests
+    texts = [one.text for one in both if one.prompt_tokens == 130]
+    assert texts[0] is not None
+    assert texts[1] is not None
+    assert not set(texts[0].keys(64)) & set(texts[1].keys(64))
+
+
+def test_conversations_are_requests_whose_lengths_are_estimates(tmp_path: Path) -> None:
+    turns = [("human", "x" * 40), ("gpt", "y" * 20), ("human", "z" * 8), ("gpt", "w" * 4)]
+    rows = [{"id": "c", "conversations": [{"from": who, "value": text} for who, text in turns]}]
+    trace = read_trace(write(tmp_path, json.dumps(rows)))
+    assert (trace.format, trace.has_arrivals) == ("sharegpt", False)
+    assert [(r.prompt_tokens, r.output_tokens, r.cached_tokens) for r in trace.requests] == [(10, 5, 0), (17, 1, 15)]
+
+
 def test_parquet_is_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -162,13 +199,23 @@ def test_gzip_is_recognised_by_magic_bytes_not_by_name(tmp_path: Path) -> None:
         ("", ["holds no requests", "expected the columns"]),
         ("arrival_s,prompt_tokens,output_tokens,cached_tokens\n1,5,3,6\n", [":2:", "cached_tokens is 6, above"]),
         ("arrival_s,prompt_tokens,output_tokens,think_s\n1,5,3,-3\n", [":2:", "think_s is -3: a request cannot"]),
-        ("arrival_s,prompt_tokens,output_tokens,prompt_tokens\n1,5,3,6\n", [":1:", "prompt_tokens is there 2 times"]),
-        ('{"timestamp": 1, "timestamp": 2, "input_length": 1, "output_length": 1}\n', [":1:", "a name is repeated"]),
+        ("arrival_s,prompt_tokens,output_tokens,prompt_tokens\n1,5,3,6\n", [":1:", "'prompt_tokens' is there 2 times"]),
+        (
+            '{"timestamp": 1, "timestamp": 2, "input_length": 1, "output_length": 1}\n',
+            ["'timestamp' is repeated"],
+        ),
         (
             '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1, 2]}\n',
             [":1:", "are 1 blocks of 512"],
         ),
-        ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]', [":1:", "ShareGPT", "not lengths"]),
+        ('[{"id": "a", "conversations": [{"from": "human", "value": "hi"}]}]', ["holds no requests"]),
+        ('[{"id": "a", "conversations": [{"from": "human", "value": 5}]}]', [":1: not a session"]),
+        ('{"id": "a", "block_size": 0, "requests": [{"t": 0, "in": 5, "out": 1}]}', [":1: not a session"]),
+        ('{"arrival_s": ' + "[" * 100_000, [":1: not a JSON object"]),
+        ("[" * 100_000, ["not a JSON array"]),
+        ('{"arrival_s": 0, "prompt_tokens": ' + "9" * 5000 + "}", [":1: not a JSON object"]),
+        ("a," * 600_000, [":1: a line of more than", "is no request"]),
+        (",".join(f"c{n}" for n in range(50_000)) + "\n" + "1," * 49_999 + "1\n", [":2: unknown columns (c0, c1"]),
         ("a,b\n1,2\n", [":2:", "unknown columns (a, b)", "ContextTokens", "input_length"]),
         ("arrival_s,prompt_tokens,output_tokens\n1,2\n", [":2:", "2 cells under 3 columns"]),
         ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,x,3\n", [":3:", "'x'", "output_tokens"]),

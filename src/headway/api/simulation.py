@@ -110,16 +110,9 @@ def _load(scenario: str | Path | Mapping[str, Any] | Scenario, fields: Mapping[s
 
 
 def _read(path: Path) -> Any:
-    import yaml
+    from headway.core.strict_yaml import read
 
-    from headway.core.strict_yaml import load
-
-    try:
-        data = load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    data = read(path)
     workload = data.get("workload") if isinstance(data, dict) else None
     trace = workload.get("trace") if isinstance(workload, dict) else None
     if isinstance(workload, dict) and isinstance(trace, str) and (path.parent / trace).exists():

@@ -123,7 +123,7 @@ def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[i
     for number, text in enumerate(texts, start=1):
         try:
             line = msgspec.json.decode(text, type=dict[str, Any])
-        except (UnicodeDecodeError, msgspec.MsgspecError):
+        except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
             if 1 < number < len(texts):
                 raise ConfigError(
                     f"line {number} of the log cannot be read, and others follow: it is damaged"

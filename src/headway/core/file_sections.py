@@ -31,6 +31,8 @@ Seconds = Annotated[float, parsed_by(duration, str), Field(gt=0, allow_inf_nan=F
 SecondsOrZero = Annotated[float, parsed_by(duration, str), Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, parsed_by(tokens, str), Field(ge=1)]
 CountOrZero = Annotated[int, parsed_by(tokens, str), Field(ge=0)]
+Machines = Annotated[Count, Field(le=10_000)]
+"""Instances, accelerators: more are a slip of the keyboard."""
 LEAST_AIM_S, MOST_AIM_S = 0.001, 10.0
 """Gaps between tokens that someone may want: below, no iteration ends; above, nobody would call it a stream."""
 Aim = Annotated[float, parsed_by(duration, str), Field(ge=LEAST_AIM_S, le=MOST_AIM_S)]
@@ -47,6 +49,7 @@ def distinct_seeds(seeds: tuple[int, ...]) -> tuple[int, ...]:
 Seeds = Annotated[tuple[CountOrZero, ...], Field(min_length=1), AfterValidator(distinct_seeds)]
 SomeSection = TypeVar("SomeSection", bound="FileSection")
 
+_MOST_FAULTS, _LONGEST_SHOWN = 5, 100
 _LIMITS = {
     "greater_than_equal": "at least",
     "greater_than": "above",
@@ -73,6 +76,12 @@ class FileSection(BaseModel):
     """Today's names of fields, by earlier ones, which are refused with the new name."""
 
 
+def shown(value: Any) -> str:
+    """Return a value as errors show it: a long one is cut."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
 def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
     """Validate plain data. ConfigError lists every fault: its field, what is wrong, and what is allowed."""
     try:
@@ -80,7 +89,9 @@ def validated(root: type[SomeSection], data: Any, where: str) -> SomeSection:
     except ValidationError as error:
         # pydantic reports a union's alternatives one by one: `dict.fromkeys` drops equal messages
         faults = [_fault(dict(item), root) for item in error.errors() if not _follows(dict(item))]
-        raise ConfigError(f"{where}: " + "; ".join(dict.fromkeys(faults))) from None
+        said = list(dict.fromkeys(faults))
+        more = f"; and {len(said) - _MOST_FAULTS} more" if len(said) > _MOST_FAULTS else ""
+        raise ConfigError(f"{where}: " + "; ".join(said[:_MOST_FAULTS]) + more) from None
 
 
 def _follows(item: dict[str, Any]) -> bool:
@@ -92,10 +103,10 @@ def limit_words(kind: str, item: Any) -> str | None:
     """Return what must hold where a value is out of its limits or not one of its literals, without pydantic's
     phrasing; None for other faults. `kind` and `item`: of `ValidationError.errors`."""
     if kind == "literal_error":
-        return f"must be {item['ctx']['expected']}, not {item['input']!r}"
+        return f"must be {item['ctx']['expected']}, not {shown(item['input'])}"
     if kind in _LIMITS:
         (limit,) = item["ctx"].values()
-        return f"must be {_LIMITS[kind]} {limit:g}, not {item['input']!r}"
+        return f"must be {_LIMITS[kind]} {limit:g}, not {shown(item['input'])}"
     return None
 
 
@@ -119,7 +130,7 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
     if item["type"] == "missing":
         return f"{name} is missing"
     if item["type"] in _SHAPES:
-        return f"{name} must be {_SHAPES[item['type']]}, not {item['input']!r}"
+        return f"{name} must be {_SHAPES[item['type']]}, not {shown(item['input'])}"
     if item["type"] == "too_short":
         return f"{name} must have at least {item['ctx']['min_length']} entry"
     words = limit_words(item["type"], item)
@@ -127,9 +138,9 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
         return f"{name} {words}"
     value = item.get("input")
     # sections and lists are too long to show
-    shown = f" (it is {value!r})" if not isinstance(value, dict | list) else ""
+    is_now = f" (it is {shown(value)})" if not isinstance(value, dict | list) else ""
     where = f"{path}: " if path else ""
-    return f"{where}{str(item['msg']).removeprefix('Value error, ')}{shown}"
+    return f"{where}{str(item['msg']).removeprefix('Value error, ')}{is_now}"
 
 
 def _sections(root: type[FileSection], path: Sequence[int | str]) -> tuple[list[type[FileSection]], set[str]]:

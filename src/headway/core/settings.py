@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import FileSection, distinct_seeds, limit_words, parsed_by
+from headway.core.file_sections import FileSection, distinct_seeds, limit_words, parsed_by, shown
 from headway.core.parse import duration, milliseconds, number, size, tokens
 
 _OTHER_VARIABLES = ("HEADWAY_INSTANCE_API_KEY", "HEADWAY_ISA", "HEADWAY_NATIVE")
@@ -154,7 +154,7 @@ def _words(kind: str, item: Any) -> str:
     words = limit_words(kind, item)
     if words is not None:
         return words
-    return f"{item['msg']} (got {item['input']!r})"
+    return f"{item['msg']} (got {shown(item['input'])})"
 
 
 # Types of settings as people write them: `port: WholeNumber`, `max_model_len: TokenCount | None`.

@@ -1,4 +1,4 @@
-"""YAML files in which no mapping names a key twice: of two the last would win unnoticed."""
+"""YAML files whose size is bounded, and in which no mapping names a key twice: of two the last would win unnoticed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,38 @@ import yaml
 
 from headway.core.errors import ConfigError
 
+_MOST_BYTES = 256 << 10
+"""Files of settings have some kilobytes; this much takes a second or two to read."""
+_DEEPEST = 40
+_MOST_NODES = 50_000
+"""Values with what aliases stand for written out: a few lines of aliases can stand for billions."""
+
 
 class _StrictYamlLoader(yaml.SafeLoader):
     """Only `load` uses it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._nodes = 0
+        # Values below each node that is complete.
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """As yaml does, within the limits."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        alias, begin, before = isinstance(event, yaml.AliasEvent), event.start_mark, self._nodes
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {_DEEPEST} deep", begin)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias stands for what it is a part of", begin)
+        self._nodes += self._sizes[id(node)] if alias else 1
+        if self._nodes > _MOST_NODES:
+            raise yaml.composer.ComposerError(None, None, f"more than {_MOST_NODES} values", begin)
+        self._sizes[id(node)] = self._nodes - before
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As it is written: what is merged into a mapping is put beside its own keys later."""
@@ -30,8 +59,25 @@ class _StrictYamlLoader(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """As `yaml.safe_load`; a key that a mapping has twice is a YAMLError that names it and where it is."""
-    return yaml.load(text, Loader=_StrictYamlLoader)
+    """As `yaml.safe_load`; YAMLError also for a key that a mapping has twice, and for what is too large or deep."""
+    if len(text) > _MOST_BYTES:
+        raise yaml.YAMLError(f"more than {_MOST_BYTES >> 10} KiB: not a file of settings")
+    try:
+        return yaml.load(text, Loader=_StrictYamlLoader)
+    except ValueError as error:  # a number of thousands of digits, a day that no month has
+        raise yaml.YAMLError(str(error)) from None
+
+
+def read(path: Path) -> Any:
+    """Return what a YAML file holds. Raises ConfigError where it cannot be read or is not valid."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            # One more than is allowed: the rest need not be read to know.
+            return load(file.read(_MOST_BYTES + 1))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
@@ -39,12 +85,7 @@ def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
 
     Raises ConfigError where the file cannot be read, or is anything else.
     """
-    try:
-        data = load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    data = read(Path(path))
     if data is None:
         return {}
     if not isinstance(data, dict):

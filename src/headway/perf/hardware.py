@@ -461,7 +461,7 @@ def from_config_file(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {file} cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"model: {file} must hold a JSON object")

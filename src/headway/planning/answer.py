@@ -220,7 +220,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
     for number, line in enumerate(lines):
         try:
             data: Mapping[str, Any] = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if 0 < number == len(lines) - 1:
                 break
             raise ConfigError(f"{path}, line {number + 1} is not JSON: not a file of `headway plan --resume`") from None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
-from headway.core.file_sections import Aim, Count, FileSection, Positive, Seconds, Seeds, validated
+from headway.core.file_sections import Aim, Count, FileSection, Machines, Positive, Seconds, Seeds, validated
 from headway.perf.hardware import ModelShape, accelerator, model
 from headway.perf.latency.layout import ParallelLayout, rank_shape
 from headway.policy.iteration.config import SchedulerConfig
@@ -46,7 +46,7 @@ class AcceleratorsSection(FileSection):
     """Accelerators of one kind that a plan may use."""
 
     name: str = Field(description="name of an accelerator (headway.perf.hardware)")
-    most: Count = Field(default=8, description="how many there are")
+    most: Machines = Field(default=8, description="how many there are")
     cost: Positive = Field(default=1.0, description="cost of one, in any unit, such as dollars an hour")
 
 

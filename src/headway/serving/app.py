@@ -226,7 +226,7 @@ def _pool(body: bytes) -> int:
     """Return the pool that a request to join names. Raises ApiError 400."""
     try:
         return msgspec.json.decode(body or b"{}", type=_JoinBody).pool
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f'{error}: send {{"pool": 0}}', "pool") from None
 
 
@@ -256,7 +256,7 @@ def _rates(body: bytes) -> RateTable:
     """Return the table in a body. Raises ApiError 400."""
     try:
         return msgspec.json.decode(body, type=RateTable)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f'{error}: send {{"points": [[requests a second, rate], ...]}}', "points") from None
 
 

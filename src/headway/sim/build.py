@@ -42,7 +42,7 @@ from headway.sim.workload.generate import (
     preset,
 )
 from headway.sim.workload.section import SessionsSection, WorkloadSection
-from headway.sim.workload.traces import RequestTrace, read_trace
+from headway.sim.workload.traces import MOST_REQUESTS, RequestTrace, read_trace
 from headway.sim.workload.transforms import rewrite
 
 if TYPE_CHECKING:
@@ -176,7 +176,13 @@ def draws_of(section: WorkloadSection, window_s: float | None) -> int:
         return section.requests or max(DEFAULT_REQUESTS, 10 * section.concurrency)
     if section.requests is None and window_s is not None:
         # expected arrivals, six standard deviations more (cv scales them), and 50 for short windows
-        return int(window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv)) + 50
+        count = window_s * rate + 6 * (window_s * rate) ** 0.5 * max(1.0, section.cv) + 50
+        if count > MOST_REQUESTS:
+            raise ConfigError(
+                f"{rate:g} requests a second for {window_s:g} s are more than {MOST_REQUESTS:,} requests: give fewer "
+                "(workload.qps, run.window_s)"
+            )
+        return int(count)
     return section.requests or DEFAULT_REQUESTS
 
 

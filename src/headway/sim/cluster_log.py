@@ -65,7 +65,7 @@ def is_cluster_log(path: Path) -> bool:
             first = msgspec.json.decode(file.readline(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return names_cluster_log(first)
 

@@ -442,7 +442,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             # a process that is killed may leave its last line incomplete
             if number < len(lines):
                 raise ConfigError(f"{path}:{number}: not an event ({error})") from error

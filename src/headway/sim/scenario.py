@@ -17,6 +17,7 @@ from headway.core.file_sections import (
     Count,
     CountOrZero,
     FileSection,
+    Machines,
     Positive,
     Seconds,
     SecondsOrZero,
@@ -51,7 +52,7 @@ class PoolSection(FileSection):
     """Instances of one kind."""
 
     role: Literal["prefill", "decode", "mixed"] = "mixed"
-    count: Count = Field(description="instances")
+    count: Machines = Field(description="instances")
     tp: Count = Field(default=1, description="tensor-parallel ranks of each")
     stages: Count = Field(default=1, description="pipeline stages of each")
     per_node: Count | None = Field(default=None, description="instances on a node; null: as many as its devices allow")
@@ -110,7 +111,7 @@ class ClusterSection(FileSection):
     )
     network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
     accelerator: str = Field(default="a100-80gb", description="name of an accelerator (headway.perf.hardware)")
-    replicas: Count = Field(
+    replicas: Machines = Field(
         default=1, description="instances behind one queue; arrivals join the one with fewest requests"
     )
 
@@ -141,7 +142,7 @@ class LayoutSection(FileSection):
 
     tp: Count = Field(default=1, description="tensor-parallel ranks")
     stages: Count = Field(default=1, description="pipeline stages")
-    kvp: Count = Field(default=1, description="KV groups: full replicas that a long request's cache is spread over")
+    kvp: Machines = Field(default=1, description="KV groups: full replicas that a long request's cache is spread over")
     shard_tokens: Count | None = Field(
         default=None, description="tokens of one request that a KV group holds; null: what policy.t_target_s allows"
     )

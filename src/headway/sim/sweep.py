@@ -106,6 +106,8 @@ def parse_sweep(text: str, option: str = "--sweep") -> Values:
     """
     import yaml
 
+    from headway.core.strict_yaml import load
+
     field, equals, rest = text.partition("=")
     if not equals or not field.strip() or not rest.strip():
         form = "FIELD=VALUE" if option == "--set" else "FIELD=START:STOP:STEP or FIELD=VALUE,VALUE"
@@ -116,8 +118,8 @@ def parse_sweep(text: str, option: str = "--sweep") -> Values:
     except ValueError:
         try:
             if rest.lstrip().startswith(("[", "{")):
-                return field.strip(), yaml.safe_load(f"[{rest}]")
-            return field.strip(), [yaml.safe_load(part) for part in rest.split(",")]
+                return field.strip(), load(f"[{rest}]")
+            return field.strip(), [load(part) for part in rest.split(",")]
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"{option} {text!r}: {rest!r} is not a value in YAML ({' '.join(str(error).split())})"

@@ -250,7 +250,7 @@ def load(path: Path) -> Eq1Latency:
         found = msgspec.json.decode(path.read_bytes(), type=Eq1File)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a fit of Eq. (1) ({error}): make one with `headway profile fit-eq1`"
         ) from error

@@ -611,7 +611,7 @@ def load(path: Path, mark: str | None) -> TableSource:
         source = msgspec.json.decode(path.read_bytes(), type=TableSource)
     except OSError as error:
         raise ConfigError(f"cannot read the latency profile {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a latency profile ({error}): make one with `headway profile`") from error
     if source.schema != SCHEMA:
         raise ConfigError(

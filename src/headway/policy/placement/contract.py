@@ -308,7 +308,7 @@ def load_rates(path: Path) -> RateTable:
         table = msgspec.json.decode(path.read_bytes(), type=RateTable)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not a table of improvement rates: {error}") from error
     if table.schema != SCHEMA:
         raise ConfigError(f"{path} has schema {table.schema!r}, not {SCHEMA}")

@@ -53,7 +53,7 @@ def remembered(file: str | None, kind: type[T], measure: Callable[[], T]) -> T:
     if file is None:
         return measure()
     path = Path(file)
-    with suppress(OSError, msgspec.MsgspecError):
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):
         return msgspec.json.decode(path.read_bytes(), type=kind)
     made = measure()
     with suppress(OSError):

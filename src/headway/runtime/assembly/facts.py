@@ -55,7 +55,7 @@ def _json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where there is no such file: its readers report that."""
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -70,7 +70,7 @@ def longest_context(folder: Path) -> int:
     """Return the positions that config.json says the model has. Raises ConfigError where it says none."""
     try:
         return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         raise ConfigError(f"{folder}/config.json has no max_position_embeddings: name a checkpoint's folder") from None
 
 

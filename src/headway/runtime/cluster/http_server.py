@@ -228,7 +228,7 @@ class HttpServer:
             page = msgspec.json.decode(await self._get("/v1/models"))
             first = page["data"][0]
             return ServedModel(str(first["id"]), first.get("max_model_len"))
-        except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+        except (msgspec.DecodeError, RecursionError, KeyError, IndexError, TypeError) as error:
             raise ServerGoneError(f"{self.url}/v1/models is not an OpenAI server's ({error!r})") from None
 
     async def load(self) -> ServerLoad:
@@ -260,7 +260,7 @@ class HttpServer:
             page = await response.read()
         try:
             parameters = msgspec.json.decode(page).get("kv_transfer_params")
-        except (msgspec.DecodeError, AttributeError):
+        except (msgspec.DecodeError, RecursionError, AttributeError):
             parameters = None
         if not isinstance(parameters, dict):
             raise ServerGoneError(f"{self.url} gives no `kv_transfer_params`: start it with vLLM's NixlConnector")
@@ -318,7 +318,7 @@ def _message(page: bytes) -> tuple[str, str | None]:
         data = msgspec.json.decode(page)
         error = data.get("error", data)
         return str(error["message"])[:2000], error.get("param")
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError):
+    except (msgspec.DecodeError, RecursionError, AttributeError, KeyError, TypeError):
         return page[:200].decode("utf-8", "replace") or "no reason given", None
 
 
@@ -345,7 +345,7 @@ def _piece(name: str, data: bytes) -> StreamedTokens | None:
         if tokens is None and finish is None and choices[0].get("text"):
             raise ServerGoneError("the instance sends no `token_ids`: it has to know vLLM's `return_token_ids`")
         return StreamedTokens(tuple(tokens or ()), finish)
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError) as error:
+    except (msgspec.DecodeError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise ServerGoneError(f"the instance sent what is no chunk of an answer ({error!r})") from None
 
 

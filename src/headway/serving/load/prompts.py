@@ -81,7 +81,7 @@ def vocab_size_of(model: str | None) -> int | None:
     try:
         config = json.loads((Path(model) / "config.json").read_text())
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return None
     return int(size) if size else None
 

@@ -8,7 +8,9 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from headway.core.file_sections import Count, FileSection, Positive, Seconds
 from headway.sim.workload.generate import PRESETS
-from headway.sim.workload.traces import class_name
+from headway.sim.workload.traces import MOST_REQUESTS, class_name
+
+Requests = Annotated[Count, Field(le=MOST_REQUESTS)]
 
 
 class SessionsSection(FileSection):
@@ -49,8 +51,8 @@ class WorkloadSection(FileSection):
         default=None, description="requests per second; a trace's own times are stretched to it"
     )
     cv: Positive = Field(default=2.0, description="coefficient of variation of gamma arrivals")
-    requests: Count | None = Field(default=None, description="how many; null: as many as arrive in the window")
-    draws: Count | None = Field(
+    requests: Requests | None = Field(default=None, description="how many; null: as many as arrive in the window")
+    draws: Requests | None = Field(
         default=None,
         description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
         "only (a sweep of qps does that); null: enough for the window",

@@ -11,14 +11,17 @@ import importlib
 import io
 import json
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
+from headway.core.file_sections import shown
 
 
 class TraceError(ConfigError):
@@ -30,6 +33,10 @@ def class_name(name: str) -> str:
     if name == "all":
         raise ValueError("class is 'all', as reports name the sum of all classes: give it another name")
     return name
+
+
+MOST_REQUESTS = 5_000_000
+"""Most requests of a workload: each takes half a kilobyte, and its simulation some 100 µs or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,12 @@ class RequestTrace:
     with `transforms.start_sessions`."""
 
 
+_LONGEST_LINE, _LONGEST_ROW = 128 << 20, 1 << 20
+"""Characters of a line of JSON, which may be a whole session, and of another file's."""
+_SHOWN = 200
+_CHARACTERS = 4
+"""Characters of a token in English text, for files that hold texts."""
+_ANSWERS = ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
 _BLOCK_BITS = 20
 """Bits of a block's place in a key: prompts of up to 2^20 blocks."""
 _PIECE_BITS = 32
@@ -171,7 +184,7 @@ def with_session_texts(requests: Iterable[TraceRequest], grain: int = 64) -> lis
     earlier: dict[str, list[int]] = {}
     last: dict[tuple[str, str], int] = {}
     for number, request in enumerate(requests):
-        if request.session is None:
+        if request.session is None or request.text is not None:
             texts.append(request)
             continue
         thread = (request.session, request.thread)
@@ -272,15 +285,13 @@ class TraceFormat:
         return _seconds(row, self.arrival) * self.unit_s if self.arrival in row or not self.lengths_alone else 0.0
 
     def _text(self, row: Row, prompt_tokens: int) -> Any:
-        ids = row.get("hash_ids") if self.block else None
-        if ids is None or self.block is None:
+        ids, block = row.get("hash_ids"), self.block or row.get("block_size")
+        if ids is None or block is None:
             return None
-        most = -(-prompt_tokens // self.block)
+        most = -(-prompt_tokens // block)
         if len(ids) > most:
-            raise ValueError(
-                f"hash_ids has {len(ids)} ids, but {prompt_tokens} tokens are {most} blocks of {self.block}"
-            )
-        return text_of_blocks([int(i) for i in ids], self.block, prompt_tokens)
+            raise ValueError(f"hash_ids has {len(ids)} ids, but {prompt_tokens} tokens are {most} blocks of {block}")
+        return text_of_blocks([int(i) for i in ids], block, prompt_tokens)
 
 
 FORMATS: dict[str, TraceFormat] = {
@@ -299,6 +310,14 @@ FORMATS: dict[str, TraceFormat] = {
         session="conv", thread="agent", think="think_time_s", session_clock=True,
     ),
     "servegen": TraceFormat("timestamp", "input_tokens", "output_tokens"),
+    "weka": TraceFormat(
+        "t", "in", "out", also=("session", "thread", "block_size"), session="session", thread="thread",
+        think="think_time", session_clock=True,
+    ),
+    "sharegpt": TraceFormat(
+        "arrival_s", "human", "gpt", lengths_alone=True, also=("conversation",), cached="cached",
+        session="conversation",
+    ),
     "vidur": TraceFormat("arrived_at", "num_prefill_tokens", "num_decode_tokens", lengths_alone=True),
 }  # fmt: skip
 
@@ -310,13 +329,16 @@ def read_trace(file: str | Path, format_name: str | None = None) -> RequestTrace
         raise TraceError(f"unknown trace format {format_name!r}; known are {', '.join(FORMATS)}")
     requests: list[TraceRequest] = []
     chosen, has_arrivals = format_name, True
-    for line, row in _rows(path):
+    known: dict[tuple[int, int], int] = {}
+    for line, row in _each_request(path, _rows(path), known):
         if not requests:
             chosen = chosen or _recognise(path, line, row)
             _demand(path, line, row, chosen)
             has_arrivals = FORMATS[chosen].arrival in row
         assert chosen is not None
         requests.append(_parse(path, line, row, chosen))
+        if len(requests) > MOST_REQUESTS:
+            raise TraceError(f"{path}: holds more than {MOST_REQUESTS:,} requests: cut it into parts")
     if chosen is None or not requests:
         raise TraceError(f"{path}: holds no requests; {_expected()}")
     session_clock = FORMATS[chosen].session_clock
@@ -341,12 +363,14 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
                 yield from _parquet_rows(path)
                 return
             with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if packed else raw, "utf-8-sig") as text:
-                first = text.readline()
+                lines = _lines(path, text)
+                first = next(lines, "")
                 if first.lstrip().startswith("["):
-                    yield from _array_rows(path, first + text.read())
-                    return
-                rows = _json_rows(path, first, text) if first.lstrip().startswith("{") else _csv_rows(path, first, text)
-                yield from rows
+                    yield from _array_rows(path, _whole(path, first, text))
+                elif first.strip() == "{":
+                    yield 1, _object(path, 1, _whole(path, first, text))
+                else:
+                    yield from (_json_rows if first.lstrip().startswith("{") else _csv_rows)(path, first, lines)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as problem:
         raise TraceError(f"{path}: cannot be read: {problem}") from None
 
@@ -366,26 +390,47 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Row]]:
         raise TraceError(f"{path}: cannot be read as Parquet: {problem}") from None
 
 
-def _json_rows(path: Path, first: str, rest: io.TextIOBase) -> Iterator[tuple[int, Row]]:
-    line, text = 1, first
-    while text:
+def _lines(path: Path, text: io.TextIOBase) -> Iterator[str]:
+    """Yield the lines. Raises TraceError for one that no request has."""
+    number = 0
+    while line := text.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > (_LONGEST_LINE if line[:1] in "[{" else _LONGEST_ROW):
+            raise TraceError(f"{path}:{number}: a line of more than {len(line) - 1:,} characters is no request")
+        yield line
+
+
+def _whole(path: Path, first: str, rest: io.TextIOBase) -> str:
+    """Return all of a file that is one JSON value."""
+    text = first + rest.read(_LONGEST_LINE + 1)
+    if len(text) > _LONGEST_LINE:
+        raise TraceError(
+            f"{path}: one JSON value of more than {_LONGEST_LINE >> 20} MiB: write a line for each request"
+        )
+    return text
+
+
+def _json_rows(path: Path, first: str, rest: Iterator[str]) -> Iterator[tuple[int, Row]]:
+    for line, text in enumerate(chain([first], rest), start=1):
         if text.strip():
-            try:
-                row = json.loads(text, object_pairs_hook=_once)
-            except ValueError as problem:
-                raise TraceError(f"{path}:{line}: not a JSON object ({problem}); {_expected()}") from None
-            if not isinstance(row, dict):
-                raise TraceError(f"{path}:{line}: not a JSON object; {_expected()}")
-            yield line, row
-        text = rest.readline()
-        line += 1
+            yield line, _object(path, line, text)
+
+
+def _object(path: Path, line: int, text: str) -> Row:
+    try:
+        row = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as problem:
+        raise TraceError(f"{path}:{line}: not a JSON object ({problem}); {_expected()}") from None
+    if not isinstance(row, dict):
+        raise TraceError(f"{path}:{line}: not a JSON object; {_expected()}")
+    return row
 
 
 def _array_rows(path: Path, text: str) -> Iterator[tuple[int, Row]]:
     """Number and columns of each object of a JSON array."""
     try:
         rows = json.loads(text, object_pairs_hook=_once)
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise TraceError(f"{path}: not a JSON array ({problem}); {_expected()}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
@@ -397,40 +442,95 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. Raises ValueError for a repeated name."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"a name is repeated in {', '.join(name for name, _ in pairs)}")
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {shown(twice)} is repeated")
     return found
 
 
-def _csv_rows(path: Path, first: str, rest: io.TextIOBase) -> Iterator[tuple[int, Row]]:
+def _csv_rows(path: Path, first: str, rest: Iterator[str]) -> Iterator[tuple[int, Row]]:
     header = [name.strip() for name in next(csv.reader([first]), [])]
-    twice = sorted({name for name in header if name and header.count(name) > 1})
-    if twice:
-        raise TraceError(f"{path}:1: the column {twice[0]} is there {header.count(twice[0])} times")
-    for line, cells in enumerate(csv.reader(rest), start=2):
+    twice = next((name for name, count in Counter(header).items() if name and count > 1), None)
+    if twice is not None:
+        raise TraceError(f"{path}:1: the column {shown(twice)} is there {header.count(twice)} times")
+    reader = csv.reader(rest)
+    for cells in reader:
+        line = reader.line_num + 1
         if not cells:
             continue
         if len(cells) != len(header):
-            raise TraceError(f"{path}:{line}: {len(cells)} cells under {len(header)} columns ({', '.join(header)})")
+            raise TraceError(f"{path}:{line}: {len(cells)} cells under {len(header)} columns ({_names(header)})")
         yield line, dict(zip(header, cells, strict=True))
 
 
+def _each_request(
+    path: Path, rows: Iterable[tuple[int, Row]], known: dict[tuple[int, int], int]
+) -> Iterator[tuple[int, Row]]:
+    """Yield the rows, and in place of one that is a whole session its requests. known: numbers of its blocks' ids."""
+    for number, (line, row) in enumerate(rows):
+        try:
+            if "conversations" in row:
+                yield from ((line, turn) for turn in _sharegpt(row, number))
+            elif isinstance(row.get("requests"), list):
+                yield from ((line, one) for one in _weka(row, number, known))
+            else:
+                yield line, row
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+            raise TraceError(f"{path}:{line}: not a session: {problem!r}") from None
+
+
+def _weka(session: Row, number: int, known: dict[tuple[int, int], int]) -> Iterator[Row]:
+    """Yield the requests of an agent's session (weka's kv-cache-tester, AgentX), those of its subagents as threads.
+
+    Ids of blocks hold within a session: all sessions of a file are numbered anew."""
+    about = {"session": session.get("id", number), "block_size": int(session["block_size"])}
+
+    def one(request: Row, thread: str, since_s: float) -> Row:
+        ids = [known.setdefault((number, int(i)), len(known)) for i in request.get("hash_ids") or ()]
+        most = -(-int(request["in"]) // about["block_size"])
+        return {**request, **about, "thread": thread, "t": float(request["t"]) + since_s, "hash_ids": ids[:most]}
+
+    for entry in session["requests"]:
+        inner = entry.get("requests")
+        if inner is None:
+            yield one(entry, "", 0.0)
+        elif inner:
+            # times of a subagent count from its own start in some files
+            since_s = float(entry["t"]) if float(inner[0]["t"]) < float(entry["t"]) else 0.0
+            yield from (one(request, str(entry.get("agent_id", "agent")), since_s) for request in inner)
+
+
+def _sharegpt(session: Row, number: int) -> Iterator[Row]:
+    """Yield a request for each answer of a conversation. Lengths are estimates: four characters a token."""
+    before = cached = 0
+    for turn in session["conversations"]:
+        speaker = turn.get("from", turn.get("role"))
+        tokens = -(-len(turn.get("value", turn.get("content", ""))) // _CHARACTERS)
+        if speaker in _ANSWERS and before and tokens:
+            yield {
+                "conversation": session.get("id", number), "human": before, "gpt": tokens, "cached": cached,
+            }  # fmt: skip
+            cached = before + tokens
+        before += tokens
+
+
+def _names(columns: Iterable[str]) -> str:
+    """Return names of columns as errors show them."""
+    text = ", ".join(columns)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
 def _recognise(path: Path, line: int, row: Row) -> str:
-    if "conversations" in row:
-        raise TraceError(
-            f"{path}:{line}: holds texts (ShareGPT's form), not lengths: count tokens with the model's tokenizer, and "
-            "write a line of prompt_tokens, output_tokens and arrival_s for each request"
-        )
     # the first match wins; our own format comes first
     for name, known in FORMATS.items():
         if all(column in row for column in known.columns):
             return name
-    raise TraceError(f"{path}:{line}: unknown columns ({', '.join(row)}); {_expected()}")
+    raise TraceError(f"{path}:{line}: unknown columns ({_names(row)}); {_expected()}")
 
 
 def _demand(path: Path, line: int, row: Row, name: str) -> None:
     missing = [column for column in FORMATS[name].columns if column not in row]
     if missing:
-        raise TraceError(f"{path}:{line}: {name} traces need the columns {', '.join(missing)}; found {', '.join(row)}")
+        raise TraceError(f"{path}:{line}: {name} traces need the columns {', '.join(missing)}; found {_names(row)}")
 
 
 def _parse(path: Path, line: int, row: Row, name: str) -> TraceRequest:

@@ -55,7 +55,7 @@ def decode(data: bytes, where: str) -> DeviceFit:
     """Parse a file's content. Raises ConfigError that names `where` when it is not an operator fit."""
     try:
         fit = msgspec.json.decode(data, type=DeviceFit)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{where} holds no operator fit ({error}): make one with `headway profile fit`") from error
     if fit.schema != SCHEMA:
         raise ConfigError(f"{where} has schema {fit.schema!r}, not {SCHEMA!r}: make one with `headway profile fit`")
