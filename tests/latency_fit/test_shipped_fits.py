@@ -78,7 +78,8 @@ def test_stages_add_up(name: str) -> None:
     parts = [fitted("h100", name, ParallelLayout(stages=3), stage=s) for s in range(3)]
     summed = sum(float(p.token_s(256, 256)[0]) for p in parts) - 2 * 3e-4
     assert summed == pytest.approx(float(whole.token_s(256, 256)[0]), rel=1e-3)
-    assert sum(p.decode_s(8, 8000) for p in parts) == pytest.approx(whole.decode_s(8, 8000), rel=1e-6)
+    # Coefficients are kept to a nanosecond.
+    assert sum(p.decode_s(8, 8000) for p in parts) == pytest.approx(whole.decode_s(8, 8000), abs=2e-9)
 
 
 def test_more_ranks_are_faster() -> None:

@@ -48,10 +48,10 @@ class EventKind(IntEnum):
     """A placement policy asked to be called."""
     CLIENT_LEAVES = 5
     """A client times out or loses patience."""
-    NEXT_TURN = 6
-    """A session's next request arrives."""
-    PROMPT_READ = 7
+    PROMPT_READ = 6
     """An API server has read a prompt: its engine gets the request."""
+    NEXT_TURN = 7
+    """A session's next request arrives."""
 
 
 class EventLoop(ABC):
