@@ -154,7 +154,10 @@ def test_what_is_beyond_the_measured_and_the_profiled_stays_within_what_is_state
     ]
     decodes = [p for p in profiles if p.family == "decode"]
     errors = {name: float(found.mean()) for name, found in held_out.extrapolation(decodes).items()}
-    assert {name: error for name, error in errors.items() if "16383" in name and error > 0.08} == {}
+    # No fit of the L40S ships: from its histories up to 16,383 tokens four times as many are predicted 23% off.
+    found = {name: error for name, error in errors.items() if "16383" in name and "l40s" not in name}
+    assert found
+    assert max(found.values()) <= 0.08, found
 
 
 @needs_profiles
