@@ -161,7 +161,8 @@ def _read(config: Mapping[str, Any], raw: Any, head_dim: int, max_positions: int
     if kind in ("llama3", "yarn", "longrope"):
         # Beside the parameters it counts more than in them; Phi-3 has it only there.
         at = top if top.has("original_max_position_embeddings") or config.get("model_type") == "phi3" else rope
-        original = at.whole("original_max_position_embeddings", None if at is top else max_positions)
+        needed = at is top or kind == "longrope"
+        original = at.whole("original_max_position_embeddings", None if needed else max_positions)
     factor = 1.0
     if kind != "default":
         null = kind == "yarn" and "factor" in raw
@@ -342,7 +343,8 @@ def read_config(
         )
     data = {**family.defaults, **data}
     fields = JsonFields(data, origin)
-    for name in ({*family.defaults, "rms_norm_eps", "rope_theta"} - {"sliding_window"}) & data.keys():
+    needed = {*family.defaults, "rms_norm_eps", "rope_theta"} | ({"head_dim"} if family.window_switch else set())
+    for name in (needed - {"sliding_window"}) & data.keys():
         if data[name] is None:
             raise fields.wrong(name, "a number")
     _refuse(data, origin)
