@@ -43,7 +43,11 @@ def test_angles_at_ten_million_tokens_are_exact() -> None:
     [
         ({"rope_type": "spiral", "factor": 2.0}, "rope type 'spiral' is not supported; supported are default"),
         ({"rope_type": "llama3", "factor": 8.0}, "'low_freq_factor' is missing"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "has 1 numbers where 32"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "'original_max_position_embeddings' is missing"),
+        (
+            {"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0]},
+            "has 1 numbers where 32",
+        ),
         ({"full_attention": {"rope_type": "default"}}, "differ by layer"),
     ],
 )
