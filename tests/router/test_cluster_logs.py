@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
+from tests.helpers.simulated_disk import SimulatedDisk
 
 from headway.cli.main import main
+from headway.control.log import read_log
+from headway.core import logs
+from headway.core.errors import ConfigError
+from headway.core.logs import LineWriter
 from headway.runtime.assembly.cluster import sink
 from headway.runtime.assembly.instances import joining_config
 from headway.runtime.engine.config import EngineConfig
@@ -21,21 +25,26 @@ def test_a_joining_instance_writes_its_own_event_log() -> None:
     assert joining_config(EngineConfig(model="m"), 2, 5, 1).event_log is None
 
 
-class _Full(io.BytesIO):
-    calls = 0
-
-    def write(self, line: object) -> int:
-        self.calls += 1
-        raise OSError(28, "No space left on device")
-
-
-def test_a_decision_log_that_cannot_be_written_ends_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    full = _Full()
-    write = sink(full)
+def test_a_decision_log_goes_on_when_its_disk_is_well_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimulatedDisk(0)
+    monkeypatch.setattr(logs, "os", disk)
+    log = LineWriter(str(tmp_path / "log"))
+    write = sink(log)
+    disk.full = True
     write(b"a\n")
     write(b"b\n")
-    assert full.calls == 1
     assert "No space left" in caplog.text
+    disk.full = False
+    write(b"c\n")
+    assert (tmp_path / "log").read_bytes() == b"a\nb\nc\n"
+
+
+def test_a_log_with_a_gap_is_not_decided_again() -> None:
+    header = json.dumps({"schema": "headway.cluster.log/5", "links": {}, "about": {}})
+    with pytest.raises(ConfigError, match="line 2 of the log says that the disk did not take 7 lines"):
+        read_log([header, '{"event":"missing","lines":7}'])
 
 
 def test_a_file_that_is_not_a_log_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

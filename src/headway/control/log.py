@@ -129,6 +129,11 @@ def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[i
                     f"line {number} of the log cannot be read, and others follow: it is damaged"
                 ) from None
             continue
+        if line.get("event") == "missing":
+            raise ConfigError(
+                f"line {number} of the log says that the disk did not take {line.get('lines')} lines: what is behind "
+                "a gap cannot be decided again"
+            )
         if found and next(iter(line), None) not in _KINDS:
             raise ConfigError(f"line {number} of the log is not of a cluster's log")
         found.append((number, line))

@@ -114,7 +114,10 @@ async def ready(request: Request) -> Response:
         # A probe needs to know that it is no time for requests, not why.
         refusal = as_api_error(error)
         return error_response(ApiError(503, str(error), headers=refusal.headers))
-    return json_response({"status": "ready"})
+    content = {"status": "ready"}
+    if problem := server.engine.stats.log_problem:
+        content["event_log"] = problem  # which refuses no request
+    return json_response(content)
 
 
 @router.get("/version", response_model=None, summary="The server's version")

@@ -59,6 +59,7 @@ def parse_chat(fields: Mapping[str, Any], context: RequestContext, prompts: Prom
         max_tokens=max_tokens,
         logprobs=body.top_logprobs if body.logprobs else None,
         vocab_size=context.info.vocab_size,
+        defaults=prompts.tokenizer.sampling_defaults,
     )
     # The model's files may name only the end of a document; the template's end of a turn ends a chat's answer.
     ends = tuple(token for token in prompts.turn_end if token not in context.info.eos_token_ids)
@@ -172,6 +173,7 @@ def parse_completion(fields: Mapping[str, Any], context: RequestContext, prompts
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
         logprobs=body.logprobs,
         vocab_size=context.info.vocab_size,
+        defaults=prompts.tokenizer.sampling_defaults,
         prompt_logprobs=scored,
     )
     prepared = prepared_context(body, context)

@@ -9,6 +9,7 @@ import math
 import re
 import secrets
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -555,6 +556,10 @@ def _refusal(body: type[RequestBody], error: ValidationError) -> RequestError:
 _UNLIMITED = 2**31 - 1
 
 
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings that a checkpoint's generation_config.json may give."""
+
+
 def sampling_params(
     body: GenerationBody,
     *,
@@ -562,9 +567,11 @@ def sampling_params(
     logprobs: int | None,
     vocab_size: int,
     prompt_logprobs: int | None = None,
+    defaults: Mapping[str, float] = MappingProxyType({}),
 ) -> SamplingParams:
     """Return the parameters of a request. max_tokens None: as many as the model allows, settled by `fit_length`.
 
+    defaults: of the checkpoint's generation_config.json, for settings that the body leaves out, as vLLM takes them.
     Without a seed one is drawn, so that recomputation of a request continues its own random stream. Raises RequestError
     for token ids outside the vocabulary.
     """
@@ -573,19 +580,23 @@ def sampling_params(
         message = f"'min_tokens' ({body.min_tokens}) must not be above the output limit ({limit})"
         raise RequestError(message, "min_tokens")
     stops = body.stop_token_ids
+    given = {
+        name: defaults.get(name, value) if name not in body.model_fields_set else value
+        for name, value in ((name, getattr(body, name)) for name in SAMPLING_DEFAULTS)
+    }
     return SamplingParams(
         max_tokens=limit,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        temperature=given["temperature"],
+        top_p=given["top_p"],
         # -1 means all tokens for vLLM's clients, 0 for the sampler.
-        top_k=max(0, body.top_k),
-        min_p=body.min_p,
+        top_k=max(0, int(given["top_k"])),
+        min_p=given["min_p"],
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         seed_drawn=body.seed is None,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=given["repetition_penalty"],
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

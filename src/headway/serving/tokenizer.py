@@ -283,15 +283,17 @@ log = logging.getLogger("headway.server")
 class ModelTokenizer:
     """One model's tokenizer and chat template. Immutable after construction; safe to use from several threads.
 
-    memory: bytes that tokenising texts may take at one time; split_special_tokens: text never becomes a special token.
+    memory: bytes that tokenising texts may take at one time; split_special_tokens: text never becomes a special token;
+    sampling_defaults: what requests get that say nothing else (`read_sampling_defaults`).
     """
 
     def __init__(
         self, backend: tokenizers.Tokenizer | None, *, chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None, memory: int = DEFAULT_MEMORY,
-        split_special_tokens: bool = False,
+        split_special_tokens: bool = False, sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
         self._backend = backend
+        self.sampling_defaults = sampling_defaults or {}
         if backend is not None:
             # What the library saves of a tokenizer does not hold this.
             backend.encode_special_tokens = split_special_tokens
@@ -300,6 +302,7 @@ class ModelTokenizer:
             "special_tokens": special_tokens,
             "memory": memory,
             "split_special_tokens": split_special_tokens,
+            "sampling_defaults": sampling_defaults,
         }
         self._memory = TokenizingMemory(memory)
         self._pieces: TextPieces | None = None
@@ -352,6 +355,7 @@ class ModelTokenizer:
         if chat_template is None or "{" not in chat_template:
             named = Path(chat_template) if chat_template else folder / "chat_template.jinja"
             template = _read_template(named, config, chat_template is not None)
+        defaults = read_sampling_defaults(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             others = [name for name in _OTHER_FILES if (folder / name).is_file()]
@@ -360,7 +364,7 @@ class ModelTokenizer:
                     f"{folder} has {others[0]} but no tokenizer.json, which is what is read here: make one with "
                     "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
                 )
-            return cls(None)
+            return cls(None, sampling_defaults=defaults)
         # One thread encodes one text: how many do is decided by the body reader.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
@@ -504,6 +508,29 @@ def _byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     if [stage.get("type") for stage in stages] != ["ByteLevel"]:
         return None
     return {ident: byte_level_bytes(piece) for piece, ident in backend.get_vocab(with_added_tokens=True).items()}
+
+
+_SAMPLING = {
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (-1, 2**31 - 1), "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+}  # fmt: skip
+"""Sampling settings of generation_config.json, with what requests may give."""
+
+
+def read_sampling_defaults(folder: Path) -> dict[str, float]:
+    """Return the sampling settings that generation_config.json names; requests that leave one out get it, as in vLLM.
+
+    Raises CheckpointError for a value that no request may give."""
+    path = folder / "generation_config.json"
+    found = {name: value for name, value in _read_json(path).items() if name in _SAMPLING and value is not None}
+    for name, value in found.items():
+        least, most = _SAMPLING[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise CheckpointError(f"{path}: '{name}' must be a number from {least:g} to {most:g}, not {value!r}")
+    if found:
+        said = ", ".join(f"{name} {value:g}" for name, value in sorted(found.items()))
+        log.info("requests that do not say otherwise get the checkpoint's sampling settings: %s", said)
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from headway.control.log import replay
 from headway.core.errors import ConfigError
-from headway.core.logs import open_event_log
+from headway.core.logs import LineWriter
 from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost
 from headway.perf.utilisation import mean_base
@@ -54,25 +54,17 @@ def links(file: ClusterFile) -> ClusterLinks:
     return ClusterLinks(inside=host, across=network)
 
 
-def open_log(path: str | None) -> IO[bytes] | None:
+def open_log(path: str | None) -> LineWriter | None:
     """Open the log of the controller's decisions. Instances write their own logs to FILE.0, FILE.1 and so on."""
-    return None if path is None else open_event_log(path)
+    return None if path is None else LineWriter(path)
 
 
-def sink(log: IO[bytes]) -> Callable[[bytes], None]:
-    """Return a writer of lines. After a write error (a full disk) it drops lines: serving continues without the log."""
-    failed = False
+def sink(log: LineWriter) -> Callable[[bytes], None]:
+    """Return a writer of lines. A disk that fails costs no decision; lines wait in memory until it is well again."""
 
     def write(line: bytes) -> None:
-        nonlocal failed
-        # Nothing more is written, even if there is space again: a log with a gap cannot be replayed.
-        if failed:
-            return
-        try:
-            log.write(line)
-        except OSError as error:
-            failed = True
-            logging.getLogger("headway.cluster").error("the event log ends here: %s", error)
+        log.add(line.removesuffix(b"\n"))
+        log.flush()
 
     return write
 
@@ -90,7 +82,7 @@ def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
             )
 
 
-def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None) -> ClusterRules:
+def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None) -> ClusterRules:
     """Return `rules_of` started instances, after `check_moves`; warn once of unused and of small pools."""
     check_moves(file, infos)
     for warning in (*idle_pools(file), *_shortened(file, infos)):
@@ -117,7 +109,7 @@ def _whole(file: ClusterFile) -> bool:
     return file.placement == "ladder" and whole_prompts(file)
 
 
-def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: IO[bytes] | None = None) -> ClusterRules:
+def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None = None) -> ClusterRules:
     """Return the policy and latencies that a cluster decides by.
 
     Spans are predicted with the latencies of the first instance that prefills. log: of decisions, if any.

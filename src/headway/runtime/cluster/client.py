@@ -104,11 +104,16 @@ def merged_stats(all_stats: Sequence[EngineStats], waiting: int) -> EngineStats:
     sums = {
         name: sum(getattr(stats, name) for stats in all_stats)
         for name in EngineStats.__struct_fields__
-        if name not in (*_NEWEST, "stage_busy_s", "recovering")
+        if name not in (*_NEWEST, "stage_busy_s", "recovering", "log_problem")
     }
     sums["waiting"] += waiting
     newest: dict[str, Any] = {name: max((getattr(stats, name) for stats in all_stats), default=0) for name in _NEWEST}
-    return EngineStats(**sums, **newest, recovering=any(stats.recovering for stats in all_stats))
+    return EngineStats(
+        **sums,
+        **newest,
+        recovering=any(stats.recovering for stats in all_stats),
+        log_problem=next((stats.log_problem for stats in all_stats if stats.log_problem), ""),
+    )
 
 
 Another = Callable[[int, int, int, int | None], LiveInstance]

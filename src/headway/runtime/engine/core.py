@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from headway.core.batch import Batch, ClockProtocol, EmittedToken, Executor, RequestProgress, StepResult
 from headway.core.errors import LostError, OverloadedError, PredictedLateError, RequestError, UnavailableError
-from headway.core.logs import EventSink, arrival_fields, batch_fields, group_fields
+from headway.core.logs import EventSink, LogSink, arrival_fields, batch_fields, group_fields
 from headway.core.request import Request, RequestEvent, Span
 from headway.perf.latency.corrected import describe
 from headway.perf.utilisation import AttentionWork
@@ -468,6 +468,7 @@ class EngineCore:
             kv_tokens_total=sum(block_manager.total_tokens for block_manager in self.scheduler.block_managers),
             stage_busy_s=tuple((*key, busy_s) for key, busy_s in sorted(self._stage_busy_s.items())),
             recovering=self.recovering,
+            log_problem=(self._log.lines.problem or "") if isinstance(self._log, LogSink) else "",
             late=sum(policy.late for policy in group_policies(self.scheduler)),
             **self._stats,  # type: ignore[arg-type]
         )

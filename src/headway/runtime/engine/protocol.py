@@ -148,6 +148,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s_total: float = 0.0
     recovering: bool = False
     """Workers are gone and new ones start."""
+    log_problem: str = ""
+    """Why the event log cannot be written at present; empty: all is well."""
     engine_restarts_total: int = 0
     """Counted by the server, not by the engine."""
 
