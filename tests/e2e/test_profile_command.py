@@ -20,8 +20,9 @@ def test_the_table_is_corrected_by_serving(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     served = re.search(r"served for 2 s, ([\d,]+) iterations", printed)
     assert served is not None
-    # The last lines are what the table comes to.
-    assert re.search(r"next chunk in iterations of \d+ ms, in tokens:  [\d,]+ after 0", printed.splitlines()[-1])
+    # What the table comes to, and the table last.
+    assert re.search(r"next chunk in iterations of \d+ ms, in tokens:  [\d,]+ after 0", printed)
+    assert "histories up to" in printed.splitlines()[-1]
     iterations = served[1]
     source = table.load(out, None)
     assert source.provenance.endswith(f"corrected by {iterations} iterations of serving")
