@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 # Parallel tests share the cores: one thread each, and no spinning.
 QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-# Whether CI, which began at HEADWAY_CI_SINCE, has taken less than so many seconds; else it says what it leaves out.
-IN_TIME = { [ $$(( $$(date +%s) - $${HEADWAY_CI_SINCE:-$$(date +%s)} )) -lt $(1) ] || { echo "SKIPPED: $(2): CI is slow here"; false; }; }
+# Whether CI, which began at CI_SINCE, has taken less than so many seconds; else it says what it leaves out.
+IN_TIME = { [ $$(( $$(date +%s) - $${CI_SINCE:-$$(date +%s)} )) -lt $(1) ] || { echo "SKIPPED: $(2): CI is slow here"; false; }; }
 # Properties of searches, indexes, heaps and books, where more examples find more: no tensors, no processes.
 SEARCHED := $(addprefix tests/,core kv latency scheduling placement controller transfer workload metrics accelerator)
 
@@ -37,10 +37,10 @@ test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples o
 	@if $(call IN_TIME,3600,more examples of properties); then $(QUIET) HYPOTHESIS_PROFILE=thorough \
 	$(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) --dist worksteal $(SEARCHED); fi
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
-	@if [ -n "$(HEADWAY_CI)" ]; then $(MAKE) --no-print-directory nixl || echo "SKIPPED: NIXL: no wheel"; fi
+	@if [ -n "$(IN_CI)" ]; then $(MAKE) --no-print-directory nixl || echo "SKIPPED: NIXL: no wheel"; fi
 	@if [ -d .nixl/nixl ]; then $(QUIET) PYTHONPATH=.nixl $(BIN)/python -m pytest tests/transfer tests/e2e/test_cluster_nixl.py -k nixl; \
 	else echo "skipped: KV by NIXL between native instances, which needs NIXL (make nixl, 0.5 GB)"; fi
-	@if [ -d $(VLLM_VENV) ] || [ -n "$(HEADWAY_CI)" ]; then $(MAKE) --no-print-directory test-vllm; \
+	@if [ -d $(VLLM_VENV) ] || [ -n "$(IN_CI)" ]; then $(MAKE) --no-print-directory test-vllm; \
 	else echo "skipped: the contract tests with vLLM, which need its environment (make vllm, 3.4 GB)"; fi
 
 vllm: ## make .venv-vllm: vLLM for CPUs with this checkout beside it (3.4 GB, minutes)
@@ -57,10 +57,10 @@ ray: setup ## Ray beside .venv, in .ray, for the tests of several hosts (0.25 GB
 # In CI a wheel that cannot be had is a skip in so many words; anything else that fails, fails.
 test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server), a cluster of its servers; makes .venv-vllm
 	@$(PYTHON) scripts/make_vllm_env.py $(VLLM_VENV) || { status=$$?; \
-	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
+	if [ $$status -eq 75 ] && [ -n "$(IN_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
 	fi; exit $$status; }; \
 	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
-	@if [ -n "$(HEADWAY_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,3300,other versions of vLLM); then \
+	@if [ -n "$(IN_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,3300,other versions of vLLM); then \
 	$(QUIET) $(BIN)/python scripts/check_vllm_version.py --tests $(VLLM_VENV) || [ $$? -eq 75 ]; fi
 	@if $(call IN_TIME,3900,live servers of vLLM); then \
 	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600; fi
@@ -100,7 +100,7 @@ audit: ## known vulnerabilities of the locked packages, looked up in PyPI's advi
 	@test -d build/audit || $(PYTHON) -m venv build/audit
 	@build/audit/bin/python -m pip install --quiet --disable-pip-version-check "pip-audit>=2.10,<3"
 	@build/audit/bin/python scripts/audit.py || { status=$$?; \
-	if [ $$status -eq 75 ] && [ -n "$(HEADWAY_CI)" ]; then echo "SKIPPED: advisories cannot be reached"; exit 0; fi; \
+	if [ $$status -eq 75 ] && [ -n "$(IN_CI)" ]; then echo "SKIPPED: advisories cannot be reached"; exit 0; fi; \
 	exit $$status; }
 
 sbom: setup ## the packages that a server needs, with versions and licences (CycloneDX), in build/sbom.json

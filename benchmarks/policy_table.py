@@ -32,7 +32,7 @@ from headway.sim.sweep import run_in_processes
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.traces import read_trace
 
-SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
+SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "policy-table.md"
 TRACES = {
     "azure 2023 conversation": SHARED / "azure-llm-2023" / "AzureLLMInferenceTrace_conv.csv.gz",

@@ -19,7 +19,7 @@ from headway.sim.scenario import Scenario, parse_scenario
 from headway.sim.sweep import run_in_processes
 from headway.sim.workload.traces import shared_tokens
 
-SHARED = Path(os.environ.get("HEADWAY_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
+SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared")) / "data" / "traces"
 CONVERSATIONS = SHARED / "mooncake-conversation" / "conversation_0-2400s.jsonl.gz"
 AGENTS = SHARED / "claude-code-weka" / "requests.csv.gz"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "prefix-cache-table.md"

@@ -17,10 +17,9 @@ from tests.helpers.namespaces import Hosts, two_hosts
 # What the caller has set for Headway, for libraries or for a terminal would change what tests see.
 _FOREIGN = ("HEADWAY_", "HF_", "TRANSFORMERS_", "OPENAI_", "OTEL_", "RAY_", "UVICORN_", "VLLM_")
 _TERMINAL = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
-_FOR_TESTS = ("HEADWAY_CI", "HEADWAY_CI_SINCE", "HEADWAY_DISK_HISTORIES", "HEADWAY_NATIVE", "HEADWAY_SHARED")
 for _name in list(os.environ):
     _foreign = _name.startswith(_FOREIGN) or _name in _TERMINAL or _name.lower().endswith("_proxy")
-    if _foreign and _name not in _FOR_TESTS:
+    if _foreign and _name != "HEADWAY_NATIVE":
         del os.environ[_name]
 # Processes that the product starts do not search the working directory (`-P`): doubles of engines are in `tests`.
 _ROOT = str(Path(__file__).parent.parent)

@@ -89,7 +89,7 @@ def test_lost_requests_make_the_command_fail(  # type: ignore[no-untyped-def]
 def test_a_slice_of_a_real_trace(serve_fake, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     import os
 
-    shared = Path(os.environ.get("HEADWAY_SHARED") or Path(__file__).resolve().parents[3] / "shared")
+    shared = Path(os.environ.get("SHARED_DATA") or Path(__file__).resolve().parents[3] / "shared")
     real = shared / "data/traces/azure-llm-2023/AzureLLMInferenceTrace_conv.csv.gz"
     if not real.exists():
         pytest.skip("no real traces on this machine")

@@ -1,6 +1,6 @@
 """Writers over a simulated disk whose calls fail: nothing accepted is lost silently, service goes on, and it heals.
 
-HEADWAY_DISK_HISTORIES sets how many seeded histories are played (default: 50 of each writer).
+DISK_HISTORIES sets how many seeded histories are played (default: 50 of each writer).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.serving import journal
 from headway.serving import journal as journal_module
 from headway.serving.journal import JournalWriter, RequestJournal
 
-HISTORIES = int(os.environ.get("HEADWAY_DISK_HISTORIES", "50"))
+HISTORIES = int(os.environ.get("DISK_HISTORIES", "50"))
 
 
 def delta(token: int) -> OutputDelta:

@@ -14,8 +14,8 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope="session")
 def traces() -> Path:
-    """The real traces, where this machine has them: HEADWAY_SHARED, or `shared` beside the repository."""
-    shared = os.environ.get("HEADWAY_SHARED") or str(Path(__file__).resolve().parents[3] / "shared")
+    """The real traces, where this machine has them: SHARED_DATA, or `shared` beside the repository."""
+    shared = os.environ.get("SHARED_DATA") or str(Path(__file__).resolve().parents[3] / "shared")
     folder = Path(shared) / "data" / "traces"
     if not folder.is_dir():
         pytest.skip("no real traces on this machine")
