@@ -131,9 +131,6 @@ class IterationPolicy:
         self._advanced = 0
         # The prefill that was cut last: the length of efficient chunks depends on its context.
         self._cut: PrefillState | None = None
-        # One that has waited too long where KV is short (`LadderQueue.overdue`): until it enters, what becomes free is
-        # for it.
-        self._overdue: PrefillState | None = None
 
     # -- the decision -------------------------------------------------------------------------------------------
 
@@ -161,7 +158,8 @@ class IterationPolicy:
                 self._set_cached(self._states[request_id], cached)
         if budget_s is None:
             budget_s = self.budget_s(now) if self.chunking.timed else 0.0
-        overdue = self._overdue = self._find_overdue(now)
+        if self.admission.scarce:
+            queue.note_scarce(now)
         order = queue.ordered(now, lambda: prefill_speed(self.latency, load, budget_s))
         admission.decide(now, admits_new)
         config = self.config
@@ -173,10 +171,8 @@ class IterationPolicy:
             medha.begin(load, self.latency, queue, not admission.closed and admission.free_blocks > 0, shorts_elsewhere)
         # Requests with KV that were offered, for prefixes that they compute.
         ahead = set[str]()
-        if overdue is not None:
-            self._offer(overdue, fill, now, skip, ahead)
         for place, state in enumerate(order):
-            if state is None or state is overdue:
+            if state is None:
                 continue
             if admission.closed or not (admission.free_blocks or state.holds_kv):
                 # No further request begins: only those that hold KV are left.
@@ -191,13 +187,6 @@ class IterationPolicy:
         if medha is not None:
             self._use_yielded_time(medha, fill)
         return IterationDecision(fill.quotas, fill.load)
-
-    def _find_overdue(self, now: float) -> PrefillState | None:
-        """Return the request for which KV is kept free until it enters; None: there is none."""
-        overdue, queue = self._overdue, self.queue
-        if overdue is not None and overdue.slot >= 0 and not overdue.holds_kv:
-            return overdue
-        return queue.overdue(now) if self.admission.scarce and isinstance(queue, LadderQueue) else None
 
     def _offer(
         self, state: PrefillState, fill: IterationFill, now: float, skip: Collection[str], ahead: set[str]

@@ -238,9 +238,7 @@ class ShardPlacement:
         into lockstep early."""
         table = self.table
         for sequence in list(table.longs.values()):
-            full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
-            if full and sequence.slot >= 0 and table.owner(sequence.request.id).group in able:
-                self._join(sequence, now)
+            self._extend_prefill(sequence, now, able)
         # `skipped_since` of a request that holds KV: no group had blocks for its next shard (`_join`).
         stuck = [s for s in table.longs.values() if s.lease is not None and s.skipped_since is not None]
         oldest = min(stuck, key=lambda s: s.order, default=None)
@@ -250,9 +248,17 @@ class ShardPlacement:
         for state in table.states:
             # Groups that hold a shard of it already cannot take the next one: no reason to close them.
             state.policy.admission.reserved_for = oldest if late and state.group not in held else None
-        # Two long requests may wait for each other's blocks: evict the youngest, never the oldest.
-        if late and len(stuck) > 1:
+        # Two long requests may wait for each other's blocks: evict the youngest, never the oldest. What it held is for
+        # the oldest, at once: else no group could compute, `unblock` would evict the oldest too, and so for ever.
+        if oldest is not None and late and len(stuck) > 1:
             self._evict(max(stuck, key=lambda s: s.order), now)
+            self._extend_prefill(oldest, now, able)
+
+    def _extend_prefill(self, sequence: SequenceState, now: float, able: Container[int]) -> None:
+        """Transfer a prefill to another group if its shard is full and its group could compute now (`able`)."""
+        full = sequence.lease is not None and sequence.room <= 0 < sequence.remaining
+        if full and sequence.slot >= 0 and self.table.owner(sequence.request.id).group in able:
+            self._join(sequence, now)
 
     def unblock(self, now: float) -> bool:
         """Evict the youngest long request that holds KV. False: none does.
