@@ -170,28 +170,31 @@ def shortest_first(left_s: Floats, work_s: Floats, places: int = PLACES) -> list
     Arguments as in `fewest_late`. O(n log n), and O(n) vector operations for each place."""
     left = np.asarray(left_s, dtype=np.float64)
     by_due = left.argsort(kind="stable")
+    # In order of due times; those that have got a place work for ever.
     works = np.asarray(work_s, dtype=np.float64)[by_due]
-    # Seconds by which a job ends before it is due, in order of due times.
+    # Seconds by which a job ends before it is due.
     slack = left[by_due] - works.cumsum()
-    for place in range(min(places, len(works) - 1)):
-        rest = works[place + 1 :]
+    chosen: list[int] = []
+    first = 0
+    for _ in range(min(places, len(works) - 1)):
+        while works[first] == np.inf:
+            first += 1
         # The shortest of all mostly is the first, or fits.
-        at = int(rest.argmin())
-        if works[place] <= rest[at]:
-            continue
-        least = np.minimum.accumulate(slack[place:-1])
-        if rest[at] > SLACK_SHARE * least[at]:
-            fitting = np.flatnonzero(rest <= SLACK_SHARE * least)
-            if not len(fitting):
-                continue
-            at = int(fitting[rest[fitting].argmin()])
-            if works[place] <= rest[at]:
-                continue
-        # Move it to this place: those due before it follow one place later, and have less slack.
-        at += place + 1
-        index, work, own_slack = by_due[at], works[at], slack[at]
-        by_due[place + 1 : at + 1], by_due[place] = by_due[place:at].copy(), index
-        works[place + 1 : at + 1], works[place] = works[place:at].copy(), work
-        slack[place + 1 : at + 1], slack[place] = slack[place:at] - work, own_slack
+        at = int(works.argmin())
+        if at != first:
+            if works[first] <= works[at]:
+                at = first
+            elif works[at] > SLACK_SHARE * np.minimum.reduce(slack[first:at]):
+                rest, least = works[first + 1 :], np.minimum.accumulate(slack[first:-1])
+                fitting = np.where(rest <= SLACK_SHARE * least, rest, np.inf)
+                shortest = int(fitting.argmin())
+                at = first + 1 + shortest if fitting[shortest] < works[first] else first
+            # Those due before it follow, and have less slack.
+            slack[first:at] -= works[at]
+        chosen.append(at)
+        slack[at] = works[at] = np.inf
     order: list[int] = by_due.tolist()
-    return order
+    placed = [order[at] for at in chosen]
+    for at in sorted(chosen, reverse=True):
+        del order[at]
+    return placed + order
