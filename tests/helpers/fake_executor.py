@@ -65,7 +65,6 @@ class FakeExecutor:
         self._done: deque[StepResult] = deque()
         self.released = 0
 
-    interrupts: Callable[[], bool] | None = None
     waits_on: tuple[object, ...] = ()
     accepts: bool = True
     free: tuple[int, ...] | None = None

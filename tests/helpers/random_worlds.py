@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import msgspec
 from tests.helpers.scheduler_simulation import World
@@ -12,17 +11,16 @@ from tests.helpers.unit_latency import random_config
 from headway.core.request import BACKGROUND_PRIORITY, Request, Slo
 
 
-def interrupted_world(seed: int) -> World:
-    """The same with requests that no client waits for, whose batches are interrupted."""
-    world, rng = random_world(seed), random.Random(f"interrupts {seed}")
-    config = replace(world.config, stages=1, interruptible_layers=rng.choice((2, 32)))
-    plan = [
+def background_world(seed: int) -> World:
+    """The same with requests that no client waits for."""
+    world, rng = random_world(seed), random.Random(f"background {seed}")
+    world.plan = [
         (msgspec.structs.replace(request, priority=BACKGROUND_PRIORITY) if rng.random() < 0.5 else request, output)
         for request, output in world.plan
     ]
     return World(
-        rng, config, world.pool_tokens, plan, chaos=world.chaos, losses=world.losses,
-        interrupts=rng.choice((0.2, 0.9)), learns=world.learns, ahead=world.ahead,
+        rng, world.config, world.pool_tokens, world.plan, chaos=world.chaos, losses=world.losses,
+        learns=world.learns, ahead=world.ahead,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.unit_latency import small_machine
 
 from headway.core.batch import Batch, DecodeGroup, RequestProgress
-from headway.core.request import BACKGROUND_PRIORITY, Request, RequestEvent, Span
+from headway.core.request import Request, RequestEvent, Span
 from headway.kv.allocator import BlockTables
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
@@ -51,8 +51,7 @@ def is_long(config: SchedulerConfig, request: Request) -> bool:
 
 @dataclass
 class World:
-    """Runs `plan` (requests by arrival) to the end. `chaos` is the chance of an abort per step; `losses` of a loss;
-    `interrupts`, that a batch which an arrival may interrupt is."""
+    """Runs `plan` (requests by arrival) to the end. `chaos` is the chance of an abort per step; `losses` of a loss."""
 
     rng: random.Random
     config: SchedulerConfig
@@ -61,7 +60,6 @@ class World:
     noise: tuple[float, float] = (0.5, 2.0)
     chaos: float = 0.0
     losses: float = 0.0
-    interrupts: float = 0.0
     learns: bool = False
     ahead: int = 1
     latency: LatencyModel | None = None
@@ -81,7 +79,7 @@ class World:
         self.flights: deque[tuple[Batch, float]] = deque()
         self.arrivals = deque(sorted(self.plan, key=lambda item: item[0].arrival_s))
         self.epochs: dict[int, tuple[str, ...]] = {0: ()}
-        self.preempted = self.told_preempted = self.idle_batches = self.lost = self.interrupted = 0
+        self.preempted = self.told_preempted = self.idle_batches = self.lost = 0
         self.limit = 50 * sum(request.prompt_tokens + output for request, output in self.plan) + 1000
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -144,9 +142,6 @@ class World:
         batch, done_s = self.flights.popleft()
         elapsed_s = max(0.0, done_s - self.now)
         self.now = max(self.now, done_s)
-        if batch.interruptible and self.rng.random() < self.interrupts:
-            self._interrupt(batch)
-            return
         results = []
         part = batch.parts[0]
         ended = []
@@ -169,17 +164,6 @@ class World:
         waiting = {chunk.request for chunk in part.prefills} | set(part.decodes.members)
         for name in waiting & self.books.keys():
             assert not self.books[name].aborted or name in self._flying()
-
-    def _interrupt(self, batch: Batch) -> None:
-        """The batch has computed nothing; its chunk comes again."""
-        self.interrupted += 1
-        (chunk,) = batch.parts[0].prefills
-        book = self.books[chunk.request]
-        book.cursor -= chunk.tokens
-        assert not batch.parts[0].decodes.members
-        events = self.scheduler.interrupted(batch.id, self.now)
-        assert [event.request for event in events if event.kind == "aborted"] == [chunk.request] * book.aborted
-        self._hear(events)
 
     def _repeats(self, batch: Batch) -> int:
         """How often a batch of decodes is carried out: at most until one of them ends, or somebody arrives."""
@@ -333,8 +317,6 @@ class World:
             book
             for name, book in self.books.items()
             if book.cursor and not book.decoding and not book.aborted
-            # what has iterations of its own waits while others compute
-            if not rules.interruptible_layers or book.request.priority < BACKGROUND_PRIORITY
             if book.cursor < book.request.prompt_tokens + book.generated
             if rules.pipeline_schedule == "stream" or name not in flying
         ]

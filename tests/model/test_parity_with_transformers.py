@@ -157,16 +157,3 @@ def test_bf16_stays_within_a_bound_and_keeps_clear_tokens(variant: str, cuts: li
     clear = top[..., 0] - top[..., 1] > 2 * error.amax(-1)
     assert clear.float().mean() > 0.5
     assert torch.equal(got.argmax(-1)[clear], wanted.argmax(-1)[clear])
-
-
-def test_layers_may_be_cut_anywhere() -> None:
-    decoder, _ = models("llama")
-    tokens, positions = prompts(1)[0], torch.arange(LENGTH)
-    pool = decoder.make_pool(LENGTH)
-    plan = decoder.backend.plan([BatchSegment(0, LENGTH, 0, ((0, LENGTH),))], pool)
-    wanted = decoder.forward(tokens, positions, plan, torch.tensor([LENGTH - 1]))
-    with torch.inference_mode():
-        rotary = decoder.rotary_table(positions)
-        hidden = decoder.run_layers(decoder.embed(tokens), rotary, plan, 0, 1)
-        hidden = decoder.run_layers(hidden, rotary, plan, 1)
-        assert torch.equal(decoder.head(hidden[-1:]), wanted)

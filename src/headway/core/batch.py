@@ -14,7 +14,6 @@ Nothing here can be part of a cycle, so the collector need not look at it (`gc=F
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -113,10 +112,6 @@ class Batch(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     repeat: int = 1
     """Above 1, the batch may stand for up to so many iterations, which would be scheduled one after another as long as
     no request arrives, ends or aborts. For simulators only; live it is 1."""
-    interruptible: bool = False
-    """Whether an executor may stop between layers when a request has arrived: it holds one chunk, for which no client
-    waits. Stopped, it has computed nothing (`InstanceScheduler.interrupted`); a later batch of the same chunk alone
-    goes on with the next layer."""
 
     @property
     def tokens(self) -> int:
@@ -161,17 +156,11 @@ class StepResult(NamedTuple):
     """Measured seconds, of several stages or groups the slowest."""
     stages: tuple[tuple[tuple[float, float], ...], ...] = ()
     """For each part of the batch: begin and end on each pipeline stage, seconds of CLOCK_MONOTONIC of the stage's
-    host. Empty: not measured. Of a batch that goes on with an interrupted chunk: only its own."""
-    interrupted: bool = False
-    """Whether an `interruptible` batch was stopped between layers: it emits nothing, and `elapsed_s` is so far."""
+    host. Empty: not measured."""
 
 
 class Executor(Protocol):
     """Carries out batches in the order in which they are submitted."""
-
-    interrupts: Callable[[], bool] | None
-    """Asked between the layers of an `interruptible` batch whether to stop it, set by the engine's loop. None: such
-    batches are carried out like others, as by executors whose batches are computed in other processes."""
 
     @property
     def waits_on(self) -> tuple[Any, ...]:

@@ -7,11 +7,9 @@ group has its own pipeline; a batch of several groups enters their pipelines in 
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 from headway.core.batch import Batch, Chunk, GroupBatch, KvOp, RequestProgress
 from headway.core.errors import ConfigError, PredictedLateError, RequestError
@@ -32,7 +30,7 @@ from headway.sim.spec import InstanceSpec, NoiseSource, StagePipeline
 class RunningBatch:
     """A batch in flight, standing for one iteration or for several with the same decodes."""
 
-    __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "interrupted", "repeats")
+    __slots__ = ("batch", "cohorts", "elapsed_s", "end_s", "repeats")
 
     def __init__(self, batch: Batch, cohorts: list[DecodeCohort], end_s: float, elapsed_s: float, repeats: int) -> None:
         self.batch = batch
@@ -41,82 +39,9 @@ class RunningBatch:
         self.end_s = end_s
         """Virtual seconds at which the last iteration leaves the last stage."""
         self.elapsed_s = elapsed_s
-        """Seconds of the first iteration on one stage, of an interrupted chunk also those before; reported to
-        schedulers that correct their predictions."""
-        self.interrupted = False
-        """Whether it stops at `end_s` between two layers."""
+        """Seconds of the first iteration on one stage, reported to schedulers that correct their predictions."""
         self.repeats = repeats
         """Iterations of the same decodes that the batch stands for."""
-
-
-class ComputedLayers(NamedTuple):
-    """How far a chunk is. Each of its layers takes the same part of `whole_s`."""
-
-    chunk: Chunk
-    done_s: float
-    """Seconds that the layers which are computed took."""
-    whole_s: float
-    """Seconds of all layers."""
-
-
-class InterruptedChunks:
-    """Chunks of interruptible batches of one simulated engine: the one that runs, and those that were interrupted."""
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        # The batch that runs, when it began, and how far its chunk was then.
-        self._running: tuple[int, float, ComputedLayers] | None = None
-        self._kept: dict[str, ComputedLayers] = {}
-
-    def begin(self, batch: Batch, now: float, whole_s: float) -> tuple[float, float]:
-        """Return the seconds that a batch takes from `now` on, and those of its whole work.
-
-        These are `whole_s`, but where it goes on with an interrupted chunk."""
-        self._running = None
-        for part in batch.parts if self._kept else ():
-            for op in part.kv_ops:
-                if op.verb == "free":
-                    self._kept.pop(op.request, None)
-        found = self._computed_of(batch)
-        for chunk in (chunk for part in batch.parts for chunk in part.prefills):
-            self._kept.pop(chunk.request, None)
-        if not batch.interruptible:
-            return whole_s, whole_s
-        found = found or ComputedLayers(batch.parts[0].prefills[0], 0.0, whole_s)
-        self._running = batch.id, now, found
-        return found.whole_s - found.done_s, found.whole_s
-
-    def goes_on(self, batch: Batch) -> bool:
-        """Whether a batch, which has not begun, goes on with an interrupted chunk."""
-        return self._computed_of(batch) is not None
-
-    def _computed_of(self, batch: Batch) -> ComputedLayers | None:
-        if not batch.interruptible:
-            return None
-        (chunk,) = batch.parts[0].prefills
-        found = self._kept.get(chunk.request)
-        return found if found is not None and found.chunk == chunk else None
-
-    def interrupt(self, now: float) -> tuple[int, float] | None:
-        """Return the batch that runs and when the layer ends in which it is: there it stops. None: none, or the last.
-
-        Its completed layers are kept."""
-        if self._running is None:
-            return None
-        batch_id, began_s, was = self._running
-        layer_s = was.whole_s / self._layers
-        # the layer that is being computed, counted from 1; one that ends now is completed
-        layer = max(1, math.ceil((was.done_s + now - began_s) / layer_s - 1e-9))
-        if layer >= self._layers:
-            return None
-        self._running = None
-        self._kept[was.chunk.request] = was._replace(done_s=layer * layer_s)
-        return batch_id, max(now, began_s + layer * layer_s - was.done_s)
-
-    def clear(self) -> None:
-        """Forget all: the engine has lost its KV."""
-        self._running = None
-        self._kept.clear()
 
 
 class ReplicaCounters:
@@ -235,11 +160,6 @@ class SimulatedEngineLog:
         stages = [(self._began.pop(batch.id), now)]
         self._write("batch", batch_fields(batch, elapsed_s, [stages] * len(batch.parts), ended, now))
 
-    def interrupted(self, batch: Batch, now: float) -> None:
-        """Write that an arrival has interrupted a batch."""
-        del self._began[batch.id]
-        self._write("interrupt", {"id": batch.id, "at_s": now})
-
 
 MAX_REPEATS = 1 << 20
 """Most decode-only iterations simulated as one batch (fast-forward)."""
@@ -272,8 +192,6 @@ class SimulatedEngine:
         self.pipelines = [StagePipeline(spec.config.stages, spec.link) for _ in groups]
         self.pipeline = self.pipelines[0]
         self._cohorts = DecodeCohorts(self.tracks)
-        layers = spec.config.interruptible_layers
-        self._interrupted = InterruptedChunks(layers) if layers else None
         self._in_flight: dict[int, RunningBatch] = {}
         self._noises = [noise, *(noise.fork(f"group {group}") for group in groups[1:])]
         self._actual_latency = spec.actual_latency
@@ -332,8 +250,6 @@ class SimulatedEngine:
             if done:
                 self._apply_events(self.scheduler.complete(run.batch.id, [], now, None, done))
         self._in_flight.clear()
-        if self._interrupted is not None:
-            self._interrupted.clear()
         if self._log is not None:
             self._log.lost(now)
         for pipeline in self.pipelines:
@@ -382,11 +298,6 @@ class SimulatedEngine:
         if run is None:
             return []
         batch = run.batch
-        if run.interrupted:
-            if self._log is not None:
-                self._log.interrupted(batch, now)
-            self._apply_events(self.scheduler.interrupted(batch.id, now))
-            return []
         results: list[RequestProgress] = []
         ended: list[DecodeTrack] = []
         for part, cohort in zip(batch.parts, run.cohorts, strict=True):
@@ -421,26 +332,6 @@ class SimulatedEngine:
     def is_in_flight(self, batch_id: int) -> bool:
         """Return whether a batch is in flight."""
         return batch_id in self._in_flight
-
-    def interrupt(self, now: float) -> tuple[float, int] | None:
-        """Stop an interruptible batch, because a request arrives or leaves, at the end of the layer that it computes.
-
-        Return the (time, batch) at which to call `complete` instead; None: nothing stops."""
-        found = None if self._interrupted is None else self._interrupted.interrupt(now)
-        if found is None:
-            return None
-        batch_id, end_s = found
-        run = self._in_flight[batch_id]
-        self._counts.busy_s -= run.end_s - end_s
-        self._counts.batches -= 1
-        self._counts.iterations -= 1
-        if self._iteration_rows is not None:
-            rows = self._iteration_rows
-            place = next(i for i in reversed(range(len(rows))) if rows[i][:2] == (self.index, batch_id))
-            rows[place] = rows[place]._replace(stages=((rows[place].stages[0][0], end_s),), done_s=end_s)
-        run.end_s, run.interrupted = end_s, True
-        self.pipeline.cut(end_s)
-        return end_s, batch_id
 
     def end_repeats(self, now: float) -> tuple[float, int] | None:
         """End repeated decodes with the iteration in progress, because a request is about to arrive or leave.
@@ -479,14 +370,10 @@ class SimulatedEngine:
         cohorts = []
         for part in parts:
             cohorts.append(self._cohorts.of(part.decodes, part.group))
-            # a chunk is counted when it begins, not when it goes on
-            if (part.kv_ops or part.prefills) and not (self._interrupted and self._interrupted.goes_on(batch)):
+            if part.kv_ops or part.prefills:
                 self._count_chunks(part, now)
         woken_s = self.spec.serving.idle_s if self.pipeline.free_s < now else 0.0
         stage_s = max(self._stage_s(batch) + woken_s + self.fused_s, self.fused_until_s - now)
-        whole_s = stage_s
-        if self._interrupted is not None:
-            stage_s, whole_s = self._interrupted.begin(batch, now, stage_s)
         spans = self._enter(batch, now, stage_s)
         end_s, repeats = spans[-1][1], 1
         # a batch on n of the instance's g KV groups keeps n / g of it busy
@@ -500,7 +387,7 @@ class SimulatedEngine:
         self._counts.decodes(batch, repeats)
         if len(parts) > 1:
             self._counts.remote_attention(batch, repeats)
-        return RunningBatch(batch, cohorts, end_s, whole_s, repeats)
+        return RunningBatch(batch, cohorts, end_s, stage_s, repeats)
 
     def _count_chunks(self, part: GroupBatch, now: float) -> None:
         for chunk in part.prefills:

@@ -303,15 +303,7 @@ class InstanceSimulation(EventLoop):
                 return
             self.replicas[track.replica].abort(track, self.now, why)
             self._changed.add(track.replica)
-            self._interrupt(self.replicas[track.replica])
             self.schedule_next_turn(track.source)
-
-    def _interrupt(self, replica: SimulatedEngine | SimulatedVllm) -> None:
-        """Let an arrival or a departure interrupt a batch that may be."""
-        stopped = replica.interrupt(self.now) if isinstance(replica, SimulatedEngine) else None
-        if stopped is not None:
-            at_s, batch = stopped
-            self.schedule(at_s, EventKind.BATCH_END, (replica.index, batch))
 
     def on_arrival(self, source: TraceRequest) -> None:
         track = DecodeTrack(self.request_of(source, len(self.tracks)), source)
@@ -341,7 +333,6 @@ class InstanceSimulation(EventLoop):
             self.schedule_next_turn(track.source)
             return False
         self._changed.add(replica.index)
-        self._interrupt(replica)
         return True
 
     def on_instant_end(self) -> None:

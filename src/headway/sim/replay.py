@@ -4,7 +4,7 @@ again.
 The log (`headway serve --event-log FILE`, JSON lines) begins with `start` (settings, KV pool of a group, latency model,
 exchange between KV groups if any, order of eviction of a prefix cache) and has one line for each request added (with
 the keys of its blocks, for the cache) or aborted, each batch scheduled (with the groups that were `free`, if not all),
-each batch interrupted, and each batch done (over all of its parts, with the keys of blocks that answers have filled).
+and each batch done (over all of its parts, with the keys of blocks that answers have filled).
 The log of the vLLM plug-in has more lines. A difference means that the scheduler depends on something
 that is not in the log, or that its code has changed since.
 """
@@ -575,13 +575,6 @@ class _ReplayState:
             self.keys[name].append(key)
         results = [RequestProgress(name, 1, True) for name in event["ended"]]
         self._apply(self.scheduler.complete(batch.id, results, event["at_s"], event["elapsed_s"]))
-
-    def on_interrupt(self, event: Mapping[str, Any]) -> None:
-        # its schedule event differed already
-        if self.batches.pop(event["id"], None) is None:
-            return
-        self.done_s, self.woken_at_s = event["at_s"], None
-        self._apply(self.scheduler.interrupted(event["id"], event["at_s"]))
 
     def on_lost(self, event: Mapping[str, Any]) -> None:
         self.batches.clear()

@@ -163,8 +163,6 @@ BACKGROUND_WAIT_S = 0.01
 """Longest iteration by default with tokens of a background request, while other requests come often, seconds."""
 _BACKGROUND_SHARE = 0.02
 """The same as a share of the expected time between arrivals."""
-_LAYER_SHARE = 0.1
-"""A layer of an iteration that arrivals interrupt may take so much of what iterations may that none interrupts."""
 
 
 class ArrivalGaps:
@@ -273,13 +271,10 @@ class IterationBudget:
             floor_s = self._floor_s = 0.0 if config.literal else LEAST_GAIN * self._latency.rows_s(1)
         return max(bound_s, floor_s)
 
-    def background_s(self, now: float, alone: bool) -> float:
+    def background_s(self, now: float) -> float:
         """Return the longest iteration with tokens of a background request, seconds: no client waits for these, but
-        arrivals and decodes wait for the iteration's end.
-
-        `alone`: there is nothing else in it, and an arrival waits for the end of a layer only."""
-        longest_s = max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
-        return longest_s * _LAYER_SHARE * self._config.interruptible_layers if alone else longest_s
+        arrivals and decodes wait for the iteration's end."""
+        return max(BACKGROUND_WAIT_S, _BACKGROUND_SHARE * self.arrivals.expected_s(now))
 
     def observed(self, changed: bool) -> None:
         """Follow a latency model that has learned. `changed`: noticeably."""

@@ -36,7 +36,7 @@ def _f(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-FOLLOWS_FROM_LAYOUT: Final = frozenset(("stages", "kv_parallel", "kv_shard_tokens", "interruptible_layers"))
+FOLLOWS_FROM_LAYOUT: Final = frozenset(("stages", "kv_parallel", "kv_shard_tokens"))
 """Fields of `SchedulerConfig` that are no settings: they follow from the model and how it is spread."""
 
 MIN_CHUNK: Final = 8
@@ -69,9 +69,6 @@ class SchedulerConfig:
     stages: int = _f(1, "pipeline stages: batches in flight")
     kv_parallel: int = _f(1, "KV groups: replicas that each hold a shard of a long request's cache")
     kv_shard_tokens: int | None = _f(None, "tokens a KV group holds of one request; default: what t_target_s allows")
-    interruptible_layers: int = _f(
-        0, "layers between which an arrival interrupts iterations of prepared documents; 0: nothing does"
-    )
     pipeline_schedule: PipelineSchedule = _f("stream", "stream: a prompt's next chunk enters when stage 0 frees (SPP)")
 
     def __post_init__(self) -> None:
@@ -89,9 +86,6 @@ class SchedulerConfig:
         need(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
         need(self.stages >= 1, "stages", "at least 1")
         need(self.kv_parallel >= 1, "kv_parallel", "at least 1")
-        need(self.interruptible_layers >= 0, "interruptible_layers", "0 or more")
-        alone = self.stages == self.kv_parallel == 1
-        need(alone or not self.interruptible_layers, "interruptible_layers", "0 with stages or KV groups")
         need(self.kv_shard_tokens is None or self.kv_shard_tokens >= 1, "kv_shard_tokens", "at least 1")
 
     @property

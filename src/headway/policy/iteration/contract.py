@@ -83,11 +83,6 @@ class InstanceScheduler(Protocol):
         batch, a prompt whose last chunk was in it) has accepted one token and goes on. `elapsed_s`: measured seconds,
         for latency models that learn. `repeats`: iterations carried out, at most the batch's `repeat`."""
 
-    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
-        """Take back an `interruptible` batch that was stopped between layers. Return events as `complete` does.
-
-        Its chunk is scheduled again, of the same size where it has a batch of its own."""
-
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """Drop a request: at once, or when the batch that it is in completes. Unknown ids (ended) are ignored."""
 

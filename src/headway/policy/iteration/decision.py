@@ -61,9 +61,6 @@ def refuse_late(scheduler: InstanceScheduler, request: Request, now: float) -> N
     )
 
 
-BACKGROUND_EVERY: Final = 128
-"""Iterations of other work after which a background request has tokens in one of them, where it otherwise has
-iterations of its own: fewer than 1 in 100 gaps between tokens of other requests are longer for it."""
 _LAST: Final = 1 << 62
 """An order of arrival behind all others."""
 BACKGROUND_GAIN: Final = 2.0
@@ -205,14 +202,9 @@ class IterationPolicy:
         ask = self._ask(state, fill, now)
         if ask is None:
             return
-        tokens, attention_s = state.interrupted, 0.0
-        if tokens:
-            # It goes on where an arrival has interrupted it, with a chunk of the same size.
-            attention_s = one_chunk_s(self.latency, ask.past, tokens)
-        else:
-            tokens, attention_s = fill.size(ask)
-            if fill.completing and tokens < state.remaining and self._gives_way(state, fill, tokens, attention_s):
-                return
+        tokens, attention_s = fill.size(ask)
+        if fill.completing and tokens < state.remaining and self._gives_way(state, fill, tokens, attention_s):
+            return
         if tokens <= 0:
             fill.refuse(ask.budget_s == fill.budget_s)
             if medha is not None:
@@ -253,7 +245,6 @@ class IterationPolicy:
         stalled = self._iterations - (state.last_progress if counts else self._advanced)
         if state.request.priority >= BACKGROUND_PRIORITY:
             return self._ask_background(state, fill, now, stalled)
-        state.interrupted = 0
         completes, exchange_s, longest_s = True, 0.0, 0.0
         if medha is not None:
             budget_s = medha.longest_s(state, budget_s, now)
@@ -280,12 +271,7 @@ class IterationPolicy:
         self, state: PrefillState, fill: IterationFill, now: float, stalled: int
     ) -> ChunkRequest | None:
         """Return a background request as it is offered: no client waits for it, so its iterations are short."""
-        alone = self.config.interruptible_layers > 0 and stalled < BACKGROUND_EVERY
-        if alone and not is_empty(fill.load):
-            return None
-        if not alone:
-            state.interrupted = 0
-        longest_s = self.budget.background_s(now, alone)
+        longest_s = self.budget.background_s(now)
         # A prompt for which a client waits has its iterations to itself: after a long context one token is long.
         if fill.quotas and longest_s < fill.budget_s:
             return None
@@ -344,7 +330,6 @@ class IterationPolicy:
         state.scheduled = scheduled
         # +1: `began` has not yet counted the iteration that is being built.
         state.last_progress = self._advanced = self._iterations + 1
-        state.interrupted = 0
         if self.medha is not None and state.medha_size == LONG:
             before, self.medha.active = self.medha.active, state
             if before is not None and before is not state and before.slot >= 0:
@@ -353,12 +338,6 @@ class IterationPolicy:
             self.queue.remove(state)
         else:
             self._update(state)
-
-    def interrupted(self, request_id: str, start: int, tokens: int) -> None:
-        """Set the cursor of a prefill back to `start`: a chunk of so many tokens was interrupted, and goes on later."""
-        state = self._states[request_id]
-        state.scheduled, state.interrupted = start, tokens
-        self._update(state)
 
     def decoding(self, request_id: str) -> None:
         """Count a request that has its first output token: iterations keep to its TBT target from now on."""
@@ -370,7 +349,7 @@ class IterationPolicy:
         if state.slot >= 0:
             self.queue.remove(state)
         state.generated = known_tokens - state.prompt
-        state.scheduled = state.base = state.interrupted = 0
+        state.scheduled = state.base = 0
         # Its age in the admission queue starts anew: it had its turn.
         state.skipped_since = None
         self.targets.end(state)

@@ -348,10 +348,6 @@ class GroupedScheduler:
             events += group.completion.end_aborted(now)
         return self._forget_ended(events)
 
-    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
-        """See `InstanceScheduler`. Batches of several groups are not interruptible."""
-        raise InvariantError(f"batch {batch_id} cannot be interrupted")
-
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         return self._forget_ended(self._owner(request_id).abort(request_id, now)) if request_id in self else []

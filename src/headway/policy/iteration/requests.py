@@ -30,7 +30,6 @@ class PrefillState:
         "decoding",
         "generated",
         "holds_kv",
-        "interrupted",
         "last_progress",
         "limit",
         "medha_size",
@@ -68,8 +67,6 @@ class PrefillState:
         self.slot, self.rank = -1, 0
         # The last iteration in which it got tokens.
         self.last_progress = 0
-        # Tokens of its next chunk, which an arrival interrupted: some of its layers are computed. 0: there is none.
-        self.interrupted = 0
         # When admission first failed for lack of KV, seconds; None: it has not.
         self.skipped_since: float | None = None
         # Blocks that it would take to enter, as the pool said last, and the decision in which the pool is asked again.

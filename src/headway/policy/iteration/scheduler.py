@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention, RequestProgress
 from headway.core.errors import InvariantError, RequestError
-from headway.core.request import BACKGROUND_PRIORITY, Phase, Request, RequestEvent, Span
+from headway.core.request import Phase, Request, RequestEvent, Span
 from headway.kv.block_manager import BlockManager, KvLease, KvShardLease
 from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
 from headway.perf.latency.prefill_cache import PrefillCache
@@ -70,21 +70,6 @@ class BatchCompletion:
             state.ready.add(sequence)
             state.policy.decoding(name)
         events += [state.end(sequence, now) for sequence in ended.values()]
-        return events
-
-    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
-        """See `InstanceScheduler`."""
-        state = self._state
-        batch = state.in_flight.pop(batch_id, None)
-        if batch is None or batch.decodes.members:
-            raise InvariantError(f"batch {batch_id} is not in flight, or decodes")
-        events = state.drain_events()
-        for chunk, sequence in zip(batch.chunks, batch.sequences, strict=True):
-            sequence.in_flight -= 1
-            if sequence.aborted:
-                events.append(state.end(sequence, now))
-            else:
-                state.policy.interrupted(chunk.request, chunk.start, chunk.tokens)
         return events
 
     def _advance_prefills(
@@ -335,19 +320,7 @@ class BatchBuilder:
         # Fast-forward only to the step at which a lease fills: growth may evict, which changes the batch.
         repeat = max(1, min(ahead, decodes.room())) if ahead > 1 and not chunks and state.only_decodes else 1
         part = self.commit(number, chunks, load, repeat)
-        return Batch(
-            id=number,
-            parts=(part,),
-            predicted_s=load_s(latency, load),
-            repeat=repeat,
-            interruptible=self._interruptible(part),
-        )
-
-    def _interruptible(self, part: GroupBatch) -> bool:
-        """Whether an arrival may interrupt a batch: one chunk of a background request is all of it."""
-        if not self._state.config.interruptible_layers or part.decodes.members or len(part.prefills) != 1:
-            return False
-        return self._state.sequences[part.prefills[0].request].request.priority >= BACKGROUND_PRIORITY
+        return Batch(id=number, parts=(part,), predicted_s=load_s(latency, load), repeat=repeat)
 
     def pick_chunks(
         self, load: BatchLoad, now: float, shorts_elsewhere: bool = False, budget_s: float | None = None
@@ -580,10 +553,6 @@ class Scheduler:
     ) -> list[RequestEvent]:
         """See `InstanceScheduler`."""
         return self.completion.complete(batch_id, results, now, elapsed_s, repeats)
-
-    def interrupted(self, batch_id: int, now: float) -> list[RequestEvent]:
-        """See `InstanceScheduler`."""
-        return self.completion.interrupted(batch_id, now)
 
     def abort(self, request_id: str, now: float) -> list[RequestEvent]:
         """See `InstanceScheduler`."""

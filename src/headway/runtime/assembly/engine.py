@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -128,8 +128,6 @@ def assemble(
     # Opened before the model is loaded, so that an error comes at once.
     log = None if config.event_log is None else event_sink(config.event_log)
     built = build(config, wanted, loaded)
-    if layout.accelerators == 1 and config.instance is None:
-        schedule = replace(schedule, interruptible_layers=built.shape.layers)
     try:
         return _engine(config, clock, schedule, built, log)
     except BaseException:

@@ -85,8 +85,6 @@ class IterationSampler:
             self._decided[fields["id"]] = fields["at_s"]
         elif kind == "batch":
             self._batch(fields)
-        elif kind == "interrupt":
-            del self._decided[fields["id"]]
         elif kind == "lost":
             self._decided.clear()
 
@@ -385,11 +383,6 @@ class EngineCore:
         deltas: list[OutputDelta] = []
         batch, submitted_s = self._batches.pop(result.batch_id)
         now = self._clock.now()
-        if result.interrupted:
-            self._count_busy(batch, result)
-            self._log_event("interrupt", id=batch.id, at_s=now)
-            self._take_events(self.scheduler.interrupted(batch.id, now), submitted_s)
-            return []
         progress: list[RequestProgress] = []
         for emitted in result.emitted:
             deltas.extend(self._emit(emitted, now, submitted_s, progress))

@@ -95,7 +95,6 @@ class EngineService(EngineLoop):
         gc.freeze()
         gc.enable()  # off while the process starts
         self._executor_waits_on, self._poller = core.executor.waits_on, self._make_poller(core)
-        core.executor.interrupts = self._message_waits
         while self._server_is_there:
             # With an executor in this process, `turn` itself computes: never sleep while there is work.
             sleeps = (core.idle and not core.draining) or (self._executor_waits_on and not core.idle)
@@ -149,9 +148,6 @@ class EngineService(EngineLoop):
     def _server_is_there(self) -> bool:
         """Whether the server is still there."""
         return not self._disconnected and self._is_wanted()
-
-    def _message_waits(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     @override
     def send(self, message: FromInstance, measured: bool = False) -> None:

@@ -262,8 +262,6 @@ class MultiProcessExecutor(Executor):
         self.hosts: HostLauncher | None = None
         """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
-        self.interrupts: Callable[[], bool] | None = None  # never asked
-
     # -- the executor's contract --------------------------------------------------------------------------------
 
     @property

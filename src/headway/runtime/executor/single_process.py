@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from headway.core.batch import Batch, KvOp, StepResult
@@ -22,7 +21,6 @@ class SingleProcessExecutor:
 
     def __init__(self, worker: ModelWorker, team: ComputeThreads | None = None) -> None:
         self.worker, self._team = worker, team
-        self.interrupts: Callable[[], bool] | None = None
         self._done: deque[StepResult] = deque()
 
     def admit(
@@ -37,18 +35,17 @@ class SingleProcessExecutor:
 
     def submit(self, batch: Batch) -> None:
         started = ended = time.monotonic()
-        part, stop = batch.parts[0], self.interrupts if batch.interruptible else None
+        part = batch.parts[0]
         if self._team is not None:
             self._team.begin(started, self.worker.work_rows(part))
         try:
             self.worker.replay(part.kv_ops)
-            emitted = self.worker.run(part) if stop is None else self.worker.run_until(part, stop)
+            emitted = self.worker.run(part)
         finally:
             ended = time.monotonic()
             if self._team is not None:
                 self._team.end(ended)
-        elapsed_s = ended - started + self.worker.earlier_s
-        self._done.append(StepResult(batch.id, emitted or [], elapsed_s, (((started, ended),),), emitted is None))
+        self._done.append(StepResult(batch.id, emitted, ended - started, (((started, ended),),)))
 
     def replay(self, ops: tuple[KvOp, ...]) -> None:
         """Carry out KV operations without a batch, ahead of the next batch."""

@@ -32,7 +32,7 @@ from headway.runtime.attention.backend import (
 from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.attention.native import kernels
 from headway.runtime.executor.plans import QueryTargets
-from headway.runtime.model.decoder import DecoderModel, RotaryTable, TensorGroup
+from headway.runtime.model.decoder import DecoderModel, TensorGroup
 from headway.runtime.model.sampling import SamplerState, make_state, sample, score
 
 _ROWS = 64
@@ -373,16 +373,6 @@ _OPERATORS = 8
 """Of a layer beside attention: two norms, four products, the rotation, the activation."""
 
 
-class InterruptedChunk(NamedTuple):
-    """A chunk whose first layers are computed, with KV in place: all state is in the pool and in `hidden`."""
-
-    chunk: Chunk
-    hidden: Tensor
-    layers: int
-    spent_s: float
-    """Seconds that its layers have taken."""
-
-
 class ModelWorker:
     """Holds the model, the KV pool and the tokens of the requests that were admitted."""
 
@@ -410,9 +400,6 @@ class ModelWorker:
         layer = decoder.weights.parameters / max(1, len(decoder.weights.layers))
         self._row_per_key = _OPERATORS * 2 * config.q_heads * config.head_dim / layer
         self._eos = eos
-        self.earlier_s = 0.0
-        """Seconds that layers of the last batch took before, in a batch that was interrupted."""
-        self._interrupted: dict[str, InterruptedChunk] = {}
         self._residents: dict[str, RequestTokens] = {}
         self._slots: dict[str, tuple[Run, ...]] = {}
         self._bases: dict[str, int] = {}
@@ -471,7 +458,6 @@ class ModelWorker:
                 self.tables.apply(op)
                 self._slots.pop(request, None)
                 self._bases.pop(request, None)
-                self._interrupted.pop(request, None)
                 continue
             # Only the first operation of a shard names its first token.
             if start:
@@ -508,21 +494,6 @@ class ModelWorker:
         Returns nothing on ranks that do not sample. The part's KV operations have been replayed. query_targets: the
         requests whose rows other KV groups attend too.
         """
-        emitted = self._run(part, query_targets)
-        assert emitted is not None
-        return emitted
-
-    @torch.inference_mode()
-    def run_until(self, part: GroupBatch, stop: Callable[[], bool]) -> list[EmittedToken] | None:
-        """`run` a part that is one chunk, and return None where `stop`, asked between its layers, says so.
-
-        A later part of the same chunk alone then goes on with the next layer."""
-        return self._run(part, (), stop)
-
-    def _run(
-        self, part: GroupBatch, query_targets: QueryTargets, stop: Callable[[], bool] | None = None
-    ) -> list[EmittedToken] | None:
-        self.earlier_s = 0.0
         if not part.tokens:
             if part.assists:
                 self._visit(part)
@@ -531,16 +502,9 @@ class ModelWorker:
         names = [*part.decodes.members, *(chunk.request for chunk in part.prefills if chunk.last)]
         decoding, yielding = self._members(part.decodes), self._yielding(part)
         segments, positions, wanted = self._layout(part, decoding)
-        before = self._take_interrupted(part)
-        hidden = self._begin(part, decoding) if before is None else before.hidden
+        hidden = self._begin(part, decoding)
         plan = self._plan(part, segments, query_targets)
-        rotary, first = self.decoder.rotary_table(positions), 0 if before is None else before.layers
-        if stop is not None:
-            to_last = self._run_to_last(part.prefills[0], hidden, rotary, plan, first, stop)
-            if to_last is None:
-                return None
-            first = to_last
-        hidden = self.decoder.run_layers(hidden, rotary, plan, first)
+        hidden = self.decoder.run_layers(hidden, self.decoder.rotary_table(positions), plan)
         if not self._ends:
             assert self._links is not None
             self._links.send_rows(hidden)
@@ -564,38 +528,6 @@ class ModelWorker:
             # The receive is posted now and completed by `_receive_tokens`, when a later batch embeds the token.
             self._drawn.append((yielding, self._links.expect_tokens(len(yielding))))
         return emitted
-
-    def _take_interrupted(self, part: GroupBatch) -> InterruptedChunk | None:
-        """Return what is computed of a part that is one interrupted chunk. Of other chunks of its request none is."""
-        if not self._interrupted:
-            return None
-        found = [self._interrupted.pop(chunk.request, None) for chunk in part.prefills]
-        if part.tokens != sum(chunk.tokens for chunk in part.prefills) or len(found) != 1:
-            return None
-        before = found[0]
-        if before is None or before.chunk != part.prefills[0]:
-            return None
-        self.earlier_s = before.spent_s
-        return before
-
-    def _run_to_last(
-        self,
-        chunk: Chunk,
-        hidden: Tensor,
-        rotary: RotaryTable,
-        plan: AttentionPlan,
-        first: int,
-        stop: Callable[[], bool],
-    ) -> int | None:
-        """Run the layers from `first` to the last, and return that, which is still to run. None: `stop` interrupted."""
-        began_s, last = time.monotonic(), self.pool.layers - 1
-        for layer in range(first, last):
-            self.decoder.run_layers(hidden, rotary, plan, layer, layer + 1)
-            if stop():
-                spent_s = self.earlier_s + time.monotonic() - began_s
-                self._interrupted[chunk.request] = InterruptedChunk(chunk, hidden, layer + 1, spent_s)
-                return None
-        return last
 
     def _score_prompts(self, part: GroupBatch, hidden: Tensor) -> None:
         """Score the chunks of requests that ask for their prompt's log-probabilities."""

@@ -379,14 +379,9 @@ class DecoderModel:
         """Return the rotation of (T,) positions. Called once an iteration, for all layers."""
         return self.rotary.table(positions.to(self.device), self.dtype)
 
-    def run_layers(
-        self, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan, first: int = 0, last: int | None = None
-    ) -> Tensor:
-        """Run layers first .. last - 1 of those held (None: to the end). hidden (T, hidden_size) is overwritten.
-
-        Stopping between layers and going on later is exact: all state is in `hidden` and the pool.
-        """
-        for index in range(first, len(self.weights.layers) if last is None else last):
+    def run_layers(self, hidden: Tensor, rotary: RotaryTable, plan: AttentionPlan) -> Tensor:
+        """Run the layers that are held. hidden (T, hidden_size) is overwritten."""
+        for index in range(len(self.weights.layers)):
             self.run_layer(index, hidden, rotary, plan, self.backend)
         # CUDA launches are asynchronous: the executor's clock must not stop before the layers are computed.
         if self.device.type == "cuda":
