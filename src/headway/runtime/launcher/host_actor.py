@@ -69,6 +69,9 @@ class HostActor:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
         """Serials that were told to end, perhaps before they were started."""
+        # Ray's workers give way to all else on their host (nice 15); ranks on host 0 do not, and wait for those here.
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
 
     async def facts(self) -> HostFacts:
         """Describe this host."""
