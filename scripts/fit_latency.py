@@ -29,7 +29,7 @@ SOURCES = (
 AISIMULATE = ("attention of prompts and decodes, products, all-reduce: aisimulate 0.13.0 of vLLM 0.24.0 (Apache-2.0)",)
 DIES = {
     "a100-80gb": SOURCES, "h100-80gb": SOURCES,
-    "h200-141gb": AISIMULATE,
+    "h200-141gb": AISIMULATE, "b200-180gb": AISIMULATE, "l40s-48gb": AISIMULATE,
 }  # fmt: skip
 DONOR = "h100-80gb"
 """What a newer die's profiles lack is this one's, scaled."""

@@ -83,7 +83,7 @@ def test_all_reduces_by_data_sheet_widen_the_band_by_their_part_of_the_time() ->
 
 
 def test_a_device_without_profiles_has_a_wider_band_and_says_derived() -> None:
-    own, other = prefill_band(H100, 8192), prefill_band(fitted("l40s-48gb", "llama-3-8b"), 8192)
+    own, other = prefill_band(H100, 8192), prefill_band(fitted("h20-96gb", "llama-3-8b"), 8192)
     assert own is not None
     assert other is not None
     assert other.derived

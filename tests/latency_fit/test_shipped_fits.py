@@ -16,7 +16,7 @@ from benchmarks.latency_fit import files, unseen_devices
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ACCELERATORS, MODELS, from_hf_config
 from headway.perf.latency.base import one_chunk_s
-from headway.perf.latency.fitted import fitted, shipped, shipped_fit
+from headway.perf.latency.fitted import fit_for, fitted, shipped, shipped_fit
 from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.operators import device_fit
 from headway.perf.latency.operators.device_fit import EngineAssumptions
@@ -44,7 +44,7 @@ def script(name: str, path: Path) -> ModuleType:
 def test_shipped_fits_are_small_files() -> None:
     folder = ROOT / "src" / "headway" / "perf" / "latency" / "data"
     sizes = {p.stem: p.stat().st_size for p in folder.glob("*.json")}
-    assert shipped() == sorted(sizes) == ["a100-80gb", "h100-80gb", "h200-141gb"]
+    assert shipped() == sorted(sizes) == ["a100-80gb", "b200-180gb", "h100-80gb", "h200-141gb", "l40s-48gb"]
     assert max(sizes.values()) < 200_000
 
 
@@ -56,9 +56,10 @@ def test_every_device_has_a_latency_model(device: str) -> None:
         assert np.isfinite(seconds).all()
         assert (seconds > 0).all()
         assert seconds[8192] > seconds[512] > seconds[0]
-        assert 1e-4 < float(seconds[512]) < 1.0, "seconds, not milliseconds"
+        # Eight L40S reduce 8 MB in 8 ms over PCIe: 1.4 s for 512 rows of 70B.
+        assert 1e-4 < float(seconds[512]) < 2.0, "seconds, not milliseconds"
         assert one_chunk_s(latency, 1_000_000, 512) > one_chunk_s(latency, 10_000, 512) > one_chunk_s(latency, 0, 512)
-        # An H200's elementwise operators are the H100's, scaled.
+        # Elementwise operators of newer dies are the H100's, scaled.
         profiled = ACCELERATORS[device].kernels in ("a100-80gb", "h100-80gb") and device != "a100-40gb"
         if not profiled:
             assert latency.source.status == "derived"
@@ -90,10 +91,16 @@ def test_more_ranks_are_faster() -> None:
 
 def test_more_bandwidth_makes_decodes_faster() -> None:
     h100, h200 = fitted("h100", "llama-3-8b"), fitted("h200", "llama-3-8b")
+    b200, l40s = fitted("b200", "llama-3-8b"), fitted("l40s", "llama-3-8b")
     # Its own profile: less than the bandwidths' ratio, 0.70, promises.
     assert 0.70 < h200.decode_s(32, 32 * 8192) / h100.decode_s(32, 32 * 8192) < 0.80
-    assert h200.source.details["families"]["decode"].startswith("measured: vllm-0.24.0")
-    assert h200.source.details["families"]["elementwise"].startswith("derived: another die's")
+    assert 3.35 / 7.7 < b200.decode_s(32, 32 * 8192) / h100.decode_s(32, 32 * 8192) < 0.5
+    assert 3.35 / 0.864 < l40s.decode_s(32, 32 * 8192) / h100.decode_s(32, 32 * 8192) < 5
+    for own in (h200, b200, l40s):
+        assert own.source.details["families"]["decode"].startswith("measured: vllm-0.24.0")
+        assert own.source.details["families"]["prefill"].startswith("measured: vllm-0.24.0")
+        assert "residual of vllm-0.24.0" in own.source.details["families"]["linear"]
+        assert own.source.details["families"]["elementwise"].startswith("derived: another die's")
     h20 = fitted("h20-96gb", "llama-3-8b")
     assert h20.decode_s(1, 16) == pytest.approx(h100.decode_s(1, 16), rel=0.02)
     assert one_chunk_s(h20, 0, 1) == pytest.approx(one_chunk_s(h100, 0, 1), rel=1e-6)
@@ -102,6 +109,35 @@ def test_more_bandwidth_makes_decodes_faster() -> None:
     assert float(h200.token_s(4096, 4096)[0]) == pytest.approx(float(h100.token_s(4096, 4096)[0]), rel=0.07), (
         "norms and the like follow the memory"
     )
+
+
+def test_an_unknown_newer_device_derives_from_the_h100() -> None:
+    newer = msgspec.structs.replace(ACCELERATORS["b200-180gb"], name="b300-288gb", die="")
+    assert fit_for(newer).device == "h100-80gb"
+    assert fit_for(ACCELERATORS["b200-180gb"]).device == "b200-180gb"
+
+
+def test_a_kernel_of_another_die_keeps_its_start() -> None:
+    own, donor = shipped_fit("l40s-48gb").elementwise, shipped_fit("h100-80gb").elementwise
+    assert own is not None
+    assert donor is not None
+    one, many = np.ones(1), np.array([4096.0])
+    for op in ("input_layernorm", "attn_rope", "add"):
+        width = 4096
+        assert own.ms(op, one, width) == pytest.approx(donor.ms(op, one, width), abs=2e-3)
+        assert own.ms(op, many, width) / donor.ms(op, many, width) == pytest.approx(3.35 / 0.864, rel=0.12)
+
+
+def test_a_read_that_outgrows_a_cache_comes_from_memory() -> None:
+    """An L40S reads up to 96 MB at twice its memory's bandwidth: carried on beyond, histories of 134 MB took a quarter
+    less than its memory allows."""
+    fit = shipped_fit("l40s-48gb").decode
+    assert fit is not None
+    (source,) = fit.grids
+    grid = fit.grids[source]["2/1"]
+    past = np.array([float(grid.past[-1]), 4.0 * grid.past[-1]])
+    within, beyond = fit.ms(np.ones(2), past, (2, 1), source) * ACCELERATORS["l40s-48gb"].bandwidth / (512e3 * past)
+    assert within < 1.0 < beyond
 
 
 def test_products_are_those_of_the_engine_that_is_named() -> None:
@@ -154,8 +190,9 @@ def test_what_is_beyond_the_measured_and_the_profiled_stays_within_what_is_state
     ]
     decodes = [p for p in profiles if p.family == "decode"]
     errors = {name: float(found.mean()) for name, found in held_out.extrapolation(decodes).items()}
-    # No fit of the L40S ships: from its histories up to 16,383 tokens four times as many are predicted 23% off.
-    found = {name: error for name, error in errors.items() if "16383" in name and "l40s" not in name}
+    found = {name: error for name, error in errors.items() if "16383" in name}
+    # L40S: reads that begin in its cache; where it ends is known to an octave.
+    assert found.pop("decodes, l40s-48gb vllm-0.24.0: history <= 16383 -> 65535") <= 0.10
     assert found
     assert max(found.values()) <= 0.08, found
 
@@ -195,7 +232,7 @@ def test_errors_say_what_exists(device: str, model: str, layout: ParallelLayout,
 
 
 def test_unknown_die_is_listed() -> None:
-    with pytest.raises(ConfigError, match="there are: a100-80gb, h100-80gb, h200-141gb"):
+    with pytest.raises(ConfigError, match="there are: a100-80gb, b200-180gb, h100-80gb, h200-141gb, l40s-48gb"):
         shipped_fit("mi300x")
 
 

@@ -66,6 +66,9 @@ class DecodeFit(msgspec.Struct, frozen=True):
     vLLM's reach 0.93 and those of Frontier's profile 0.50."""
     growth: dict[str, BandwidthGrowth]
     """`growth[source]`: for reads larger than those of a grid."""
+    cached: dict[str, float] = {}
+    """`cached[source]`: most bytes that are read from a cache, faster than the memory can (L40S: 96 MB, at twice the
+    memory's bandwidth); none: no such read was measured."""
 
     def ms(self, count: Column, past: Column, heads: Heads, source: str) -> Column:
         """Return the milliseconds of `count` requests with `past` cached tokens each (elementwise over both)."""
@@ -95,8 +98,13 @@ class DecodeFit(msgspec.Struct, frozen=True):
         inside = np.maximum(np.exp(pp) - 1, 1.0)
         edge, wanted = np.exp(cc) * inside, np.exp(c) * np.maximum(np.exp(p) - 1, inside)
         bandwidth = accelerator(self.device).bandwidth
-        factor = longer_reads(edge, wanted, time, kv * self.head_dim, bandwidth, self.growth[source])
-        return np.asarray(time * factor, dtype=np.float64)
+        cached = self.cached.get(source, 0.0)
+        time = time * longer_reads(edge, wanted, time, kv * self.head_dim, bandwidth, self.growth[source], cached)
+        # A read that outgrows the cache comes from memory, all of it: the cache's speed does not go on.
+        token_bytes = 4.0 * kv * self.head_dim
+        leaves = (edge * token_bytes <= cached) & (cached < wanted * token_bytes)
+        memory_ms = wanted * token_bytes / self.speed(source) * 1e3
+        return np.where(leaves, np.maximum(time, memory_ms), time)
 
     def speed(self, source: str) -> float:
         """Return the bytes/s at which a source's kernels read long histories."""
@@ -104,16 +112,22 @@ class DecodeFit(msgspec.Struct, frozen=True):
 
 
 def longer_reads(
-    tokens: Column, wanted: Column, ms: Column, width: int, bandwidth: float, growth: BandwidthGrowth
+    tokens: Column,
+    wanted: Column,
+    ms: Column,
+    width: int,
+    bandwidth: float,
+    growth: BandwidthGrowth,
+    cached: float = 0.0,
 ) -> Column:
     """Return the factor by which `wanted` KV tokens take longer than `tokens`, which take `ms` (elementwise).
 
     width: elements of a token's keys. bandwidth: the device's peak, bytes/s, which the rise of the bandwidth reached
-    stays below."""
+    stays below, but for reads of at most `cached` bytes."""
     token_bytes = 4.0 * width  # keys and values of 2 bytes each
     reached = tokens * token_bytes / (ms * 1e-3 * bandwidth)
     gain = growth(wanted * token_bytes) - growth(tokens * token_bytes)
-    most = np.maximum(np.log(MOST_EFFICIENT / reached), 0.0)
+    most = np.where(wanted * token_bytes <= cached, np.inf, np.maximum(np.log(MOST_EFFICIENT / reached), 0.0))
     return np.asarray(wanted / tokens * np.exp(-np.minimum(gain, most)), dtype=np.float64)
 
 
