@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 STEP = 2.0
 """Factor by which the time from arrival to due time grows for a prefill that would be late."""
-FREE_STEPS = 3
-WEIGHT = 2.0
+FREE_STEPS = 4
+WEIGHT = 4.0
 """Factor by which the work of a prefill counts less, for each step climbed beyond `FREE_STEPS`, where one is chosen to
 be late. Above 1, none is passed over for ever: after enough steps it counts less than any new one. From the first step
 on it would cost shorts that are due now: it only bounds how late a request is where the load stays too high."""

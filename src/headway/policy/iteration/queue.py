@@ -26,7 +26,7 @@ PLACES = 8
 PACE = 0.85
 """Share of the predicted speed that the ladder counts on: later arrivals go first too, and predictions err."""
 
-LONGEST_SPANS = STEP ** (FREE_STEPS + 1)
+LONGEST_SPANS = STEP**FREE_STEPS
 """Where KV is short, a member that has waited for so many spans from its arrival to its due time goes before all others
 (`note_scarce`): by then its work counts less, too. Half of it costs others much: 7% fewer in time (Mooncake at 1.4)."""
 
