@@ -165,6 +165,25 @@ def test_a_file_that_is_no_mapping_is_refused_by_name(content: bytes, message: s
         parse([], {}, yaml_file(tmp_path, content))
 
 
+EXAMPLES = {
+    path: "plan" if "plan" in str(path) else "accel" if path.parent.name == "accel" else None
+    for path in sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.yaml"))
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_a_file_given_to_another_command_is_told_its_own(path: Path) -> None:
+    kind = EXAMPLES[path] or ("cluster" if "\npools:" in path.read_text() else "simulate")
+    for command in ("cluster", "plan", "accel", "simulate", "serve"):
+        if command == kind:
+            assert read_yaml(str(path), commands=(command,))
+            continue
+        with pytest.raises(
+            ConfigError, match=f"{path.name} is a file for `headway {kind}`, not for `headway {command}`$"
+        ):
+            read_yaml(str(path), commands=(command,))
+
+
 def test_a_missing_file_is_refused_and_an_empty_one_is_no_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml"):
         parse([], {}, tmp_path / "none.yaml")

@@ -157,6 +157,13 @@ def test_a_refused_prompt_leaves_an_empty_engine(llm: LLM):
     assert llm.generate("ok", GREEDY)[0].finish_reason is not None
 
 
+def test_an_llm_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch):
+    # None in its place: an import then fails as where it is not installed.
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"^LLM\(\) needs tokenizers: pip install 'headway\[serve\]'$"):
+        LLM(max_model_len=512)
+
+
 def test_a_closed_llm_refuses_to_generate():
     one = LLM(max_model_len=512, threads=1)
     one.close()

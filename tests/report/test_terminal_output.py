@@ -18,7 +18,7 @@ from headway.sim.build import requests_of
 from headway.sim.metrics import RequestRecord
 from headway.sim.report import tables
 from headway.sim.report.plots import load_figure
-from headway.sim.report.tables import sweep_table
+from headway.sim.report.tables import sweep_sentence, sweep_table
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
 
@@ -48,6 +48,21 @@ def test_a_sweep_table_cuts_no_name_at_any_width(width: int, monkeypatch: pytest
     assert "…" not in text
     for name in ("workload.qps × policy.policy", "qps", "policy", "document", "worst TBT p99", "unfinished", "22.4 s"):
         assert name in text
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([0.5], "50.0% of document in their SLO with policy 0"),
+        ([0.5, 0.9, 0.5], "90.0% of document in their SLO with policy 1, 50.0% with policy 0"),
+        ([0.5, 0.5], "50.0% of document in their SLO at each of 2 points"),
+    ],
+)
+def test_a_sweep_s_sentence_names_no_point_twice(shares: list[float], said: str) -> None:
+    points = [point({"policy.policy": str(index)}) for index in range(len(shares))]
+    for each, share in zip(points, shares, strict=True):
+        each["mean"]["classes"][0]["good_share"] = share
+    assert sweep_sentence(points, {"document"}) == said
 
 
 def test_fields_that_end_alike_keep_their_whole_names() -> None:

@@ -146,9 +146,10 @@ async def test_one_log_line_a_request_without_the_prompt(
         async with connect() as client:
             body = {"model": "fake-model", "prompt": "my secret", "max_tokens": 3}
             await client.post(PATH, json=body, headers={"x-request-id": "r1"})
-            await client.get("/health")
+            for path in ("/health", "/ui/live.js", "/favicon.ico"):
+                await client.get(path)
     lines = [record for record in caplog.records if record.getMessage() == "request"]
-    assert [line.levelname for line in lines] == ["INFO", "DEBUG"]
+    assert [line.levelname for line in lines] == ["INFO", "DEBUG", "DEBUG", "DEBUG"]
     fields: dict[str, Any] = lines[0].__dict__["fields"]
     assert (fields["request_id"], fields["status"], fields["output_tokens"]) == ("r1", 200, 3)
     assert fields["finish_reason"] == "length"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError, RequestError
+from headway.core.extras import needs_serve
 from headway.core.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Completion:
 class LLM:
     """One engine without a server. Not thread-safe; `close` it, or use it as a context manager."""
 
+    @needs_serve("LLM()")
     def __init__(
         self,
         model: str | Path | None = None,

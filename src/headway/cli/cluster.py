@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve, or run `--dry-run` or `--replay`; return the exit status."""
     where = str(arguments.file)
-    file = cluster_file(read_yaml(where, "pools: [{count: 2}]"), where)
+    file = cluster_file(read_yaml(where, "pools: [{count: 2}]", commands=("cluster",)), where)
     if file.behind_http:
         return _serve_http(file, where, arguments)
     # Precedence: flags, environment, then the file's `serve` section.

@@ -39,7 +39,8 @@ def script(shell: str) -> str:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return the parser with every command's flags, which imports the modules of all commands."""
-    from headway.cli.main import COMMANDS, SERVE_ONLY
+    from headway.cli.main import COMMANDS
+    from headway.core.extras import SERVE_ONLY
 
     parser = CommandParser(prog="headway")
     parser.add_argument("--version", action="store_true", help="print the version")

@@ -15,6 +15,7 @@ from importlib import import_module
 from headway import __version__
 from headway.cli.command_parser import CommandParser
 from headway.core.errors import HeadwayError
+from headway.core.extras import needs_serve
 from headway.core.machine import require_linux
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -67,22 +68,6 @@ PASSES_FLAGS = frozenset((("profile", "--vllm"),))
 
 STUDIES = "headway_research"
 """The package of the papers' reproductions and studies. Only its commands need it; they are found by name."""
-
-SERVE_ONLY = frozenset(
-    (
-        "torch",
-        "safetensors",
-        "tokenizers",
-        "jinja2",
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "zmq",
-        "prometheus_client",
-        "aiohttp",
-    )
-)
-"""Modules of the extra `serve`; a base install simulates without them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -167,7 +152,8 @@ def _nested(words: list[str]) -> int:
 
 def _guarded(run: Callable[[], int]) -> int:
     try:
-        status = run()
+        with needs_serve("this command"):
+            status = run()
         # Here and not at the interpreter's end, which would print a traceback of its own for a closed pipe.
         sys.stdout.flush()
         return status
@@ -175,15 +161,10 @@ def _guarded(run: Callable[[], int]) -> int:
         print(f"headway: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        if missing == STUDIES:
+        if (error.name or "").split(".")[0] == STUDIES:
             print(f"headway: error: this command is in {STUDIES}: install Headway's whole wheel", file=sys.stderr)
             return 2
-        # A missing module of the extra is the user's to install; any other one is a fault here.
-        if missing not in SERVE_ONLY:
-            raise
-        print(f"headway: error: this command needs {error.name}: pip install 'headway[serve]'", file=sys.stderr)
-        return 2
+        raise
     except BrokenPipeError:
         # `headway … | head`: the reader has seen enough. Nothing may be written at the interpreter's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

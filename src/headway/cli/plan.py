@@ -69,7 +69,7 @@ def _read(arguments: argparse.Namespace) -> PlanQuestion:
     from headway.planning.question import parse_question
     from headway.sim.sweep import parse_sweep, with_field
 
-    data = read_yaml(str(arguments.question))
+    data = read_yaml(str(arguments.question), commands=("plan",))
     for text in arguments.set:
         field, values = parse_sweep(text, "--set")
         data = with_field(data, field, values[0] if len(values) == 1 else values)

@@ -52,7 +52,7 @@ def settings_of(arguments: argparse.Namespace) -> StartSettings:
     if arguments.config:
         from headway.core.strict_yaml import read_yaml
 
-        file = read_yaml(arguments.config)
+        file = read_yaml(arguments.config, commands=("serve",))
     flags = given_flags(StartSettings, arguments)
     if arguments.model_tag is not None:
         if flags.setdefault("model", arguments.model_tag) != arguments.model_tag:

@@ -87,7 +87,7 @@ def read(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Values]]:
     if arguments.scenario is None:
         raise ConfigError("name a scenario file (such as examples/chat-and-documents.yaml) or --schema")
 
-    data = read_yaml(str(arguments.scenario))
+    data = read_yaml(str(arguments.scenario), commands=("simulate", "cluster"))
     trace = data.get("workload", {}).get("trace") if isinstance(data.get("workload"), dict) else None
     if isinstance(trace, str) and not Path(trace).is_absolute():  # beside the scenario, as one would expect
         beside = arguments.scenario.parent / trace

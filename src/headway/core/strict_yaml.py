@@ -80,10 +80,19 @@ def read(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
+_KINDS = {
+    "cluster": {"pools"},
+    "plan": {"accelerators", "demands"},
+    "accel": {"machine", "assumptions", "stage"},
+    "simulate": {"cluster", "layout", "workload"},
+}
+"""Fields by which a file is known as one for a command, the first that fits."""
+
+
+def read_yaml(path: str, such_as: str = "port: 8000", *, commands: tuple[str, ...] = ()) -> dict[str, Any]:
     """Read a YAML file that is a mapping of settings. such_as: an example of a setting, for errors.
 
-    Raises ConfigError where the file cannot be read, or is anything else.
+    Raises ConfigError where the file cannot be read, or is anything else, such as a file for none of `commands`.
     """
     data = read(Path(path))
     if data is None:
@@ -93,4 +102,7 @@ def read_yaml(path: str, such_as: str = "port: 8000") -> dict[str, Any]:
     for key in data:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: {key!r} is not the name of a setting: these are words, such as '{such_as}'")
+    kind = next((name for name, fields in _KINDS.items() if fields & data.keys()), None)
+    if commands and kind is not None and kind not in commands:
+        raise ConfigError(f"{path} is a file for `headway {kind}`, not for `headway {commands[0]}`")
     return data

@@ -125,7 +125,7 @@ def log_request(
     request_id: str, method: str, path: str, status: int, duration_s: float, records: Sequence[GenerationRecord],
     client: str | None, refused: str | None = None,
 ) -> None:  # fmt: skip
-    """Log one line for a finished HTTP request; at debug level for probes of health and metrics."""
+    """Log one line for a finished HTTP request; at debug level for probes and for the files of pages."""
     fields: dict[str, Any] = {"request_id": request_id, "method": method, "path": path, "status": status}
     fields["duration_s"] = round(duration_s, 6)
     if client is not None:
@@ -154,5 +154,5 @@ def log_request(
         if gaps:
             fields["worst_gap_s"] = round(max(gaps), 6)
         fields["finish_reason"] = ",".join(str(record.reason) for record in records)
-    quiet = path in ("/health", "/ready", "/metrics", "/v1/live")
+    quiet = path in ("/health", "/ready", "/metrics", "/v1/live", "/favicon.ico") or path.startswith("/ui/")
     log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})

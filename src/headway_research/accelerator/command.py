@@ -84,7 +84,9 @@ def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Pa
 
     Returns the plain data, the file's name in errors, and the folder to which paths in it are relative.
     """
-    data: dict[str, object] = read_yaml(str(arguments.file)) if arguments.file is not None else {}
+    data: dict[str, object] = {}
+    if arguments.file is not None:
+        data = read_yaml(str(arguments.file), commands=("accel",))
     for text in arguments.set:
         field, values = parse_sweep(text, "--set")
         if len(values) != 1:

@@ -83,7 +83,7 @@ def _profile(arguments: argparse.Namespace, folder: Path) -> None:
     from headway.sim.sweep import parse_sweep
     from headway_research.tetris.rates import CANDIDATES, best_rates, scenario_ttft_s
 
-    data = read_yaml(str(arguments.scenario))
+    data = read_yaml(str(arguments.scenario), commands=("simulate",))
     if arguments.lengths is not None:
         newest = None if arguments.every is None else arguments.requests
         lengths = f"empirical:{_trace_of(arguments.lengths, folder, newest)}"

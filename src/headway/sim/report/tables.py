@@ -209,23 +209,22 @@ def sweep_sentence(points: Sequence[Mapping[str, Any]], asked: Collection[str]) 
     def at(point: Mapping[str, Any]) -> str:
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in point["at"].items())
 
-    def judged(point: Mapping[str, Any]) -> float:
-        return _good([block for block in point["mean"]["classes"] if block["class"] in asked]) or 0.0
-
     if asked and "workload.qps" in points[0]["at"]:
         best = max(found, key=lambda point: point["mean"]["goodput_rps"] or 0.0)
         return f"highest goodput: {number(best['mean']['goodput_rps'], 2)} requests/s, at {at(best)}"
-    if asked:
-        best, worst = max(found, key=judged), min(found, key=judged)
-        names = " and ".join(sorted(asked))
-        return f"{judged(best):.1%} of {names} in their SLO with {at(best)}, {judged(worst):.1%} with {at(worst)}"
 
-    def late(point: Mapping[str, Any]) -> float:
-        value = point["mean"]["total"]["ttft_s"]["p99"]
-        return math.inf if value is None else float(value)
+    def value(point: Mapping[str, Any]) -> float:
+        if asked:
+            return _good([block for block in point["mean"]["classes"] if block["class"] in asked]) or 0.0
+        late = point["mean"]["total"]["ttft_s"]["p99"]
+        return -math.inf if late is None else -float(late)
 
-    best, worst = min(found, key=late), max(found, key=late)
-    return f"P99 TTFT of all: {duration(late(best))} with {at(best)}, {duration(late(worst))} with {at(worst)}"
+    best, worst = max(found, key=value), min(found, key=value)
+    first, last = (f"{value(point):.1%}" if asked else duration(-value(point)) for point in (best, worst))
+    what = f"{first} of {' and '.join(sorted(asked))} in their SLO" if asked else f"P99 TTFT of all: {first}"
+    if first != last:
+        return f"{what} with {at(best)}, {last} with {at(worst)}"
+    return f"{what} at each of {len(found)} points" if len(found) > 1 else f"{what} with {at(best)}"
 
 
 def sweep_table(points: Sequence[Mapping[str, Any]], title: str, asked: Collection[str], wide: bool = False) -> Table:
