@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +26,9 @@ from headway.perf.device import available_bytes, gib, processor_name
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="where a server would listen")
+    parser.epilog = (
+        "`doctor --vllm` is a command of its own: whether the plug-in fits a vLLM and the flags of a server."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,13 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
+    show(found)
+    return 0
+
+
+def show(found: Sequence[MachineFinding]) -> None:
+    """Print findings as a table of two columns."""
     marks = {"ok": "✓", "limited": "!", "absent": "-"}
     width = max(len(one.subject) for one in found)
     for one in found:
         print(hanging(f"{marks[one.state]} {one.subject:<{width}}  ", one.what))
         if one.advice:
             print(hanging(f"{' ' * (width + 4)}→ ", one.advice))
-    return 0
 
 
 def hanging(head: str, text: str) -> str:
@@ -226,7 +234,7 @@ def _vllm() -> MachineFinding:
         if version.split("+")[0] in KNOWN:
             return MachineFinding("vLLM", "ok", f"{version}, which headway.vllm.Scheduler knows")
         return MachineFinding(
-            "vLLM", "limited", f"{version}; headway.vllm.Scheduler knows {known}", "docs/how-to/vllm.md"
+            "vLLM", "limited", f"{version}; headway.vllm.Scheduler knows {known}", "headway doctor --vllm"
         )
     if shutil.which("vllm") is not None:
         return MachineFinding("vLLM", "ok", f"{shutil.which('vllm')}, in an environment of its own")

@@ -59,10 +59,11 @@ NESTED: dict[tuple[str, str], str] = {
     ("profile", "fit-eq1"): "headway_research.fit.eq1_command",
     ("profile", "rates"): "headway_research.tetris.profile_rates",
     ("profile", "--vllm"): "headway.cli.profile_vllm",
+    ("doctor", "--vllm"): "headway.cli.doctor_vllm",
 }
 """Two-word commands with a parser of their own, by their words."""
 
-PASSES_FLAGS = frozenset((("profile", "--vllm"),))
+PASSES_FLAGS = frozenset((("profile", "--vllm"), ("doctor", "--vllm")))
 """Those that take flags of another program."""
 
 

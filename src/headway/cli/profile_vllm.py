@@ -27,8 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write it (default: the cache, where the plug-in looks)"
     )
+    add_vllm_command(parser)
+
+
+def add_vllm_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--vllm-command", metavar="PATH", help="the `vllm` to profile (default: this environment's, else that on PATH)"
+        "--vllm-command", metavar="PATH", help="the `vllm` to ask (default: this environment's, else that on PATH)"
     )
 
 
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace, passed: list[str]) -> int:
         )
     check_outputs(arguments.out)
     line = [
-        _vllm_python(arguments.vllm_command),
+        vllm_python(arguments.vllm_command),
         "-m",
         "headway.vllm.step_profile",
         "--model",
@@ -56,13 +60,14 @@ def run(arguments: argparse.Namespace, passed: list[str]) -> int:
     return subprocess.run(line, check=False).returncode
 
 
-def _vllm_python(named: str | None) -> str:
+def vllm_python(named: str | None) -> str:
     """Return the interpreter of the environment of a `vllm`: the named one, else this environment's, else that on PATH.
 
     Raises ConfigError where there is none, and where its environment has no Headway: vLLM would report it after a
     minute.
     """
-    if named is None and find_spec("vllm") is not None:
+    # A folder of that name, such as a clone's, is no package: it has no origin.
+    if named is None and (found := find_spec("vllm")) is not None and found.origin is not None:
         return sys.executable
     command = shutil.which(named or "vllm")
     if command is None:
@@ -79,6 +84,7 @@ def _vllm_python(named: str | None) -> str:
         raise ConfigError(f"{command} is not a Python script: name the `vllm` of an environment with --vllm-command")
     if subprocess.run([python, "-c", "import headway.vllm"], capture_output=True, check=False).returncode:
         raise ConfigError(
-            f"the environment of {command} has no Headway: run `{python} -m pip install --no-deps headway` first"
+            f"the environment of {command} has no Headway: run `{python} -m pip install --no-deps ./headway` first, "
+            "with Headway's repository in ./headway"
         )
     return python
