@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from headway.cli.main import COMMANDS, NESTED
 from headway.sim.vllm.section import VllmSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,35 +84,6 @@ def test_every_link_leads_somewhere(page: Path):
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
-
-
-def command_lines(page: Path) -> list[list[str]]:
-    """The words of each `headway …` line in a page's fenced blocks; continued lines joined, comments dropped."""
-    found = []
-    for block in re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            match = re.match(r"(?:[A-Z_]+=\S+ )?(?:\$ )?(?:\.venv/bin/)?headway (.*)$", line.strip())
-            if match:
-                found.append(shlex.split(match[1], comments=True))
-    return found
-
-
-def test_every_command_that_a_page_shows_is_understood(capsys: pytest.CaptureFixture[str]):
-    lines = [(page, words) for page in PAGES for words in command_lines(page)]
-    assert len(lines) > 50
-    refused = []
-    for page, words in lines:
-        nested = tuple(words[:2]) in NESTED
-        module = NESTED[words[0], words[1]] if nested else COMMANDS[words[0]][0]
-        parser = ArgumentParser(exit_on_error=False)
-        import_module(module).add_arguments(parser)
-        try:
-            parser.parse_args(words[2 if nested else 1 :])
-        except SystemExit:
-            refused.append((page.name, " ".join(words), capsys.readouterr().err.splitlines()[-1]))
-        except Exception as error:
-            refused.append((page.name, " ".join(words), str(error)))
-    assert refused == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
