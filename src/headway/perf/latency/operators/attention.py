@@ -104,7 +104,7 @@ class DecodeFit(msgspec.Struct, frozen=True):
         token_bytes = 4.0 * kv * self.head_dim
         leaves = (edge * token_bytes <= cached) & (cached < wanted * token_bytes)
         memory_ms = wanted * token_bytes / self.speed(source) * 1e3
-        return np.where(leaves, np.maximum(time, memory_ms), time)
+        return np.asarray(np.where(leaves, np.maximum(time, memory_ms), time), dtype=np.float64)
 
     def speed(self, source: str) -> float:
         """Return the bytes/s at which a source's kernels read long histories."""
