@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks import latency_fit as fit
 from headway.perf.hardware import accelerator
-from headway.perf.latency.fitted import BEYOND_BANDS, INSIDE_BANDS, beyond_share
+from headway.perf.latency.fitted import BEYOND_BANDS, beyond_share, inside_band
 from headway.perf.latency.operators.device_fit import DERIVED_BANDS
 from headway.perf.latency.operators.linear import ring_all_reduce_ms
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
@@ -41,19 +41,28 @@ def inside(
     pairs: Mapping[tuple[str, str, str], fit.Errors],
     models: Mapping[tuple[str, str], Mapping[str, fit.Errors]],
     heads: Mapping[str, fit.Errors],
+    widths: Groups,
 ) -> Iterable[Coverage]:
-    """Yield sizes, models and head counts left out."""
-    for family in FAMILIES:
-        sizes = {f"{d} {m}": e for (d, m, f), e in pairs.items() if f == family}
-        yield f"sizes left out: {family}", INSIDE_BANDS[family]["measured"], sizes, {}
-    for family in (LINEAR, ELEMENTWISE):
-        rest = {f"{d} {m}": row[family] for (d, m), row in models.items() if family in row}
-        yield f"models left out: {family}", INSIDE_BANDS[family]["fitted"], rest, {}
-    for family in (PREFILL, DECODE):
-        rest = {name: e for name, e in heads.items() if name.endswith(family)}
-        yield f"head counts left out: {family}", INSIDE_BANDS[family]["fitted"], rest, {}
-    reduces = {f"{d} {m}": e for (d, m, f), e in pairs.items() if f == COLLECTIVE}
-    yield "sizes left out: collectives", INSIDE_BANDS["collectives"]["measured"], reduces, {}
+    """Yield sizes, models and head counts left out, by die."""
+    found: dict[tuple[str, str, str], Groups] = {}
+
+    def add(what: str, family: str, origin: str, group: str, errors: fit.Errors) -> None:
+        found.setdefault((f"{what}: {family}, {group.split()[0]}", family, origin), {})[group] = errors
+
+    for (d, m, family), errors in pairs.items():
+        if family != ELEMENTWISE:
+            add("sizes left out", family, "measured", f"{d} {m}", errors)
+    for group, errors in widths.items():
+        add("models left out, widths of others", ELEMENTWISE, "measured", group, errors)
+    for (d, m), row in models.items():
+        for family in (LINEAR, ELEMENTWISE):
+            if family in row:
+                add("models left out", family, "fitted", f"{d} {m}", row[family])
+    for name, errors in heads.items():
+        add("head counts left out", name.split()[-1], "fitted", name, errors)
+    for (name, family, origin), groups in found.items():
+        die = accelerator(next(iter(groups)).split()[0]).kernels
+        yield name, inside_band("collectives" if family == COLLECTIVE else family, origin, die), groups, {}
 
 
 def devices(ratios: Mapping[tuple[str, str], fit.Errors]) -> Iterable[Coverage]:

@@ -251,6 +251,24 @@ def _without(p: OperatorProfile, shapes: set[tuple[float, float]]) -> OperatorPr
     return p.where(np.array([(k, n) not in shapes for k, n in zip(p.x["k"], p.x["n"], strict=True)], dtype=np.bool_))
 
 
+def unseen_runs(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
+    """Each model's elementwise operators read off the other models' of the same width."""
+    found: dict[str, Errors] = {}
+    light = [p for p in profiles if p.family == ELEMENTWISE]
+    for device, model in sorted({(p.device, p.group.split("/")[0]) for p in light}):
+        mine = [p for p in light if (p.device, p.group.split("/")[0]) == (device, model)]
+        others = fit_elementwise([p for p in light if p.device == device and p not in mine])
+        errors = [
+            error(others.ms(p.op, p.x["tokens"], width), p.ms)
+            for p in mine
+            for width in (int(p.x["width"][0]),)
+            if str(width) in others.curves.get(p.op, {})
+        ]
+        if errors:
+            found[f"{device} {model}"] = np.concatenate(errors)
+    return found
+
+
 def unseen_heads(profiles: Sequence[OperatorProfile]) -> dict[str, Errors]:
     """Each head count of the attention grids left out."""
     found: dict[str, Errors] = {}
@@ -419,7 +437,7 @@ def main() -> None:
         show("Shapes of a general grid left out", unseen_shapes(profiles).items())
         latency_bands.show(
             [
-                *latency_bands.inside(pairs, models, heads),
+                *latency_bands.inside(pairs, models, heads, unseen_runs(profiles)),
                 *latency_bands.devices(devices),
                 *latency_bands.derived_rings(profiles),
                 *latency_bands.beyond(profiles),

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
-from benchmarks.latency_bands import coverage, derived_band, devices
-from benchmarks.latency_fit import files, unseen_devices
+from benchmarks.latency_bands import coverage, derived_band, devices, inside
+from benchmarks.latency_fit import families, files, unseen_devices, unseen_heads, unseen_runs
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import ACCELERATORS, MODELS, from_hf_config
@@ -207,6 +207,20 @@ def test_derived_bands_hold_nine_of_ten_times_of_the_way_back_that_did_not_set_t
         assert shipped >= 0.9, name
         assert held >= 0.9, name
         assert {way for way in errors if np.mean(errors[way] <= by_others[way]) < 0.85} == set()
+
+
+@needs_profiles
+@pytest.mark.long
+def test_bands_hold_nine_of_ten_times_of_models_and_heads_that_are_left_out() -> None:
+    profiles = read_all(files(PROFILES))
+    decodes = [p for p in profiles if p.family == "decode" and p.source.startswith("vllm")]
+    rows = list(inside(families(decodes), {}, unseen_heads(decodes), unseen_runs(profiles)))
+    assert len(rows) == 12, "five dies' sizes and heads of decodes, two dies' elementwise operators"
+    for name, band, errors, _ in rows:
+        _, _, shipped, held = coverage(band, errors, {})
+        assert 0.85 <= shipped <= 0.97, name
+        if len(errors) > 1:
+            assert 0.85 <= held <= 0.97, name
 
 
 def test_a_derived_band_counts_the_inverse_and_the_worst_attention_kernel_of_other_ways() -> None:

@@ -79,9 +79,9 @@ DERIVED_BANDS = {"linear": 0.32, "elementwise": 0.28, "prefill": 0.74, "decode":
 """By operator family: nine of ten times derived for the A100 from the H100, for the H100 from the A100, and by either's
 inverse, were within this share of the measured ones; attention's families have the worse of theirs
 (`benchmarks.latency_bands`). Set by one derivation, this rule held 93% of products and elementwise operators, 99% of
-prefills and 93% of decodes of the way back. Only two dies are measured, and each derivation needs both: a third may lie
-outside. Collectives: a ring by the link's data sheet against vLLM's all-reduces under CUDA graphs; NCCL's alone, which
-start later, miss by up to 0.72."""
+prefills and 93% of decodes of the way back. Dies that did not set it, derived from the H100: B200's products 92%,
+prefills 100%, decodes 82%; the L40S's, of another memory, 74%, 74%, 85%. Collectives: a ring by the link's data
+sheet against vLLM's all-reduces under CUDA graphs; NCCL's alone, which start later, miss by up to 0.72."""
 
 
 class DeviceScaling(msgspec.Struct, frozen=True):
