@@ -49,6 +49,7 @@ class Client:
     salt: str = ""
     cached: bool = True
     got: int = 0
+    registered: list[int] = field(default_factory=list)
     aborted: bool = False
 
     def keys(self, tokens: int) -> list[int]:
@@ -94,7 +95,8 @@ class CachedWorld:
         name, hit = client.request.id, 0
         client.numbers = self.prefixes.of(client.prompt + client.output, client.salt)
         if client.cached:
-            hit = self.cache.register(name, client.keys(len(client.prompt)), len(client.prompt))
+            client.registered = client.keys(len(client.prompt))
+            hit = self.cache.register(name, client.registered, len(client.prompt))
         request = Request(
             id=name, arrival_s=self.now, prompt_tokens=len(client.prompt), max_output_tokens=len(client.output),
             cached_tokens=hit,
@@ -157,7 +159,7 @@ class CachedWorld:
             client.got += 1
             ended = client.got >= len(client.output)
             if ended and client.cached:
-                self.cache.set_keys(name, client.keys(len(client.prompt) + client.got))
+                client.registered[:] = client.keys(len(client.prompt) + client.got)
             progress.append(RequestProgress(name, 0 if client.aborted else 1, client.aborted or ended))
         self.apply(self.scheduler.complete(batch.id, progress, self.now))
 

@@ -16,7 +16,7 @@ from tests.helpers.fake_engine import INFO
 from tests.helpers.virtual_time import pause
 
 from headway.core.request import SpanTask, cut
-from headway.kv.text_keys import block_keys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.protocol import (
     AbortRequest,
@@ -316,7 +316,7 @@ class FakeProcess:
         self.scheduled[submit.id] = asyncio.get_running_loop().create_task(self._stay(submit.id, known, phase))
 
     def _cache(self, ids: Sequence[int], salt: str) -> None:
-        keys = block_keys(array("i", ids).tobytes(), INFO.kv_block_tokens, salt)
+        keys = TextKeys(array("i", ids).tobytes(), INFO.kv_block_tokens, salt).keys
         self._say(IterationOutputs(deltas=(), cache=CacheChanges(b"".join(keys), b"")))
 
     async def _stay(self, name: str, known: Known, phase: str) -> None:

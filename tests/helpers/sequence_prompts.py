@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tests.helpers.sequence_routes import gathered
 from tests.helpers.virtual_sequence_ranks import on_ranks
 from torch import Tensor
 
@@ -16,8 +17,8 @@ from headway.runtime.model.config import DecoderConfig
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
 from headway.runtime.model.shard import ModelShard
-from headway.runtime.sequence_parallel.attention import KvShard, TensorTransport
-from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, Order, SpGroup, gathered
+from headway.runtime.sequence_parallel.attention import KvMoves, KvShard, TensorTransport
+from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, Order, SpGroup, moves
 from headway.runtime.sequence_parallel.prefill import SequencePrefill
 from headway.runtime.sequence_parallel.schedule import ChunkPlan
 
@@ -98,6 +99,22 @@ def layouts(specs: Sequence[ChunkSpec], config: DecoderConfig) -> list[KvLayout]
     return found
 
 
+@torch.inference_mode()
+def gather(model: Model, transport: TensorTransport, held: KvLayout, source: KvShard | None, end: int) -> KvShard:
+    """Copy all KV to rank 0: to slots that do not follow each other, as a pool in use has them."""
+    rank, to = transport.rank, gathered([0], end, model.config)
+    target = KvShard(model.whole.make_pool(2 * (end + DECODES) + 8), ((end + DECODES + 4, 3), (1, end + DECODES)))
+    todo = KvMoves(
+        transport,
+        moves(held, to),
+        None if source is None else (source, held[rank].heads),
+        None if rank else (target, to[0].heads),
+    )
+    for layer in range(model.config.layers):
+        todo.start(layer)()
+    return target
+
+
 def wanted_of(spec: ChunkSpec) -> list[int]:
     """Some positions whose logits are compared: the edges of a chunk and what lies between."""
     return sorted({spec.start, (spec.start + spec.end) // 2, spec.end - 1})
@@ -118,7 +135,7 @@ def take_part(
     prompt: Tensor,
     runner: Callable[[SequencePrefill], None] = lambda prefill: None,
 ) -> Said:
-    """What each rank does: its chunks, then hand-over to rank 0, which goes on alone, whatever its TP degree was.
+    """What each rank does: its chunks, then its KV to rank 0, which goes on alone, whatever its TP degree was.
 
     `runner` may carry out layers before the rest is.
     """
@@ -136,17 +153,11 @@ def take_part(
             if logits is not None:
                 said.logits.append(logits)
     end = specs[-1].end
-    to = gathered([0], end, config)
-    if rank:
-        if prefill.shard is not None:
-            prefill.hand_over(to, None)
+    if rank and prefill.shard is None:
         return said
-    # Slots that do not follow each other, as a pool in use has them.
-    pool = model.whole.make_pool(2 * (end + DECODES) + 8)
-    runs = ((end + DECODES + 4, 3), (1, end + DECODES))
-    shard = KvShard(pool, runs)
-    prefill.hand_over(to, shard)
-    said.tokens = model.decode(shard, end, int(said.logits[-1][-1].argmax()))
+    shard = gather(model, transport, before[-1], prefill.shard, end)
+    if not rank:
+        said.tokens = model.decode(shard, end, int(said.logits[-1][-1].argmax()))
     return said
 
 

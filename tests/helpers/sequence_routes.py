@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from tests.helpers.random_weights import reference_config
 
 from headway.core.request import Strategy
-from headway.runtime.sequence_parallel.layout import ORDERS, ChunkSpec, KvLayout, SpGroup, moves
+from headway.runtime.model.config import DecoderConfig
+from headway.runtime.model.shard import ModelShard
+from headway.runtime.sequence_parallel.layout import ORDERS, ChunkSpec, HeldShard, KvLayout, SpGroup, moves
 
 SMALL_CONFIG = replace(reference_config(512), layers=2, hidden_size=32, q_heads=8, kv_heads=2, head_dim=4, mlp_size=24,
                  vocab_size=50)  # fmt: skip
@@ -57,3 +60,9 @@ def kv_after_moves(before: KvLayout, after: KvLayout) -> dict[int, np.ndarray]:
         assert np.all(new[move.target][heads][:, move.to_slots] == -1), "a slot is written twice"
         new[move.target][heads, move.to_slots] = taken
     return new
+
+
+def gathered(ranks: Sequence[int], tokens: int, config: DecoderConfig) -> KvLayout:
+    """All tokens in order on one instance, heads cut over its ranks."""
+    positions = np.arange(tokens, dtype=np.int64)
+    return {r: HeldShard(ModelShard(i, len(ranks)).kv_heads(config), positions) for i, r in enumerate(ranks)}

@@ -18,7 +18,7 @@ import zmq.asyncio
 from tests.helpers.http_world import ask, cluster_of, run, until
 from tests.helpers.token_server import TokenServer
 
-from headway.kv.text_keys import block_keys
+from headway.kv.text_keys import TextKeys
 from headway.runtime.cluster.http_backend import HttpInstance
 from headway.runtime.cluster.kv_events import KvEvents, ReportedBlocks, events_config, replay_address
 
@@ -27,7 +27,7 @@ TEXT = list(range(10, 30))
 
 
 def keys(text: Sequence[int], salt: str = "") -> list[bytes]:
-    return block_keys(struct.pack(f"<{len(text)}i", *text), BLOCK, salt)
+    return TextKeys(struct.pack(f"<{len(text)}i", *text), BLOCK, salt).keys
 
 
 def hashes(text: Sequence[int], salt: str = "") -> list[bytes]:

@@ -11,7 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from headway.core.errors import ConfigError, InvariantError
 from headway.kv.eviction import CostAware, LeastRecentlyUsed, make_eviction
 from headway.kv.prefix_index import PrefixIndex, PrefixNode
-from headway.kv.text_keys import block_keys
+from headway.kv.text_keys import TextKeys
 
 Prefix = tuple[int, ...]
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
@@ -131,15 +131,15 @@ def test_an_unknown_eviction_policy_is_refused_with_the_known_names() -> None:
 
 def test_keys_stand_for_whole_prefixes_and_for_a_salt() -> None:
     tokens = np.arange(70, dtype=np.int32)
-    keys = block_keys(tokens.tobytes(), 16)
+    keys = TextKeys(tokens.tobytes(), 16).keys
     assert len(keys) == 4
     other = tokens.copy()
     other[20] = 99
-    shared = block_keys(other.tobytes(), 16)
+    shared = TextKeys(other.tobytes(), 16).keys
     assert shared[0] == keys[0]
     assert not set(shared[1:]) & set(keys)
-    assert not set(block_keys(tokens.tobytes(), 16, "tenant")) & set(keys)
-    assert block_keys(tokens[:15].tobytes(), 16) == []
+    assert not set(TextKeys(tokens.tobytes(), 16, "tenant").keys) & set(keys)
+    assert TextKeys(tokens[:15].tobytes(), 16).keys == []
 
 
 def test_stale_candidates_are_dropped_from_the_heap() -> None:

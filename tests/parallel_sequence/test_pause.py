@@ -17,7 +17,6 @@ from headway.core.errors import ConfigError, InvariantError
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.fast_sp import saved_bytes
 from headway.runtime.model.shard import ModelShard
-from headway.runtime.sequence_parallel.layout import gathered
 from headway.runtime.sequence_parallel.prefill import PausedState, SequencePrefill
 
 LAYERS = 5
@@ -166,7 +165,5 @@ def test_calls_out_of_order_are_refused(model: Model) -> None:
     refused(lambda p: p.run(), model, InvariantError, "no chunk")
     refused(lambda p: begun(p).finish(), model, InvariantError, "layer 0 of 5")
     refused(lambda p: begun(p).begin(spec, [3, 4, 5, 6]), model, InvariantError, "before the one before it")
-    refused(lambda p: begun(p).hand_over(gathered([0], 4, model.config), None), model, InvariantError, "handed over")
     refused(lambda p: p.begin(spec, [3]), model, ConfigError, r"tokens: 1 given for chunk \[0, 4\)")
     refused(lambda p: p.begin(two, [3, 4, 5, 6]), model, ConfigError, "group.tp 2: rank 0 holds slice 0 of 1")
-    refused(lambda p: p.hand_over(gathered([0], 4, model.config), None), model, ConfigError, "target")

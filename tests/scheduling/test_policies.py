@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
-from headway.policy.iteration.ordering import POLICIES, PrefillFacts, make_policy, relative_slack
+from headway.policy.iteration.ordering import POLICIES, PrefillFacts, make_policy
 
 FACTS = st.builds(
     lambda arrival, ttft, total, left: PrefillFacts(arrival, arrival + ttft, total, total * left),
@@ -38,17 +38,8 @@ def test_a_line_is_the_textbook_key_at_any_time(name: str, facts: PrefillFacts, 
     assert line.intercept - line.slope * now == pytest.approx(TEXTBOOK[name](facts, now), rel=1e-9, abs=1e-6)
 
 
-@given(FACTS, st.floats(0, 1e4))
-def test_relative_slack_keeps_its_sign(facts: PrefillFacts, wait: float) -> None:
-    now = facts.arrival_s + wait
-    slack_s = facts.deadline_s - now - facts.remaining_s
-    assume(abs(slack_s) > 1e-9)  # a smaller one is rounding
-    assert (relative_slack(facts, now) < 0) == (slack_s < 0)
-
-
 def test_a_request_without_work_does_not_divide_by_zero() -> None:
     facts = PrefillFacts(0.0, 1.0, 0.0, 0.0)
-    assert relative_slack(facts, 0.0) > 0
     assert make_policy("lars").line(facts).slope > 0
 
 

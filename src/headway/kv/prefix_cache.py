@@ -130,12 +130,6 @@ class PrefixCache:
         self._watch(request, entry)
         return entry.tip.depth * self._block_tokens
 
-    def set_keys(self, request: str, keys: Sequence[Hashable]) -> None:
-        """Replace a running request's keys by those of prompt and output. Unknown requests are ignored."""
-        entry = self._entries.get(request)
-        if entry is not None:
-            entry.keys = keys
-
     def forget(self, request: str) -> None:
         """Drop a request that has ended. Its blocks stay cached until they are evicted."""
         entry = self._entries.pop(request, None)

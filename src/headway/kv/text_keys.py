@@ -8,11 +8,6 @@ KEY_BYTES = 16
 """Bytes of a block's key: 128 bits of BLAKE2b, so that prompts cannot be made to collide."""
 
 
-def block_keys(token_ids: bytes | memoryview, block_tokens: int, salt: str = "") -> list[bytes]:
-    """Return the keys of all full blocks of a prompt: int32 token ids, little-endian. Different salts share no key."""
-    return TextKeys(token_ids, block_tokens, salt).keys
-
-
 def root_key(salt: str = "") -> bytes:
     """Return the key that stands before a text's first block."""
     # BLAKE2b's own `key` parameter would cost a block of compression for each; the root key carries the salt once.

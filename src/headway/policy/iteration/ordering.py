@@ -47,11 +47,6 @@ class OrderingPolicy(Protocol):
         """Return the line of a request. Called when it arrives and after each of its chunks."""
 
 
-def relative_slack(facts: PrefillFacts, now: float) -> float:
-    """Medha §4.1: rho = (a + d - t - w(t)) / w_total, with its sign (negative: the deadline cannot be met alone)."""
-    return (facts.deadline_s - now - facts.remaining_s) / max(facts.total_s, 1e-9)
-
-
 class _LineOrder:
     """An order given by a function."""
 

@@ -127,12 +127,6 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
         """Forget a request that has ended."""
         self._cached.pop(request, None)
 
-    def own_prefix(self, request: str) -> CachedPrefix | None:
-        """Return the longest prefix of a request on an instance that prefills, where none copies another's."""
-        if self._context.copies_prefixes:
-            return None
-        return longest_prefix(self._cached.get(request, ()), self._ids)
-
     def plan_behind_prefix(self, request: Request, view: ClusterSnapshot) -> PrefixPlan:
         """Return the plan of a request, behind its longest cached prefix where copying that to the plan's first group
         gives an earlier first token than computing all of it.

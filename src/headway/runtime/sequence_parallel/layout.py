@@ -341,12 +341,6 @@ def extended(history: KvLayout, spec: ChunkSpec, fresh: Sequence[Positions]) -> 
     return layout
 
 
-def gathered(ranks: Sequence[int], tokens: int, config: DecoderConfig) -> KvLayout:
-    """Return the layout that decode reads: all tokens in order on one instance, heads cut over its ranks."""
-    everything = np.arange(tokens, dtype=np.int64)
-    return {r: HeldShard(ModelShard(i, len(ranks)).kv_heads(config), everything) for i, r in enumerate(ranks)}
-
-
 def moves(before: KvLayout, after: KvLayout) -> tuple[KvMove, ...]:
     """Return the moves from layout `before` to `after`, by target, then source. They cover all that `after` holds.
 

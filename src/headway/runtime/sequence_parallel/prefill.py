@@ -3,7 +3,7 @@
 Called by an instance's worker.
 
 For each chunk call `begin`, then `run` until it returns True, then `finish`; all ranks of the chunk's group make the
-same calls with the same arguments. At the end `hand_over` moves the KV to the instance that decodes.
+same calls with the same arguments. The KV that it leaves on the ranks is sent on by `runtime.cluster.agent`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headway.runtime.sequence_parallel.attention import (
     attend_in_place,
     start_exchange,
 )
-from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout, moves
+from headway.runtime.sequence_parallel.layout import EMPTY, ChunkSpec, KvLayout
 from headway.runtime.sequence_parallel.schedule import (
     LOGITS,
     ROWS,
@@ -495,16 +495,6 @@ class SequencePrefill:
             activation_bytes=0 if rows is None else rows.numel() * rows.element_size(),
         )
 
-    def hand_over(self, to: KvLayout, target: KvShard | None) -> None:
-        """Move all KV to the layout `to` (`layout.gathered`: in token order on one instance), layer by layer.
-
-        Called by every rank that holds some and every rank that gets some; the latter give the place, of
-        `to[rank].heads` KV heads. Ranks that were in no chunk call the function `hand_over` with the layout instead.
-        """
-        if self._chunk is not None:
-            raise InvariantError("KV is handed over before its chunk is finished")
-        hand_over(self._transport, self._held, to, self._shard, target, self._config.layers)
-
     def _own_pool(self, kv_heads: int, tokens: int) -> KvShard:
         """Allocate a pool for the longest prompt: its memory becomes resident only when it is written."""
         decoder, config = self._decoder, self._config
@@ -537,35 +527,3 @@ class SequencePrefill:
         if self._chunk is None:
             raise InvariantError("no chunk is under way")
         return self._chunk
-
-
-@torch.inference_mode()
-def hand_over(
-    transport: TensorTransport,
-    held: KvLayout,
-    to: KvLayout,
-    source: KvShard | None,
-    target: KvShard | None,
-    layers: int,
-) -> None:
-    """See `SequencePrefill.hand_over`. One layer is under way while the one before it is written."""
-    rank = transport.rank
-    if rank in to and (target is None or target.pool.kv_heads != len(to[rank].heads)):
-        raise ConfigError(f"target: rank {rank} needs a place with {len(to[rank].heads)} KV heads")
-    if target is not None and rank in to and target.capacity < len(to[rank].positions):
-        raise ConfigError(f"target: {target.capacity} slots for {len(to[rank].positions)} tokens")
-    todo = KvMoves(
-        transport,
-        moves(held, to),
-        None if source is None or rank not in held else (source, held[rank].heads),
-        None if target is None or rank not in to else (target, to[rank].heads),
-    )
-    finish: Callable[[], None] | None = None
-    for layer in range(layers):
-        # Two layers overlap: the next one travels while the previous one is written.
-        behind = todo.start(layer)
-        if finish is not None:
-            finish()
-        finish = behind
-    if finish is not None:
-        finish()
