@@ -85,31 +85,6 @@ class SpanExecution(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
 
-class KvTransferManager(Protocol):
-    """KV transfers between instances (`runtime.kv_transfer.connector`).
-
-    All methods are called in the loop's thread.
-    """
-
-    def take(self, message: ReserveKv | SendKv) -> None:
-        """Handle a reservation or a transfer that the controller asks for."""
-
-    def granted(self, name: str) -> None:
-        """Open the blocks that `StagedKv` has given to a reservation."""
-
-    def settle(self, request: str) -> None:
-        """Finish reading a request's KV before its slots are overwritten or freed."""
-
-    def layers_are_there(self, request: str) -> None:
-        """Send what a task has made available: a layer of it is computed, or all of it."""
-
-    def turn(self) -> list[FromInstance]:
-        """Return the messages for the controller. Called once in every turn of the loop."""
-
-    def forget(self, name: str) -> None:
-        """End all transfers of a request. Called before its KV is freed."""
-
-
 class PeerTable(Protocol):
     """The other instances: `runtime.kv_transfer.peers.PeerNetwork`, or `MultiRankPeers` for several ranks. `number`:
     this instance's."""
@@ -136,7 +111,7 @@ class EngineLoop(Protocol):
 # The scheduler's side of KV transfers: reservations for KV that will arrive, in order of request, and what has arrived
 # or may be sent.
 #
-# Implements `instance_agent.KvTransferManager` over a port, the worker's side. The place of a request's KV follows from
+# The worker's side is a port. The place of a request's KV follows from
 # its owner: the scheduler (as far as it has computed), `StagedKv` (all of it), or span tasks (layer by layer).
 
 _UNTOLD = 1024
@@ -168,7 +143,10 @@ class KvPoolPort(Protocol):
 
 
 class KvConnectorScheduler:
-    """The KV transfers of one engine."""
+    """The KV transfers of one engine. All methods are called in the loop's thread.
+
+    `settle` finishes reading a request's KV before its slots are overwritten or freed; `layers_are_there` sends what a
+    task has made available: a layer of it is computed, or all of it."""
 
     def __init__(
         self, core: EngineCore, port: KvPoolPort, replay: Callable[[tuple[KvOp, ...]], None], clock: ClockProtocol
@@ -189,7 +167,7 @@ class KvConnectorScheduler:
         core.kv_incomplete = self.kv_incomplete
 
     def take(self, message: ReserveKv | SendKv) -> None:
-        """See `KvTransferManager.take`."""
+        """Handle a reservation or a transfer that the controller asks for."""
         name = message.id
         # What is there already goes at once; the rest follows as `turn` and `layers_are_there` find more.
         if isinstance(message, SendKv):
@@ -203,7 +181,7 @@ class KvConnectorScheduler:
             self._words.append(SpanTaskLost(name, str(error)))
 
     def granted(self, name: str) -> None:
-        """See `KvTransferManager.granted`."""
+        """Open the blocks that `StagedKv` has given to a reservation."""
         self._came[name] = self._asked[name].tokens
         self._port.receive(name, self._asked[name].tokens, self._block_manager.where(name))
 
@@ -218,7 +196,7 @@ class KvConnectorScheduler:
         return False
 
     def turn(self) -> list[FromInstance]:
-        """See `KvTransferManager.turn`."""
+        """Return the messages for the controller. Called once in every turn of the loop."""
         for name in self._port.sending():
             self._advance(name)
         received, lost = self._port.finished()
@@ -232,7 +210,7 @@ class KvConnectorScheduler:
         return words
 
     def forget(self, name: str) -> None:
-        """See `KvTransferManager.forget`."""
+        """End all transfers of a request. Called before its KV is freed."""
         self._asked.pop(name, None)
         self._came.pop(name, None)
         self._port.forget(name)
@@ -349,7 +327,7 @@ class InstanceAgent:
         peers: PeerTable,
         clock: ClockProtocol,
         room_s: float,
-        moves: KvTransferManager | None = None,
+        moves: KvConnectorScheduler | None = None,
     ) -> None:
         """room_s: seconds for which a task waits for blocks of the pool."""
         staged_kv = core.scheduler.staged_kv

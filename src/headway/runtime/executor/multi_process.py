@@ -37,7 +37,6 @@ from headway.runtime.executor.plans import (
     ForeignTokens,
     Frame,
     FromRank,
-    HostLauncher,
     InstanceFromRank,
     InstanceToRank,
     LoadedRank,
@@ -259,7 +258,7 @@ class MultiProcessExecutor(Executor):
         """Where other instances reach each rank, if KV moves."""
         self.on_control: Callable[[int, InstanceFromRank], None] | None = None
         """Called for each message of a rank about spans and KV transfers: (rank, message)."""
-        self.hosts: HostLauncher | None = None
+        self.hosts: RayHosts | None = None
         """Set where ranks run on several hosts: corrects their clocks, and ends them with this process."""
 
     # -- the executor's contract --------------------------------------------------------------------------------

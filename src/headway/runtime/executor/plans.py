@@ -499,16 +499,6 @@ class RankTransport(Protocol):
         """Kill all ranks at once, and wait until they are gone."""
 
 
-class HostLauncher(Protocol):
-    """The hosts on which ranks run, where there are several."""
-
-    def ahead_s(self, rank: int) -> float:
-        """Return the seconds to add to times of that rank's host to convert them to the engine's clock."""
-
-    def close(self) -> None:
-        """End the instance on all hosts, in order. Called after the transport's own `close`."""
-
-
 class RankChannel(Protocol):
     """A rank's end."""
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -268,20 +268,6 @@ def _asked(tensor: Tensor, rank: int, tag: int) -> Any:
 log = logging.getLogger("headway.worker")
 
 
-class RankLoopCalls(Protocol):
-    """The methods of the rank's loop (`runtime.executor.rank`) that may be called within a span task."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the rank has received `EndProcess`."""
-
-    def step(self) -> None:
-        """See `RankLoop.step`."""
-
-    def poll(self) -> None:
-        """See `RankLoop.poll`."""
-
-
 class _OverError(Exception):
     """The current task was cancelled: unwinds its computation."""
 
@@ -289,7 +275,7 @@ class _OverError(Exception):
 class RankSpanExecutor:
     """One rank's `SpanExecutor`, driven by messages of the engine. `loop` is set before the first message."""
 
-    loop: RankLoopCalls
+    loop: RankLoop
 
     def __init__(self, runs: SpanExecutor, port: KvPort, send: Callable[[SpanFromRank], None]) -> None:
         self._runs, self._port, self._send = runs, port, send
