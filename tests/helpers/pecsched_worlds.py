@@ -13,6 +13,7 @@ from headway.policy.placement.contract import ClusterInstance, ClusterLinks, Clu
 from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
+from headway_research.pecsched.literal import LiteralPecSched
 
 LINK = NetworkLink(name="test", bytes_per_s=1e9, latency_s=0.0, source="test", efficiency=1.0)
 SHAPE = model("mistral-7b")
@@ -38,7 +39,8 @@ def book(replicas: int, decodes: int = 2, per_node: int = 4) -> ClusterState:
 
 def policy(literal: bool = False, **options: Any) -> PecSched:
     given = {"long_replicas": "fixed", "long_sp": 3, "long_tokens": 10_000, "batch_tokens": 2000, **options}
-    return PecSched(PolicyContext(latency=Linear(), shape=SHAPE), PecSchedOptions(**given), literal=literal)
+    kind = LiteralPecSched if literal else PecSched
+    return kind(PolicyContext(latency=Linear(), shape=SHAPE), PecSchedOptions(**given))
 
 
 def requests(rng: random.Random, count: int, gap_s: float, long_share: float = 0.1) -> list[Request]:

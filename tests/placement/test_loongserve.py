@@ -32,13 +32,13 @@ from headway.policy.placement.contract import (
     RequestFinished,
     TransferKv,
 )
-from headway.policy.placement.loongserve.batching import LoongServeOptions
-from headway.policy.placement.loongserve.policy import GreedyDispatch, LoongServe, loongserve
 from headway.policy.placement.registry import PolicyContext, check_options, make_placement
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult, ClusterSpec
 from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
+from headway_research.loongserve.batching import LoongServeOptions
+from headway_research.loongserve.policy import GreedyDispatch, LoongServe, loongserve
 
 DEFAULT = RunSpec()
 WAIT = {"wait_steps": 1, "decode_step_s": 0.01}

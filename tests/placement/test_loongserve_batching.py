@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupShape
-from headway.policy.placement.loongserve.batching import (
+from headway_research.loongserve.batching import (
     LoongServeOptions,
     PrefillBatch,
     ScalingTimes,

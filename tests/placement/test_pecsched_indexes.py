@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.policy.placement.pecsched.long import IndexedNodes, ScanNodes
-from headway.policy.placement.pecsched.short import HeapArgMin, ScanArgMin
+from headway.policy.placement.pecsched.long import IndexedNodes
+from headway.policy.placement.pecsched.short import HeapArgMin
+from headway_research.pecsched.literal import ScanArgMin, ScanNodes
 
 STEPS = st.lists(st.tuples(st.integers(0, 11), st.one_of(st.none(), st.integers(0, 6))), max_size=120)
 

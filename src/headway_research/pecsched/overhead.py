@@ -27,6 +27,7 @@ from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import ConstantArrivals, preset
 from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
+from headway_research.pecsched.literal import LiteralPecSched
 from headway_research.pecsched.setting import MODELS, scenario, work_s
 from headway_research.verdicts import at_least, at_most, judge, order
 
@@ -87,7 +88,8 @@ def drill(
         work.append(Request(id=f"s{i}", arrival_s=now, prompt_tokens=short.prompt_tokens, max_output_tokens=100))
     options = PecSchedOptions(long_replicas="fixed", long_sp=size)
     spans: GroupLatency = spec.spans
-    policy = PecSched(PolicyContext(latency=spans, shape=model(at.model)), options, literal=literal)
+    kind = LiteralPecSched if literal else PecSched
+    policy = kind(PolicyContext(latency=spans, shape=model(at.model)), options)
     run = PlacementDrill(
         policy, ClusterState([*prefill, *decode], spec.links), spans, spec.shape.layers, DECODE_S, stopwatch
     )

@@ -1,4 +1,5 @@
-"""Placement policies by name. A new one is a file, and a line here.
+"""Placement policies by name. A new one is a file, and a line here. Those that papers only compare with stand in the
+studies (`headway_research`), and are found by name like its commands.
 
 A policy's class or factory takes (context, options). Its options are a `FileSection` in the same module that names its
 settings with their defaults and limits; a scenario's `cluster.options` are checked against it. A policy of a user's own
@@ -24,45 +25,45 @@ from headway.policy.placement.contract import PlacementPolicy
 DEFAULT = "ladder"
 """The placement of clusters that name none."""
 POLICIES: dict[str, tuple[str, str]] = {
-    # name: ("module:policy:options", what it does)
+    # name: ("module:policy:options", what it does); a module with a dot before it is of this package
     "ladder": (
-        "ladder:LadderPlacement:LadderOptions",
+        ".ladder:LadderPlacement:LadderOptions",
         "one queue, fewest late, shortest first; instances and groups take from it as they run out of work",
     ),
     "fifo": (
-        "baselines:FifoPlacement:FifoOptions",
+        ".baselines:FifoPlacement:FifoOptions",
         "order of arrival: short requests to the instance that is free first, long ones to a group",
     ),
     "fixed-sp": (
-        "baselines:FixedSp:FixedSpOptions",
+        ".baselines:FixedSp:FixedSpOptions",
         "groups of one size; a prompt goes whole to the one that is free first",
     ),
     "context-parallel": (
-        "baselines:context_parallel:ContextParallelOptions",
+        ".baselines:context_parallel:ContextParallelOptions",
         "every prompt over all instances, one after another",
     ),
     "jsq": (
-        "baselines:JoinShortestQueue:JsqOptions",
+        ".baselines:JoinShortestQueue:JsqOptions",
         "replicas with schedulers of their own; a request joins the shortest queue",
     ),
     "tetris": (
-        "tetris:TetrisPlacement:TetrisOptions",
+        ".tetris:TetrisPlacement:TetrisOptions",
         "chunks on growing groups that fill the gaps between queues (CDSP)",
     ),
     "reservation": (
-        "ablations:ReservationPlacement:ReservationOptions",
+        "headway_research.pecsched.rivals:ReservationPlacement:ReservationOptions",
         "some instances for long requests only, the others for short ones only",
     ),
     "priority": (
-        "ablations:PriorityPlacement:PriorityOptions",
+        "headway_research.pecsched.rivals:PriorityPlacement:PriorityOptions",
         "short requests first; a long one when no short one waits on enough instances",
     ),
     "loongserve": (
-        "loongserve.policy:loongserve:LoongServeOptions",
+        "headway_research.loongserve.policy:loongserve:LoongServeOptions",
         "elastic groups for batches of prompts by dynamic programming, scaled down to decode",
     ),
     "pecsched": (
-        "pecsched.policy:PecSched:PecSchedOptions",
+        ".pecsched.policy:PecSched:PecSchedOptions",
         "short prefills on idle replicas, together with long decodes, or in place of long prefills",
     ),
 }
@@ -148,7 +149,7 @@ def _load(name: str, part: int) -> Any:
             f"unknown placement {name!r}; known are {', '.join(POLICIES)}, and classes by path, package.module.Class"
         )
     parts = POLICIES[name][0].split(":")
-    return getattr(import_module(f"headway.policy.placement.{parts[0]}"), parts[part])
+    return getattr(import_module(parts[0], __package__), parts[part])
 
 
 def _options(name: str, options: Mapping[str, Any]) -> Any:

@@ -17,10 +17,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
-from typing_extensions import override
 
 from headway.core.request import Request, Strategy
 from headway.perf.latency.groups import LOCAL, GroupShape
@@ -299,7 +298,7 @@ class GroupSizing:
 # Selection of replicas for a long request: inside one node where possible, else on as few nodes as possible, and of the
 # combinations the one with the smallest total queue (PecSched §5, §6.2).
 #
-# Both classes follow one rule. As long as replicas are missing: `want` is the number missing, at most the largest
+# As long as replicas are missing: `want` is the number missing, at most the largest
 # number available in one node; of the nodes with `want` available replicas, the one whose `want` shortest queues have
 # the smallest sum gives them. Ties go to the node with the lower number, and inside it to the lower replica.
 
@@ -316,58 +315,10 @@ class NodeSelection(NamedTuple):
     """Number of nodes that they are on."""
 
 
-class NodeIndex(Protocol):
-    """Replicas available to long requests, with their queues, by node."""
+class IndexedNodes:
+    """Replicas available to long requests, with their queues, by node.
 
-    def update(self, replica: int, weight: int) -> None:
-        """Make a replica available with this queue, or change its queue."""
-
-    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        """Make replicas available again, with these queues; none of them was."""
-
-    def take(self, size: int) -> NodeSelection | None:
-        """Select `size` replicas and make them unavailable; None if fewer are available."""
-
-
-class ScanNodes(NodeIndex):
-    """Selection by looking at every replica."""
-
-    def __init__(self, node_of: Sequence[int]) -> None:
-        """`node_of`: the node of each replica."""
-        self._node_of = node_of
-        self._weight: list[int | None] = [None] * len(node_of)
-
-    @override
-    def update(self, replica: int, weight: int) -> None:
-        self._weight[replica] = weight
-
-    @override
-    def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
-        for replica, weight in zip(replicas, weights, strict=True):
-            self._weight[replica] = weight
-
-    @override
-    def take(self, size: int) -> NodeSelection | None:
-        nodes: dict[int, list[tuple[int, int]]] = {}
-        for replica, weight in enumerate(self._weight):
-            if weight is not None:
-                nodes.setdefault(self._node_of[replica], []).append((weight, replica))
-        if sum(map(len, nodes.values())) < size:
-            return None
-        chosen: list[tuple[int, int]] = []
-        while len(chosen) < size:
-            # all that is missing from one node if any has so many, else as many as the largest has
-            want = min(size - len(chosen), max(map(len, nodes.values())))
-            sums = [(sum(w for w, _ in sorted(has)[:want]), node) for node, has in nodes.items() if len(has) >= want]
-            node = min(sums)[1]
-            chosen += [(node, replica) for _, replica in sorted(nodes.pop(node))[:want]]
-        for _, replica in chosen:
-            self._weight[replica] = None
-        return NodeSelection(tuple(replica for _, replica in sorted(chosen)), len({node for node, _ in chosen}))
-
-
-class IndexedNodes(NodeIndex):
-    """Selection by a table of sums: row = node, column k = sum of the node's k + 1 shortest queues. A row is computed
+    Selection is by a table of sums: row = node, column k = sum of the node's k + 1 shortest queues. A row is computed
     again with every change of a queue in its node, so that a selection reads one column for each node that it takes."""
 
     def __init__(self, node_of: Sequence[int]) -> None:
@@ -394,8 +345,8 @@ class IndexedNodes(NodeIndex):
         self._with_count = [len(names)] + [0] * width
         self._total = 0
 
-    @override
     def update(self, replica: int, weight: int) -> None:
+        """Make a replica available with this queue, or change its queue."""
         place, row, width, weights = self._place[replica], self._row[replica], self._width, self._weights
         if weights[place] == _TAKEN:
             self._change_count(row, 1)
@@ -403,8 +354,8 @@ class IndexedNodes(NodeIndex):
         low = row * width
         self._sums[low : low + width] = array("q", accumulate(sorted(weights[low : low + width])))
 
-    @override
     def release(self, replicas: Sequence[int], weights: Sequence[int]) -> None:
+        """Make replicas available again, with these queues; none of them was."""
         back: dict[int, int] = {}
         for replica, weight in zip(replicas, weights, strict=True):
             self._weights[self._place[replica]] = weight
@@ -414,8 +365,8 @@ class IndexedNodes(NodeIndex):
             self._change_count(row, count)
             self._recompute_row(row)
 
-    @override
     def take(self, size: int) -> NodeSelection | None:
+        """Select `size` replicas and make them unavailable; None if fewer are available."""
         if self._total < size:
             return None
         chosen: list[tuple[int, list[int]]] = []

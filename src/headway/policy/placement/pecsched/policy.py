@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Count, PositiveOrZero, Seconds
@@ -124,9 +124,10 @@ _INSTANT_S = 1e-6
 class PecSched(PlacementPolicy):
     """See the module."""
 
-    def __init__(self, context: PolicyContext, options: PecSchedOptions, *, literal: bool = False) -> None:
-        """literal: decide by looking at every replica (see `ReplicaIndex`)."""
-        self._context, self._options, self._literal = context, options, literal
+    Index: ClassVar[type[ReplicaIndex]] = ReplicaIndex
+
+    def __init__(self, context: PolicyContext, options: PecSchedOptions) -> None:
+        self._context, self._options = context, options
         self._bounds_queues = options.mode != "paper"
         self._compares_waits = self._bounds_queues and options.counts_seconds
         self._index: ReplicaIndex | None = None
@@ -181,7 +182,7 @@ class PecSched(PlacementPolicy):
             raise ConfigError("pecsched keeps short decodes apart: give some instances the role decode, or say "
                               "`disaggregate: false`")  # fmt: skip
         nodes = [view.instances[i].node for i in self._ids]
-        self._index = ReplicaIndex(nodes, literal=self._literal)
+        self._index = self.Index(nodes)
         self._decoding = DecodeInstances(decodes)
         first = view.instances[self._ids[0]]
         per_node = max(map(nodes.count, set(nodes)))

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from typing import Protocol
-
-from typing_extensions import override
+from typing import ClassVar
 
 from headway.core.request import Request
 from headway.perf.latency.groups import GroupLatency, GroupShape
@@ -16,9 +14,7 @@ from headway.policy.placement.contract import CachedPrefix, ClusterSnapshot, Req
 from headway.policy.placement.pecsched.long import (
     GroupSizing,
     IndexedNodes,
-    NodeIndex,
     NodeSelection,
-    ScanNodes,
     SequenceParallelGroup,
     StrategyChoice,
     StrategyChooser,
@@ -32,21 +28,10 @@ from headway.policy.placement.registry import PolicyContext
 # lower replica.
 
 
-class ArgMin(Protocol):
-    """A set of replicas, each with a weight."""
+class HeapArgMin:
+    """A set of replicas, each with a weight.
 
-    def update(self, replica: int, weight: int) -> None:
-        """Add a replica, or change its weight."""
-
-    def discard(self, replica: int) -> None:
-        """Remove a replica; no error if it is no member."""
-
-    def argmin(self) -> int:
-        """Return the member with the smallest (weight, replica); -1 if there is none."""
-
-
-class HeapArgMin(ArgMin):
-    """By a heap that drops stale entries when they reach the top: O(log n) a change, amortised O(log n) an answer."""
+    By a heap that drops stale entries when they reach the top: O(log n) a change, amortised O(log n) an answer."""
 
     __slots__ = ("_count", "_heap", "_key", "_limit")
 
@@ -57,8 +42,8 @@ class HeapArgMin(ArgMin):
         self._heap: list[int] = []
         self._limit = 4 * count + 64
 
-    @override
     def update(self, replica: int, weight: int) -> None:
+        """Add a replica, or change its weight."""
         # one number orders by (weight, replica)
         key = weight * self._count + replica
         self._key[replica] = key
@@ -69,12 +54,12 @@ class HeapArgMin(ArgMin):
             heap[:] = {key for key in self._key if key >= 0}
             heapify(heap)
 
-    @override
     def discard(self, replica: int) -> None:
+        """Remove a replica; no error if it is no member."""
         self._key[replica] = -1
 
-    @override
     def argmin(self) -> int:
+        """Return the member with the smallest (weight, replica); -1 if there is none."""
         heap, keys, count = self._heap, self._key, self._count
         while heap:
             replica = heap[0] % count
@@ -82,31 +67,6 @@ class HeapArgMin(ArgMin):
                 return replica
             heappop(heap)
         return -1
-
-
-class ScanArgMin(ArgMin):
-    """By looking at every replica, as PecSched's own scheduler does (the cost grows with the cluster)."""
-
-    __slots__ = ("_weight",)
-
-    def __init__(self, count: int) -> None:
-        self._weight: list[int | None] = [None] * count
-
-    @override
-    def update(self, replica: int, weight: int) -> None:
-        self._weight[replica] = weight
-
-    @override
-    def discard(self, replica: int) -> None:
-        self._weight[replica] = None
-
-    @override
-    def argmin(self) -> int:
-        best, found = -1, 0
-        for replica, weight in enumerate(self._weight):
-            if weight is not None and (best < 0 or weight < found):
-                best, found = replica, weight
-        return best
 
 
 UNITS_A_SECOND = 1e6
@@ -190,22 +150,21 @@ class DecodeInstances:
 class ReplicaIndex:
     """Replicas 0, 1, … with their queues of short prefills."""
 
-    def __init__(self, node_of: Sequence[int], *, literal: bool = False) -> None:
-        """`node_of`: the node of each replica. literal: scan every replica for every answer; the answers are the
-        same."""
+    ArgMin: ClassVar[type[HeapArgMin]] = HeapArgMin
+    Nodes: ClassVar[type[IndexedNodes]] = IndexedNodes
+
+    def __init__(self, node_of: Sequence[int]) -> None:
+        """`node_of`: the node of each replica."""
         count = len(node_of)
-        make = ScanArgMin if literal else HeapArgMin
         self.weight = [0] * count  # queue of short prefills, in the policy's unit
         self.tokens = [0] * count  # the same in tokens
         self.decodes = [0] * count  # short requests that decode
         # the long request of each replica
         self.group: list[SequenceParallelGroup | None] = [None] * count
-        self.free: ArgMin = make(count)
-        self.colocated: ArgMin = make(count)
-        self.paused: ArgMin = make(count)
-        self._nodes: NodeIndex = ScanNodes(node_of) if literal else IndexedNodes(node_of)
+        self.free, self.colocated, self.paused = self.ArgMin(count), self.ArgMin(count), self.ArgMin(count)
+        self._nodes = self.Nodes(node_of)
         # the set that each replica is in: `free`, `colocated`, `paused` or none
-        self._set_of: list[ArgMin | None] = [None] * count
+        self._set_of: list[HeapArgMin | None] = [None] * count
         for replica in range(count):
             self._move(replica, self.free)
             self._nodes.update(replica, 0)
@@ -286,12 +245,12 @@ class ReplicaIndex:
             self._move(replica, self.free)
         self._nodes.release(group.replicas, [self.weight[replica] for replica in group.replicas])
 
-    def move_to(self, group: SequenceParallelGroup, members: ArgMin | None) -> None:
+    def move_to(self, group: SequenceParallelGroup, members: HeapArgMin | None) -> None:
         """Move a group's replicas to the set `colocated` or `paused`; None: to none, they take no short prefills."""
         for replica in group.replicas:
             self._move(replica, members)
 
-    def _move(self, replica: int, members: ArgMin | None) -> None:
+    def _move(self, replica: int, members: HeapArgMin | None) -> None:
         old = self._set_of[replica]
         if old is not None and old is not members:
             old.discard(replica)

@@ -25,9 +25,9 @@ from headway.policy.placement.contract import (
     members_for,
 )
 from headway.policy.placement.decode_placement import DecodePlacement
-from headway.policy.placement.loongserve.batching import LoongServeOptions
-from headway.policy.placement.loongserve.pool import ElasticPool
 from headway.policy.placement.registry import PolicyContext
+from headway_research.loongserve.batching import LoongServeOptions
+from headway_research.loongserve.pool import ElasticPool
 
 # LoongServe's single-request scheduling as Tetris §2.4 describes and §7.1 compares with: it ignores the load.
 #

@@ -31,7 +31,7 @@ from headway.policy.placement.contract import (
     members_for,
 )
 from headway.policy.placement.decode_placement import DecodePlacement, decode_instances
-from headway.policy.placement.loongserve.batching import (
+from headway_research.loongserve.batching import (
     UNLIMITED,
     BatchSum,
     DecodeBatch,
