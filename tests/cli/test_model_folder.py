@@ -5,12 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.hub import hub_cache
 
 from headway.cli.command_parser import CommandParser
 from headway.cli.serve import StartSettings, add_arguments, run, settings_of
 from headway.core.errors import ConfigError
 from headway.serving.launch import model_folder
+
+
+def hub_cache(folder: Path, name: str, commit: str = "a" * 40, branch: str = "main") -> Path:
+    """A hub cache as the Hugging Face library lays it out, with one model of one file."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / branch).write_text(commit)
+    return snapshot
 
 
 def settings(*words: str) -> StartSettings:

@@ -140,6 +140,7 @@ def test_an_instance_there_is_killed_decoding(
 
 MORE: list[tuple[str, str, str, object, Any]] = [
     ("a ring over both hosts", "cut", "fixed-sp", {"sp": 2}, [{"count": 1}, {"count": 1, "host": 1}]),
+    ("a ring over both hosts, one lost", "lose", "fixed-sp", {"sp": 2}, [{"count": 1}, {"count": 1, "host": 1}]),
     (
         "prefill there, decode here",
         "stop",
@@ -149,14 +150,14 @@ MORE: list[tuple[str, str, str, object, Any]] = [
     ),
     ("all of it there", "cut", "pecsched", {"long_tokens": 500}, [{**pool, "host": 1} for pool in APART]),
 ]
-"""Where instances are, what is done to those on the other host (a stopped one, a cut cable), and under which policy."""
+"""Where instances are, what happens to the other host (a process stops, the cable is cut, all is lost), which policy."""
 
 
 @LONG
 @pytest.mark.parametrize(
     ("harm", "placement", "options", "pools"), [case[1:] for case in MORE], ids=[case[0] for case in MORE]
 )
-def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
+def test_a_stopped_instance_a_cut_cable_or_a_lost_host_changes_no_answer_in_other_places(
     hosts: Hosts,
     ray: RayOnHosts,
     tmp_path: Path,
@@ -174,6 +175,10 @@ def test_a_stopped_instance_or_a_cut_cable_changes_no_answer_in_other_places(
         if harm == "stop":
             os.kill(pid_of(URL, len(instances(URL)) - 1), signal.SIGSTOP)
             until(lambda: "lost" in states(), 20.0)
+        elif harm == "lose":
+            ray.kill_other()
+            until(lambda: "lost" in states(), 20.0)
+            ray.start_other()
         else:
             hosts.cable("down")
             until(lambda: "lost" in states(), 20.0)
@@ -204,6 +209,17 @@ def test_a_short_cut_is_a_pause_and_a_new_router_finds_its_hosts(
         until(ready, 60.0)
         assert ends_soon(engine, 30.0)
         assert streamed_ids(URL, OTHER, ANSWER_TOKENS, ignore_eos=True) == wanted[1]
+
+
+@LONG
+def test_without_the_token_no_host_can_be_used(hosts: Hosts, ray: RayOnHosts, tmp_path: Path, llama: Path) -> None:
+    path = write(tmp_path, llama, "jsq", {}, [{}, {"host": 1}], ray_address=RAY_ADDRESS)
+    other = Running(hosts.a, *CLUSTER, path, variables={**ray.variables, "RAY_AUTH_TOKEN": "another-token-of-tests"})
+    try:
+        assert other.ended(120.0) == 2, other.said
+        assert f"no Ray cluster can be joined at ray-address {RAY_ADDRESS}" in other.said
+    finally:
+        other.remove()
 
 
 @LONG

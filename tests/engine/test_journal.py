@@ -204,26 +204,6 @@ def disk_of(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_record_that_does_not_fit_costs_nothing_that_follows_it(tmp_path: Path) -> None:
-    journal = RequestJournal(tmp_path)
-    one, ended = journal.accept("one", b"", [PROMPTS[0]]), journal.accept("ended", b"", [PROMPTS[0]])
-    journal.write_output(one, 0, delta(5))
-    path = tmp_path / "requests.journal"
-    size = path.stat().st_size
-    with disk_of(size + 11):
-        with pytest.raises(OSError):
-            journal.write_output(one, 0, delta(6))
-        assert path.stat().st_size == size
-        with pytest.raises(OSError):
-            journal.accept("refused", b"", [PROMPTS[0]])
-        journal.end(ended)  # in place: it needs no room
-    journal.write_output(one, 0, delta(7))
-    two = journal.accept("two", b"", [PROMPTS[0]])
-    journal.write_output(two, 0, delta(8))
-    journal.close()
-    assert left(tmp_path) == {"one": [[5, 7]], "two": [[8]]}
-
-
 def test_a_file_that_cannot_be_rewritten_stays_unchanged(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     one = journal.accept("one", b"", [PROMPTS[0]])

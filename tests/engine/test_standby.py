@@ -21,7 +21,7 @@ from tests.helpers.fake_executor import answer
 from tests.helpers.polling import eventually, until
 from tests.helpers.process_tree import child_pids, ends_soon
 
-from headway.core.errors import ConfigError, UnavailableError
+from headway.core.errors import ConfigError
 from headway.core.request import SamplingParams
 from headway.perf.device import CudaReport
 from headway.runtime.assembly import template_process
@@ -199,23 +199,6 @@ def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
         assert received + await tokens(one) == answer([1, 2], 3_000)
 
     go(test)
-
-
-def test_a_forked_engine_drains_and_nothing_is_left_behind() -> None:
-    pids: list[int] = []
-
-    async def test(client: ProcessEngineClient) -> None:
-        pids.extend((template_pid(client), client.pid))
-        one = stream(client, "a", [1, 2], 500)
-        received = await tokens(one, 2)
-        draining = asyncio.create_task(client.drain())
-        assert received + await tokens(one) == answer([1, 2], 500)
-        await draining
-        with pytest.raises(UnavailableError):
-            await tokens(stream(client, "late", [1], 1))
-
-    go(test)
-    assert all(ends_soon(pid) for pid in pids)
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:

@@ -11,12 +11,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tests.helpers.polling import until
-from tests.helpers.ray_nodes import environment
 
+ROOT = Path(__file__).parents[2]
+BESIDE = ROOT / ".ray"
+"""Where `make ray` installs it."""
+TOKEN = "a-token-of-the-tests"
 NODE0 = "10.77.0.1"
 RAY_ADDRESS = f"{NODE0}:6379"
 _NEWNET = 0x40000000
@@ -149,6 +153,20 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         self.log.close()
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of processes that use Ray, with its token authentication. Skips the test without Ray."""
+    if find_spec("ray") is None and not (BESIDE / "ray").is_dir():
+        pytest.skip("needs Ray, in this environment or in .ray: make ray")
+    paths = [str(ROOT), *([str(BESIDE)] if BESIDE.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
 
 
 class RayOnHosts:

@@ -89,31 +89,6 @@ def test_a_client_that_leaves_during_the_prefill_ends_it_and_no_decode_begins() 
     run(work)
 
 
-def test_a_client_that_leaves_between_the_legs_leaves_no_kv_behind() -> None:
-    async def work() -> None:
-        async with pair() as (source, target, begin):
-            async with aclosing(begin("r", 1000).pieces()) as pieces:
-                assert not (await anext(pieces)).tokens
-                assert source.kept == {"r"}
-            while source.kept or target.running:
-                await asyncio.sleep(0.005)
-            assert target.seen[0].sent < 10
-
-    run(work)
-
-
-def test_a_client_that_leaves_during_the_decode_ends_it() -> None:
-    async def work() -> None:
-        async with pair() as (source, target, begin):
-            async with aclosing(begin("r", 1000).pieces()) as pieces:
-                while not (await anext(pieces)).tokens:
-                    pass
-            await quiet(target)
-            assert (target.seen[0].ended, source.kept) == ("aborted", set())
-
-    run(work)
-
-
 def test_a_hundred_clients_that_leave_at_any_time_leave_no_kv_of_a_decode_leg_behind() -> None:
     async def work() -> None:
         seeded = random.Random(3)

@@ -26,7 +26,6 @@ from tests.helpers.span_answers import (
 from headway.core.request import SamplingParams, cut
 from headway.runtime.engine.protocol import (
     AbortRequest,
-    ComputeSpan,
     KvArrived,
     PauseRequest,
     ReserveKv,
@@ -354,17 +353,3 @@ def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], P
         check_answer([word.delta], *expected(prompt, 1))
         world.forget(name)
     alive.clear()
-
-
-def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
-    part = Part(40, (2, 1))
-    world.admit("late", prompt_of(40), part.group, GREEDY)
-    word = ComputeSpan(id="late", index=0, run=runs([part])[0], last=True, preemptible=True)
-    world[2].tell(word)
-    let_arrive()
-    world[2].tell(PauseRequest("late"))
-    let_arrive(0.5)  # it has come to the rank by then
-    world[1].tell(word)
-    assert {word.layer for word in world.paused("late", part)} in ({1}, {2})
-    world.forget("late")
-    world.clean()

@@ -181,28 +181,6 @@ async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_e
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.anyio
-async def test_a_failed_fsync_is_no_success_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = SimulatedDisk(1)
-    monkeypatch.setattr(journal_module, "os", disk)
-    writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
-    first = await writer.accept("first", b"", [b""], "")
-    disk.fail = 1.0
-    with pytest.raises(UnavailableError, match="here"):
-        await writer.accept("second", b"", [b""], "")
-    assert writer.problem is not None
-    disk.fail = 0.0
-    await eventually(lambda: writer.problem is None)
-    await writer.accept("third", b"", [b""], "")
-    writer.close()
-    disk.crash(str(tmp_path / "j" / "requests.journal"))
-    again = RequestJournal(tmp_path / "j")
-    again.close()
-    assert [each.accepted.id for each in again.unfinished.values()] == ["first", "third"]
-    assert first in again.unfinished
-
-
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.anyio
 async def test_no_token_waits_for_the_journal_to_be_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

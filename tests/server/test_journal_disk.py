@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.polling import eventually
 
-from headway.core.errors import UnavailableError
 from headway.runtime.engine.protocol import OutputDelta
 from headway.serving import journal as journal_module
 from headway.serving import journal as journal_writer
@@ -87,36 +86,6 @@ async def test_a_full_disk_refuses_new_requests_and_heals(
         engine.gate = None
         assert (await client.post(PATH, json=BODY)).status_code == 200
     assert left(tmp_path / "j") == {}
-
-
-async def test_the_first_request_that_meets_a_full_disk_gets_503(
-    connect: Any, engine: FakeEngine, tmp_path: Path, disk: Disk
-) -> None:
-    async with connect(journal=str(tmp_path / "j")) as client:
-        disk.full = True
-        refused = await client.post(PATH, json=BODY)
-        assert (refused.status_code, engine.submits) == (503, [])
-        assert "No space left on device" in refused.text
-        assert client._transport.app.state.headway.in_flight == 0
-
-
-async def test_output_that_a_full_disk_refused_is_written_when_it_heals(tmp_path: Path, disk: Disk) -> None:
-    writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
-    one = await writer.accept("one", b"", [b""], "")
-    two = await writer.accept("two", b"", [b""], "")
-    disk.full = True
-    for token in range(3):
-        await writer.write_output(one, 0, delta(token))
-        await writer.write_output(two, 0, delta(token))
-    with pytest.raises(UnavailableError, match="here"):
-        await writer.accept("three", b"", [b""], "")
-    writer.end(two)
-    disk.full = False
-    await writer.write_output(one, 0, delta(3))
-    await eventually(lambda: writer.problem is None)
-    await writer.write_output(one, 0, delta(4))
-    writer.close()
-    assert left(tmp_path / "j") == {"one": [0, 1, 2, 3, 4]}
 
 
 async def test_an_end_on_a_full_disk_outlives_the_server(tmp_path: Path, disk: Disk) -> None:
