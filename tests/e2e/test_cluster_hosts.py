@@ -150,7 +150,7 @@ MORE: list[tuple[str, str, str, object, Any]] = [
     ),
     ("all of it there", "cut", "pecsched", {"long_tokens": 500}, [{**pool, "host": 1} for pool in APART]),
 ]
-"""Where instances are, what happens to the other host (a process stops, the cable is cut, all is lost), which policy."""
+"""Where instances are, what happens to the other host (a process stops, a cut cable, all is lost), which policy."""
 
 
 @LONG

@@ -314,6 +314,12 @@ class World:
             if one.number not in but:
                 one.until(lambda one=one: one.stats.kv_tokens_used == 0 or None, 5.0)  # type: ignore[misc]
 
+    def clear(self) -> None:
+        """Forget what instances have said; nothing is left of any request."""
+        for one in self.instances:
+            one.said.clear()
+        self.clean()
+
     def close(self) -> None:
         for instance in self.instances:
             instance.close()

@@ -26,6 +26,16 @@ def check_answer(deltas: Sequence[OutputDelta], tokens: list[int], chances: list
     assert got == pytest.approx(chances, abs=1e-4)
 
 
+def check_end(world: World, expected: Expected, name: str, part: Part, prompt: list[int], clean: bool = True) -> None:
+    """The last run is done by all of its group, with the first token of one process. clean: nothing is left then."""
+    word = world.done(name, part)
+    assert word.delta is not None
+    check_answer([word.delta], *expected(prompt, 1))
+    world.forget(name)
+    if clean:
+        world.clean()
+
+
 LAYERS = 3
 
 

@@ -16,6 +16,7 @@ from tests.helpers.span_answers import (
     LAYERS,
     SOON_S,
     check_answer,
+    check_end,
     check_service,
     pauses_of,
     prompt_of,
@@ -178,11 +179,7 @@ def test_a_span_pauses_at_layers_of_its_pieces(world: World, expected: Expected,
             world.forget(f"{name}-{at}")
         resume_span(world, name, parts[1], True)
     assert pauses > len(stops) // 3, "a pause may come layers late; it is said in time to many"
-    word = world.done(name, parts[1])
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt, 1))
-    world.forget(name)
-    world.clean()
+    check_end(world, expected, name, parts[1], prompt)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -254,9 +251,7 @@ def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None
     check_answer([word.delta], *expected(prompt_of(60), 1))
     world.forget("f4")
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
-    for one in world.instances:
-        one.said.clear()
-    world.clean()
+    world.clear()
 
 
 def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expected: Expected) -> None:
@@ -279,9 +274,7 @@ def test_a_span_waiting_for_room_continues_or_is_forgotten(world: World, expecte
     assert word.delta is not None
     check_answer([word.delta], *expected(prompt_of(200), 1))
     world.forget("w2")
-    for one in world.instances:
-        one.said.clear()
-    world.clean()
+    world.clear()
 
 
 def test_a_group_of_unequal_sizes_is_refused(world: World) -> None:
@@ -310,9 +303,7 @@ def test_a_lost_rank_ends_its_instance_and_the_span(
     check_service(world, expected, name, (0, 2))
     world.again(1)
     check_service(world, expected, name + "again", (0, 1, 2))
-    for one in world.instances:
-        one.said.clear()
-    world.clean()
+    world.clear()
 
 
 @pytest.mark.long
@@ -348,8 +339,5 @@ def test_random_spans_pauses_and_forgotten_requests_at_once(world: World, expect
 
 def settle(world: World, expected: Expected, alive: dict[str, tuple[list[int], Part]]) -> None:
     for name, (prompt, part) in alive.items():
-        word = world.done(name, part)
-        assert word.delta is not None
-        check_answer([word.delta], *expected(prompt, 1))
-        world.forget(name)
+        check_end(world, expected, name, part, prompt, clean=False)
     alive.clear()

@@ -80,9 +80,7 @@ def test_a_forgotten_span_ends_at_once(world: World, expected: Expected) -> None
     world.forget("unknown")
     check_service(world, expected, "f2", (0, 1))
     assert not [word for one in world.instances for word in one.said if isinstance(word, SpanTaskLost)]
-    for one in world.instances:
-        one.said.clear()
-    world.clean()
+    world.clear()
 
 
 def test_a_span_that_does_not_fit_the_model_or_group_is_lost_with_a_reason(world: World, expected: Expected) -> None:
@@ -95,9 +93,7 @@ def test_a_span_that_does_not_fit_the_model_or_group_is_lost_with_a_reason(world
     assert "instance 9 is not here" in world[0].wait(SpanTaskLost, "strange", SOON_S).why
     world[0].tell(ComputeSpan(id="nobody", index=0, run=runs([Part(20, (0,))])[0], last=True))
     check_service(world, expected, "bad", (0, 1))
-    for one in world.instances:
-        one.said.clear()
-    world.clean()
+    world.clear()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.helpers.instance_world import Part, World, runs
 from tests.helpers.polling import let_arrive
-from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, pauses_of, prompt_of, resume_span
+from tests.helpers.span_answers import GREEDY, LAYERS, check_answer, check_end, pauses_of, prompt_of, resume_span
 
 from headway.core.request import cut
 from headway.runtime.engine.protocol import ComputeSpan, PauseRequest
@@ -84,11 +84,7 @@ def test_a_span_pauses_at_every_layer_of_every_piece(
             world.forget(f"{name}-{at}")
         resume_span(world, name, parts[1], True)
     assert pauses > len(stops) // 2, "a pause may come a layer late; it is said in time to most"
-    word = world.done(name, parts[1])
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt, 1))
-    world.forget(name)
-    world.clean()
+    check_end(world, expected, name, parts[1], prompt)
 
 
 def test_a_pause_during_a_wait_for_peers_takes_effect(world: World) -> None:
@@ -114,11 +110,7 @@ def test_a_pause_of_a_paused_span_is_cleared_by_its_resumption(world: World, exp
     world.paused("twice", part)
     world[2].tell(PauseRequest("twice"))
     resume_span(world, "twice", part, False)
-    word = world.done("twice", part)
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt, 1))
-    world.forget("twice")
-    world.clean()
+    check_end(world, expected, "twice", part, prompt)
 
 
 def test_a_span_that_is_not_preemptible_continues(world: World, expected: Expected) -> None:
@@ -126,11 +118,7 @@ def test_a_span_that_is_not_preemptible_continues(world: World, expected: Expect
     world.admit("not", prompt, part.group, GREEDY)
     world.compute("not", [part], 0)
     world[0].tell(PauseRequest("not"))
-    word = world.done("not", part)
-    assert word.delta is not None
-    check_answer([word.delta], *expected(prompt, 1))
-    world.forget("not")
-    world.clean()
+    check_end(world, expected, "not", part, prompt)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -160,10 +148,7 @@ def test_spans_of_overlapping_groups_wait_for_each_other(world: World, expected:
     for name, part in parts.items():
         world.compute(name, [part], 0)
     for name, part in parts.items():
-        word = world.done(name, part)
-        assert word.delta is not None
-        check_answer([word.delta], *expected(prompt_of(part.tokens), 1))
-        world.forget(name)
+        check_end(world, expected, name, part, prompt_of(part.tokens), clean=False)
     world.clean()
 
 
