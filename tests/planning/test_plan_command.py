@@ -13,7 +13,7 @@ import yaml
 from headway.cli.main import main
 from headway.core.settings import resolve
 from headway.planning.answer import cluster_data, read_measures
-from headway.planning.question import DeploymentCandidate, candidates_of, parse_question
+from headway.planning.question import DeploymentCandidate, candidates_of, parse_question, question_data
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.embedded import model_path
 from headway.serving.serve_settings import ServeSettings, instance_configs
@@ -38,9 +38,64 @@ def write(folder: Path, **changes: Any) -> str:
 def test_plan_prints_the_cheapest_plan_and_its_margins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", write(tmp_path), "--jobs", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "Cheapest plan: 1 × tp1, ladder, 50 ms on 1 × a100-80gb (cost 1)" in shown
+    assert "Cheapest plan: 1 × tp1, ladder, 50 ms on 1 × a100-80gb (cost: 1 accelerators)" in shown
     assert "chat TTFT P99" in shown
     assert "not measured" in shown
+
+
+FLAGS = ["plan", "--model", "llama-3-8b", "--gpu", "h200", "--qps", "3"]
+
+
+def test_flags_are_the_question_that_a_file_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--set", "workload.requests=40", "--set", "search={tp: [1], stages: [1], t_target_s: [0.1]}", "--json"]
+    mix = ["--mix", "chat:0.8,document:0.2", "--ttft-ms", "chat:2500,document:300000"]
+    assert main([*FLAGS, *mix, *small, "--jobs", "1"]) == 0
+    by_flags = json.loads(capsys.readouterr().out)
+    assert by_flags["question"]["demands"] == {
+        "chat": {"ttft_p90_s": 2.5, "tbt_p99_s": 0.2}, "document": {"ttft_p90_s": 300.0},
+    }  # fmt: skip
+    assert by_flags["cost_unit"] == "accelerators"
+    assert by_flags["best"]["cost"] == by_flags["best"]["accelerators"]
+    path = tmp_path / "question.yaml"
+    path.write_text(yaml.safe_dump(question_data("llama-3-8b", "h200", "3", mix[1], mix[3]), sort_keys=False))
+    assert main(["plan", str(path), *small, "--jobs", "1"]) == 0
+    assert json.loads(capsys.readouterr().out) == by_flags
+
+
+def test_a_limit_without_a_kind_is_that_of_the_first() -> None:
+    question = parse_question(question_data("llama-3-8b", "h200", "3", "document:0.1,chat:0.9", "60000"))
+    assert question.demands == {"document": {"ttft_p90_s": 60.0}, "chat": {"ttft_p90_s": 1.0, "tbt_p99_s": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan"], "name a question file (such as examples/plan-chat-and-documents.yaml), or give --model, --gpu and"),
+        ([*FLAGS[:-2]], "or give --model, --gpu and --qps"),
+        (["plan", "q.yaml", "--qps", "2"], "q.yaml is a whole question: change it with --set"),
+        (
+            [*FLAGS, "--mix", "chats:1"],
+            "--mix 'chats:1': write KIND:NUMBER,KIND:NUMBER, where KIND is chat or",
+        ),
+        ([*FLAGS, "--mix", "chat:1,chat:2"], "each once"),
+        ([*FLAGS, "--mix", "chat:-1"], "the flags: workload.mix[0].share must be above 0, not '-1'"),
+        ([*FLAGS[:-1], "many"], "the flags: workload.qps: 'many' is not a number"),
+        ([*FLAGS, "--ttft-ms", "soon"], "the flags: demands.chat.ttft_p90_s: 'soonms' is not a time"),
+        ([*FLAGS, "--ttft-ms", "document:5"], "demands.document"),
+        ([*FLAGS[:4], "h1000", *FLAGS[5:]], "unknown accelerator 'h1000'"),
+    ],
+)
+def test_faulty_flags_are_said_in_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_price_is_the_unit_of_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    priced = write(tmp_path, accelerators=[{"name": "a100-80gb", "most": 2, "cost": 2.5}])
+    assert main(["plan", priced, "--jobs", "1"]) == 0
+    assert "(cost: 2.5 accelerators × their cost)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_writes_a_scenario_that_gives_the_same_figures_and_a_script_that_a_shell_reads(

@@ -7,12 +7,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import accelerator
+from headway.perf.latency.fitted import fitted
 from headway.planning.question import PlanQuestion, candidates_of, cost_of, memory_faults, parse_question, shape_of
 from headway.planning.search import PlanSearch, pareto
 from headway.planning.simulate import (
@@ -25,12 +27,14 @@ from headway.planning.simulate import (
     falls_behind,
     least_late,
     least_percentile,
+    least_work,
     measure,
     of_class,
     tolerated,
     workload_of,
 )
 from headway.sim.metrics import quantile
+from headway.sim.scenario import LatencySection
 from headway.sim.workload import TraceRequest
 
 
@@ -105,8 +109,8 @@ def test_bound_never_exceeds_the_late_requests_of_a_simulation() -> None:
         for candidate in list(candidates_of(question))[::5]:
             job = SimulationJob(question, candidate, to_the_end=True)
             for limit_s in (0.01, 0.3):
-                device = accelerator(candidate.accelerator)
-                least = least_late(candidate, device, shape_of(question), workload, limit_s)
+                work = least_work(candidate, question)
+                least = least_late(work, candidate.replicas, workload, limit_s)
                 bounded += least > 0
                 # a bound of k late requests says that the k-th largest TTFT is above the limit
                 percent = 100 * (len(workload) - least) / (len(workload) - 1) if least else 100
@@ -114,6 +118,16 @@ def test_bound_never_exceeds_the_late_requests_of_a_simulation() -> None:
                 if 0 < percent < 100:
                     assert measure(job._replace(question=tightened)).worst_s(0) > limit_s
     assert bounded > 5
+
+
+def test_the_bound_counts_rows_at_the_predicted_best_rate_and_not_at_peak() -> None:
+    question = random_question(0).model_copy(update={"latency": LatencySection(source="fitted", engine="vllm")})
+    candidate = next(iter(candidates_of(question)))
+    latency = fitted(candidate.accelerator, "llama-3-8b", candidate.layout)
+    work, rows = least_work(candidate, question), np.arange(1, 8193)
+    assert work.row_s * 8192 <= latency.rows_s(8192) <= 1.1 * work.row_s * 8192
+    assert (work.row_s * rows <= latency.token_s(1, 8192) * (1 + 1e-12)).all()
+    assert work.row_s > 1.2 * shape_of(question).linear_flops(1) / accelerator(candidate.accelerator).flops
 
 
 def test_deployment_that_the_kv_bound_removes_does_not_keep_up() -> None:
@@ -128,7 +142,7 @@ def test_deployment_that_the_kv_bound_removes_does_not_keep_up() -> None:
         workload = workload_of(question, seed)
         for candidate in list(candidates_of(question))[::3]:
             whole = measure(SimulationJob(question, candidate, to_the_end=True))
-            if falls_behind(candidate, question, workload):
+            if falls_behind(candidate, question, workload, least_work(candidate, question)):
                 removed += 1
                 assert not whole.keeps_up()
     assert removed > 0

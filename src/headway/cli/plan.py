@@ -1,4 +1,5 @@
-"""`headway plan question.yaml`: the cheapest deployment that meets latency demands on a workload."""
+"""`headway plan question.yaml`, or `headway plan --model … --gpu … --qps …`: the cheapest deployment that meets latency
+demands on a workload."""
 
 from __future__ import annotations
 
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", nargs="?", type=Path, help="a YAML file (examples/plan-chat-and-documents.yaml)")
+    flags = parser.add_argument_group("a question without a file")
+    flags.add_argument("--model", metavar="NAME", help="a named model, or the path of a config.json")
+    flags.add_argument("--gpu", metavar="NAME", help="accelerators, up to eight (--set accelerators.0.most=N)")
+    flags.add_argument("--qps", metavar="N", help="requests per second")
+    flags.add_argument(
+        "--mix",
+        metavar="KIND:SHARE,…",
+        help="chat (median 1,500 tokens in, 100 out) and document (200,000 in, 500 out), such as "
+        "chat:0.95,document:0.05 (default: chat:1)",
+    )
+    flags.add_argument(
+        "--ttft-ms",
+        metavar="KIND:MS,…",
+        help="limits of the P90 of the time to first token; a number alone is for the first kind (default: "
+        "chat:1000,document:120000; P99 of gaps between tokens of chats: 200 ms)",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set a field, such as workload.qps=2"
     )
@@ -41,8 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print(json.dumps(PlanQuestion.model_json_schema(), indent=2))
         return 0
-    if arguments.question is None:
-        raise ConfigError("name a question file (such as examples/plan-chat-and-documents.yaml), or --schema")
     result, bars = _search(_read(arguments), arguments)
     if arguments.json:
         import msgspec
@@ -66,16 +81,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(arguments: argparse.Namespace) -> PlanQuestion:
     from headway.core.strict_yaml import read_yaml
-    from headway.planning.question import parse_question
+    from headway.planning.question import parse_question, question_data
     from headway.sim.sweep import parse_sweep, with_field
 
-    data = read_yaml(str(arguments.question), commands=("plan",))
+    flags = [arguments.model, arguments.gpu, arguments.qps, arguments.mix, arguments.ttft_ms]
+    where = "the flags" if arguments.question is None else str(arguments.question)
+    if arguments.question is not None:
+        if any(flag is not None for flag in flags):
+            raise ConfigError(f"{where} is a whole question: change it with --set (such as --set workload.qps=2)")
+        data = read_yaml(where, commands=("plan",))
+    elif None in flags[:3]:
+        raise ConfigError(
+            "name a question file (such as examples/plan-chat-and-documents.yaml), or give --model, --gpu and --qps"
+        )
+    else:
+        model, gpu, qps, mix, ttft_ms = flags
+        data = question_data(model, gpu, qps, mix or "chat:1", ttft_ms)
     for text in arguments.set:
         field, values = parse_sweep(text, "--set")
         data = with_field(data, field, values[0] if len(values) == 1 else values)
     if arguments.front:
         data = with_field(data, "search.front", True)
-    return parse_question(data, str(arguments.question))
+    return parse_question(data, where)
 
 
 def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[PlanResult, PlanErrorBars | None]:

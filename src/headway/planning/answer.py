@@ -19,7 +19,7 @@ from headway.core.errors import ConfigError
 from headway.core.files import write_output
 from headway.perf.hardware import accelerator
 from headway.perf.latency import table
-from headway.planning.question import DeploymentCandidate, PlanQuestion, cost_of
+from headway.planning.question import DeploymentCandidate, PlanQuestion, cost_of, cost_unit
 from headway.planning.search import PlanErrorBars, PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure, SimulationJob
 from headway.sim.report.tables import duration
@@ -34,6 +34,7 @@ def result_json(result: PlanResult, bars: PlanErrorBars | None = None) -> dict[s
         "schema": SCHEMA,
         "question": question.model_dump(mode="json", by_alias=True),
         "latency": latency_note(question, result.best or result.nearest),
+        "cost_unit": cost_unit(question),
         "requests": result.requests,
         "candidates": result.candidates,
         "without_memory": [
@@ -57,6 +58,7 @@ def _bars_json(bars: PlanErrorBars, question: PlanQuestion) -> dict[str, Any]:
         "share": bars.band.share,
         "extrapolated": bars.band.extrapolated,
         "derived": bars.band.derived,
+        "meets": bars.meets,
         "demands": [
             {"demand": demand.name, "least_s": least, "greatest_s": greatest}
             for demand, (least, greatest) in zip(question.demand_list(), ranges, strict=True)
@@ -261,17 +263,24 @@ def _headline(result: PlanResult, bars: PlanErrorBars | None) -> str:
         return f"No plan: no layout fits in memory. {faults}"
     what = f"{one.candidate.name} on {one.candidate.accelerators} × {one.candidate.accelerator}"
     if result.best is not None:
-        head = f"Cheapest plan: {what} (cost {cost_of(one.candidate, question):g}). Binds: {binds(one, question)}"
+        cost = f"{cost_of(one.candidate, question):g} {cost_unit(question)}"
+        head = f"Cheapest plan: {what} (cost: {cost}). Binds: {binds(one, question)}"
         crossed = [
             f"{demand.name} up to {duration(bars.range_s(index)[1])} of {duration(demand.limit_s)}"
             for index, demand in enumerate(question.demand_list() if bars is not None else ())
             if bars is not None and bars.range_s(index)[1] > demand.limit_s
         ]
-        return f"{head}\nWithin the error bars it may miss: {', '.join(crossed)}" if crossed else head
-    return (
-        f"No plan meets all demands. The nearest is {what}: what it reaches is what can be asked for.\n"
-        f"Binds: {binds(one, question)}"
-    )
+        if bars is None or bars.meets == 1:
+            return head
+        return f"{head}\n{_draws(bars)}" + (f" It may miss: {', '.join(crossed)}" if crossed else "")
+    head = f"No plan meets all demands. The nearest is {what}: what it reaches is what can be asked for."
+    if bars is not None and bars.meets > 0:
+        head += f"\n{_draws(bars)}"
+    return f"{head}\nBinds: {binds(one, question)}"
+
+
+def _draws(bars: PlanErrorBars) -> str:
+    return f"Meets all limits in {bars.meets:.0%} of draws of how far iteration times may be off."
 
 
 def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:

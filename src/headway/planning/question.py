@@ -47,7 +47,10 @@ class AcceleratorsSection(FileSection):
 
     name: str = Field(description="name of an accelerator (headway.perf.hardware)")
     most: Machines = Field(default=8, description="how many there are")
-    cost: Positive = Field(default=1.0, description="cost of one, in any unit, such as dollars an hour")
+    cost: Positive = Field(
+        default=1.0,
+        description="cost of one, in any unit, such as dollars an hour; 1: accelerators are counted",
+    )
 
 
 class SearchSection(FileSection):
@@ -121,6 +124,48 @@ class PlanQuestion(FileSection):
             for name, limit_s in limits.items()
             if (found := _DEMAND.fullmatch(name)) is not None
         )
+
+
+KINDS: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
+    "chat": (
+        {"prompt": "lognormal:median=1500,p90=5000,max=8k", "output": "lognormal:median=100,p90=400"},
+        "1000",
+        {"tbt_p99_s": "200ms"},
+    ),
+    "document": ({"prompt": "fixed:200k", "output": "fixed:500"}, "120000", {}),
+}
+"""Kinds of requests that a question in flags may name: lengths, limit of TTFT's P90 (ms), further demands."""
+
+_DRAWN = 800
+"""Requests of a question in flags: 40 of them documents where these are 5%."""
+_SEARCH = {"busiest_part": 4, "t_target_s": [0.05, 0.1, 0.2]}
+"""What is searched for them: gaps of 200 ms need no iterations of 25, which take most of a search's time."""
+
+
+def question_data(model: str, gpu: str, qps: str, mix: str, ttft_ms: str | None) -> dict[str, Any]:
+    """Return the data of a question in flags, for `parse_question`. Raises ConfigError for a faulty mix or limit."""
+    shares = _by_kind(mix, "--mix", "")
+    limits = {kind: KINDS[kind][1] for kind in shares}
+    if ttft_ms is not None:
+        limits |= _by_kind(ttft_ms, "--ttft-ms", next(iter(shares)))
+    kinds = [{"class": kind, "share": share, **KINDS[kind][0]} for kind, share in shares.items()]
+    return {
+        "model": model,
+        "accelerators": [{"name": gpu}],
+        "workload": {"qps": qps, "requests": _DRAWN, "mix": kinds},
+        "demands": {kind: {"ttft_p90_s": f"{limit}ms", **KINDS[kind][2]} for kind, limit in limits.items()},
+        "search": _SEARCH,
+    }
+
+
+def _by_kind(text: str, option: str, alone: str) -> dict[str, str]:
+    """Return the numbers in `chat:0.95,document:0.05`. alone: kind of a number without one; empty: it must have one."""
+    pairs = [part.strip().rpartition(":") for part in text.split(",")]
+    found = {kind or alone: number for kind, _, number in pairs}
+    if not set(found) <= set(KINDS) or len(found) < len(pairs):
+        known = " or ".join(KINDS)
+        raise ConfigError(f"{option} {text!r}: write KIND:NUMBER,KIND:NUMBER, where KIND is {known}, each once")
+    return found
 
 
 def parse_question(data: Mapping[str, Any], where: str = "question") -> PlanQuestion:
@@ -248,6 +293,11 @@ def cost_of(candidate: DeploymentCandidate, question: PlanQuestion) -> float:
     """Return accelerators × the cost of one."""
     each = next(kind.cost for kind in question.accelerators if kind.name == candidate.accelerator)
     return candidate.accelerators * each
+
+
+def cost_unit(question: PlanQuestion) -> str:
+    """Return the unit of costs, in words."""
+    return "accelerators" if all(kind.cost == 1.0 for kind in question.accelerators) else "accelerators × their cost"
 
 
 def memory_faults(

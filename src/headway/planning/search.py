@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +24,17 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.perf.hardware import accelerator
 from headway.perf.latency.fitted import ErrorBand, prefill_band
+from headway.perf.latency.layout import ParallelLayout
 from headway.planning.question import DeploymentCandidate, PlanQuestion, candidates_of, cost_of, memory_faults, shape_of
 from headway.planning.simulate import (
     BACKLOG,
     CandidateMeasure,
+    LeastWork,
     MeasureRunner,
     SimulationJob,
     falls_behind,
     least_late,
+    least_work,
     of_class,
     tolerated,
     workload_of,
@@ -48,6 +52,8 @@ _FIRST_WAVE = 2
 """Candidates of a level that run before a margin is known; each wave has twice as many as the one before."""
 _FEWEST = 4
 """Candidates that a screening always leaves."""
+_DRAWS = 10
+"""Draws of the error of iteration times; the first and the last are the ends of a band that holds nine of ten."""
 _NEAREST = 3
 """Candidates that are simulated to the end where none meets the demands, to say what can be had."""
 
@@ -89,6 +95,7 @@ class PlanSearch:
         self._workloads = [workload_of(question, seed) for seed in question.seeds]
         self._measures: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
+        self._work: dict[tuple[str, ParallelLayout], LeastWork] = {}
         self._bounded = self._screened = 0
         first, demanded = self._workloads[0], [one.klass for one in self.demands if one.klass != "all"]
         for klass in check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`"):
@@ -176,15 +183,18 @@ class PlanSearch:
 
     def _possible(self, candidate: DeploymentCandidate) -> bool:
         """Whether the closed-form bounds leave a chance to keep up, and to every demand on TTFT."""
-        if any(falls_behind(candidate, self.question, mine) for mine in self._workloads):
+        key = candidate.accelerator, candidate.layout
+        if key not in self._work:
+            self._work[key] = least_work(candidate, self.question)
+        work = self._work[key]
+        if any(falls_behind(candidate, self.question, mine, work) for mine in self._workloads):
             return False
-        device, shape = accelerator(candidate.accelerator), shape_of(self.question)
         for demand in self.demands:
             if demand.metric != "ttft":
                 continue
             for workload in self._workloads:
                 mine: Sequence[TraceRequest] = of_class(demand.klass, workload)
-                late = least_late(candidate, device, shape, mine, demand.limit_s) if mine else 0
+                late = least_late(work, candidate.replicas, mine, demand.limit_s) if mine else 0
                 if late > tolerated(len(mine), demand.percent):
                     return False
         return True
@@ -265,6 +275,9 @@ class PlanErrorBars(NamedTuple):
     """With iterations that take (1 + share) times as predicted."""
     fast: CandidateMeasure
     """With iterations that take 1 / (1 + share) times as predicted."""
+    meets: float
+    """Share of draws of the error that meet all demands: `_DRAWS` quantiles, evenly spaced, of a lognormal error of
+    which nine of ten lie within the band, both ends among them."""
 
     def range_s(self, demand: int) -> tuple[float, float]:
         """Return a demand's least and greatest value, seconds: the worst seed's at each end, and as predicted (other
@@ -282,10 +295,34 @@ def error_bars(result: PlanResult, runner: MeasureRunner | None = None) -> PlanE
     band = widest_band(result.question, one.candidate)
     if band is None:
         return None
+    runner = runner or MeasureRunner()
     job = SimulationJob(result.question, one.candidate, to_the_end=True)
     biased = [job._replace(bias=bias) for bias in (1.0 + band.share, 1.0 / (1.0 + band.share))]
-    slow, fast = (runner or MeasureRunner()).measure(biased)
-    return PlanErrorBars(band, one, slow, fast) if slow.complete() and fast.complete() else None
+    slow, fast = runner.measure(biased)
+    if not (slow.complete() and fast.complete()):
+        return None
+    return PlanErrorBars(band, one, slow, fast, _share_met(result.question, one, slow, fast, band, runner))
+
+
+def _share_met(
+    question: PlanQuestion, one: CandidateMeasure, slow: CandidateMeasure, fast: CandidateMeasure, band: ErrorBand,
+    runner: MeasureRunner,
+) -> float:  # fmt: skip
+    """Return `PlanErrorBars.meets`. Longer iterations are taken to miss what shorter ones do, so that halving finds the
+    last draw that meets all demands in three or four simulations."""
+    demands = question.demand_list()
+    if not fast.meets(demands) and not one.meets(demands):
+        return 0.0
+    if slow.meets(demands):
+        return 1.0
+    end = NormalDist().inv_cdf(0.5 / _DRAWS)
+    low, high = 0, _DRAWS - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        bias = (1.0 + band.share) ** -(NormalDist().inv_cdf((middle + 0.5) / _DRAWS) / end)
+        (drawn,) = runner.measure([SimulationJob(question, one.candidate, bias=bias)])
+        low, high = (middle, high) if drawn.meets(demands) else (low, middle)
+    return (low + 1) / _DRAWS
 
 
 def widest_band(question: PlanQuestion, candidate: DeploymentCandidate) -> ErrorBand | None:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headway.perf.hardware import AcceleratorSpec, ModelShape
-from headway.planning.question import DeploymentCandidate, LatencyDemand, PlanQuestion
+from headway.perf.hardware import accelerator
+from headway.perf.latency.base import MAX_CHUNK
+from headway.planning.question import DeploymentCandidate, LatencyDemand, PlanQuestion, shape_of
 from headway.sim import metrics as d
-from headway.sim.build import InfeasibleError, instance_of, requests_of, run_of
+from headway.sim.build import InfeasibleError, instance_of, latency_of, requests_of, run_of
 from headway.sim.cluster.build import cluster_of, placement_of
 from headway.sim.cluster.simulation import ClusterSimulation
 from headway.sim.loop import InstanceSimulation
@@ -31,6 +32,9 @@ ones."""
 
 OUTRUN = "the margin of another plan of this cost"
 """What a candidate misses that was stopped because it can no longer be the plan with the widest margin."""
+
+_ENDLESS = 10**9
+"""Rows of an iteration in which fixed time has no part."""
 
 FAILED_S = 1e12
 """Latency of a request that failed: finite, so that percentiles can be interpolated."""
@@ -401,49 +405,67 @@ def _latency_s(value_s: float) -> float:
 
 # Bounds in closed form of what no simulation need show: late prefills, and decodes that the KV cache is too small for.
 #
-# No machine exceeds its peak FLOP/s, so a prompt takes at least its model FLOPs over the peak of the instance, and all
-# instances together at least the sum over theirs. A decode holds its request's KV, and no iteration is shorter than
-# that of a single row.
+# No machine exceeds its peak FLOP/s, and no iteration computes rows faster than the latency model's best size does: a
+# prompt takes at least its rows and pairs at those rates, and all instances together at least the sum. A decode holds
+# its request's KV, and no iteration is shorter than that of a single row.
 
 
-def prefill_flops(shape: ModelShape, request: TraceRequest) -> float:
-    """Return the model FLOPs of a prompt's uncached part (the LM head is left out)."""
-    cached = max(0, min(request.cached_tokens, request.prompt_tokens - 1))
-    new = max(1, request.prompt_tokens) - cached
-    return shape.linear_flops(new) + shape.attention_flops(new, cached)
+class LeastWork(NamedTuple):
+    """Least seconds that an instance (each of its stages) is busy."""
+
+    row_s: float
+    """For each row of an iteration."""
+    pair_s: float
+    """For each pair of a prompt's token and one that it attends to."""
+
+    def prompt_s(self, request: TraceRequest) -> float:
+        """Return the least seconds for a prompt's uncached part."""
+        cached = max(0, min(request.cached_tokens, request.prompt_tokens - 1))
+        new = max(1, request.prompt_tokens) - cached
+        return self.row_s * new + self.pair_s * new * (cached + new / 2)
 
 
-def least_late(
-    candidate: DeploymentCandidate,
-    device: AcceleratorSpec,
-    shape: ModelShape,
-    requests: Sequence[TraceRequest],
-    limit_s: float,
-) -> int:
+def least_work(candidate: DeploymentCandidate, question: PlanQuestion) -> LeastWork:
+    """Return the least work of the candidate's layout: pairs at peak FLOP/s; rows at the latency model's best rate, or
+    at peak where times vary as a server's did, and where groups share rows."""
+    shape, device = shape_of(question), accelerator(candidate.accelerator)
+    peak = device.flops * candidate.layout.accelerators
+    row_s, pair_s = shape.linear_flops(1) / peak, shape.pairs_flops(1) / peak
+    if candidate.kvp == 1 and question.latency.source != "table":
+        model = latency_of(question.latency, device, shape, candidate.layout)
+        rows = np.arange(1, 2 * MAX_CHUNK + 1)
+        # beyond the table a row costs its slope
+        row_s = min(float((model.token_s(1, rows.size) / rows).min()), model.rows_s(_ENDLESS) / _ENDLESS)
+    return LeastWork(row_s, pair_s)
+
+
+def least_late(work: LeastWork, instances: int, requests: Sequence[TraceRequest], limit_s: float) -> int:
     """Return a lower bound of the number of these requests whose first token is later than `limit_s`.
 
     Two bounds, the larger counts: prompts that one instance cannot compute in time even alone; and prompts that all
     prefilling instances together cannot compute by the last deadline, the smallest counted as done first.
     """
-    each = device.flops * candidate.tp * candidate.stages * candidate.kvp
-    work = sorted(prefill_flops(shape, request) for request in requests)
-    alone = sum(flops / each > limit_s for flops in work)
+    each = sorted(work.prompt_s(request) for request in requests)
+    alone = sum(seconds > limit_s for seconds in each)
     first_s, last_s = min(r.arrival_s for r in requests), max(r.arrival_s for r in requests)
-    budget = each * candidate.replicas * (last_s - first_s + limit_s)
-    done = 0
-    for flops in work:
-        budget -= flops
-        if budget < 0:
-            break
-        done += 1
-    return max(alone, len(work) - done)
+    done = int(np.searchsorted(np.cumsum(each), instances * (last_s - first_s + limit_s), side="right"))
+    return max(alone, len(each) - done)
 
 
-def falls_behind(candidate: DeploymentCandidate, question: PlanQuestion, requests: list[TraceRequest]) -> bool:
-    """Return whether the KV caches are too small for all answers to end by `drained_by_s`, in whatever order.
+def falls_behind(
+    candidate: DeploymentCandidate, question: PlanQuestion, requests: list[TraceRequest], work: LeastWork
+) -> bool:
+    """Return whether the instances are too slow, or their KV caches too small, for all answers to end by
+    `drained_by_s`, in whatever order.
 
     Each token of an answer after the first occupies its request's KV, in tokens, for at least one iteration through all
     stages; the product, summed over all answers, is at most the caches' size × the time there is."""
+    time_s = drained_by_s(question.demand_list(), requests) - min(request.arrival_s for request in requests)
+    steps = [max(0, request.output_tokens - 1) for request in requests]
+    # separate instances decode where there are any
+    rows = 0 if candidate.decoders else sum(steps)
+    if sum(map(work.prompt_s, requests)) + work.row_s * rows > candidate.replicas * time_s:
+        return True
     scenario = candidate.scenario(question)
     try:
         if candidate.decoders:
@@ -457,15 +479,12 @@ def falls_behind(candidate: DeploymentCandidate, question: PlanQuestion, request
     except InfeasibleError:
         return False
     token_s = candidate.stages * latency.least_rows_s(1)
-    steps = [max(0, request.output_tokens - 1) for request in requests]
     held = sum(
         # a cached prefix may be shared; the cache grows by a token a step
         count * (request.prompt_tokens - request.cached_tokens) + count * (count - 1) // 2
         for count, request in zip(steps, requests, strict=True)
     )
-    return held * token_s > kv_tokens * (
-        drained_by_s(question.demand_list(), requests) - min(request.arrival_s for request in requests)
-    )
+    return held * token_s > kv_tokens * time_s
 
 
 class MeasureRunner:
