@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -46,6 +46,9 @@ from headway.runtime.engine.protocol import (
     instance_of,
 )
 from headway.runtime.kv_transfer.connector import FinishedTransfers, SaveKv
+
+if TYPE_CHECKING:
+    from headway.runtime.engine.service import EngineService
 
 Slots = Sequence[tuple[int, int]]
 """Slots of the KV pool, as (first, count)."""
@@ -95,17 +98,6 @@ class PeerTable(Protocol):
     def meet(self, peers: Iterable[PeerAddress]) -> None: ...
 
     def forget(self, scope: str) -> None: ...
-
-
-class EngineLoop(Protocol):
-    """The engine's loop, as it may be called from inside a span task."""
-
-    def send(self, message: FromInstance, measured: bool = False) -> None:
-        """Send a message; measured: after a stats snapshot of the pool as it is now."""
-
-    def turn(self, step: bool, wait_s: float = 0.0) -> None:
-        """Handle messages, waiting up to `wait_s` for one, and send what is pending; step: also run one iteration of
-        the scheduler."""
 
 
 # The scheduler's side of KV transfers: reservations for KV that will arrive, in order of request, and what has arrived
@@ -407,7 +399,7 @@ class InstanceAgent:
         self._staged_kv.release(name)
         self._drop(name)
 
-    def turn(self, loop: EngineLoop) -> None:
+    def turn(self, loop: EngineService) -> None:
         """Grant blocks to waiting reservations, and report transfers. Called in every turn of the loop."""
         if self._staged_kv.waiting:
             for name in self._staged_kv.admit():
@@ -437,7 +429,7 @@ class InstanceAgent:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def work(self, loop: EngineLoop) -> None:
+    def work(self, loop: EngineService) -> None:
         """Carry out the next task, if there is one, until it is done, paused, lost or forgotten."""
         if not self._line:
             return
@@ -462,7 +454,7 @@ class InstanceAgent:
         # A stats snapshot precedes SpanTaskDone: the controller chooses the KV target as soon as it gets that.
         loop.send(word, measured=job.grew)
 
-    def _carry_out(self, job: _SpanJob, loop: EngineLoop) -> bool:
+    def _carry_out(self, job: _SpanJob, loop: EngineService) -> bool:
         compute, name = job.compute, job.compute.id
         beside = compute.beside
 
@@ -536,7 +528,7 @@ class InstanceAgent:
         self._places[name] = [span_kv_name(name)]
         self._asked.add(span_kv_name(name))
 
-    def _room(self, job: _SpanJob, tokens: int, anew: bool, loop: EngineLoop) -> Slots:
+    def _room(self, job: _SpanJob, tokens: int, anew: bool, loop: EngineService) -> Slots:
         """Return slots of the pool, (first, count), for a task that is about to begin; anew: in a place of its own.
 
         The scheduler continues while the task waits for blocks: its requests' ends free them. Raises HeadwayError after
@@ -609,7 +601,7 @@ class InstanceAgent:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _lose(self, name: str, why: str, loop: EngineLoop, by: int | None = None) -> None:
+    def _lose(self, name: str, why: str, loop: EngineService, by: int | None = None) -> None:
         """Drop the request of a task that cannot be completed, and report that. by: see `SpanTaskLost`."""
         log.warning("a run of %s is lost: %s", name, why)
         self.forget(name)

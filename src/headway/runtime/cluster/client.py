@@ -36,7 +36,6 @@ from headway.runtime.cluster.instances import (
     ClusterReport,
     ImprovementRateAdmin,
     InstanceAdmin,
-    InstanceListener,
     InstanceReport,
     LiveInstance,
 )
@@ -124,7 +123,7 @@ pool's other instances; None: there are none). Raises RequestError."""
 class InstanceRoster:
     """All instances of one cluster, with their tasks and the counters of those that have left."""
 
-    def __init__(self, fleet: InstanceRegistry, listener: InstanceListener, another: Another | None) -> None:
+    def __init__(self, fleet: InstanceRegistry, listener: InstanceEvents, another: Another | None) -> None:
         self._fleet, self._listener, self._another = fleet, listener, another
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
@@ -221,11 +220,15 @@ class InstanceRoster:
 
 
 class InstanceEvents:
-    """The `InstanceListener` of a cluster. What instances report about requests goes to `LiveController.messages`."""
+    """Called on the event loop with what happens to instances, in order. What they report about requests goes to
+    `LiveController.messages`."""
 
     said: Callable[[int, FromInstance], None]
+    """A message about a span task, a KV slice or a reservation has come."""
     heard: Callable[[int, OutputDelta], None]
+    """The scheduler has emitted output of a request, or its end."""
     measured: Callable[[int], None]
+    """A new stats snapshot has come."""
 
     def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
         """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
@@ -269,7 +272,7 @@ class InstanceEvents:
     # -- the listener -------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """A process is ready and empty: the first, or a new one."""
         ready = self._ready.get(number)
         if ready is not None and not ready.done():
             ready.set_result(None)
@@ -281,12 +284,12 @@ class InstanceEvents:
         self._live.membership.joined(number)
 
     def sampled(self, number: int, samples: EngineSamples) -> None:
-        """See `InstanceListener`."""
+        """Samples of its iterations have come, for the live page."""
         if self.receive_samples is not None:
             self.receive_samples(number, samples)
 
     def lost(self, number: int, why: str) -> None:
-        """See `InstanceListener`."""
+        """The process is gone, after `joined`. The instance's state shows what follows."""
         if self._live is not None:
             membership = self._live.membership
             # Read before `lost`, which takes the number out of `leaving`.
@@ -297,7 +300,7 @@ class InstanceEvents:
                 self._fleet[number].drain()
 
     def ended(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """The instance has left or was given up: nothing follows."""
         instance = self._fleet[number]
         ready = self._ready.get(number)
         if ready is not None and not ready.done():

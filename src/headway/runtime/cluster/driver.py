@@ -140,7 +140,7 @@ class InstanceMessages:
         """Called with samples of what instances compute outside of their schedulers."""
 
     def heard(self, number: int, delta: OutputDelta) -> None:
-        """See `InstanceListener`."""
+        """See `InstanceEvents`."""
         attempt = self._requests.attempts.get(delta.id)
         # Late deltas: of an attempt that was given up, or of a scheduler that the request has left since.
         if attempt is None or attempt.at != number or attempt.finished:
@@ -152,7 +152,7 @@ class InstanceMessages:
             self._settle()
 
     def said(self, number: int, message: FromInstance) -> None:
-        """See `InstanceListener`."""
+        """See `InstanceEvents`."""
         attempt = self._requests.attempts.get(message.id)
         # Late: of an attempt that was given up.
         if attempt is None:
@@ -184,7 +184,7 @@ class InstanceMessages:
         self._settle()
 
     def measured(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """See `InstanceEvents`."""
         self._machine.changed((number,), self._clock())
         # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
         if self._hands.rooms.waiting:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from headway.runtime.cluster.requests import AnswerQueue
 from headway.runtime.cluster.server_command import ServerCommand
 from headway.runtime.engine.config import GaveUpError, RestartLimit
 from headway.runtime.engine.protocol import FinishReason, OutputDelta, SubmitRequest
+
+if TYPE_CHECKING:
+    from headway.runtime.cluster.http_client import HttpCluster
 
 
 class HttpRequest:
@@ -282,22 +285,6 @@ _LOAD_EVERY = 4
 _MOST_RESTARTS = 3
 
 
-class InstanceListener(Protocol):
-    """The cluster, as its instances call it on the event loop."""
-
-    def joined(self, number: int) -> None:
-        """An instance serves, for the first time or again."""
-
-    def lost(self, number: int, why: str) -> None:
-        """An instance that served does not answer any more, and all on it is lost."""
-
-    def ended(self, number: int) -> None:
-        """An instance was given up, or has left."""
-
-    def measured(self, number: int) -> None:
-        """An instance's load was read."""
-
-
 class HttpInstance:
     """See the module. `watch` runs for as long as it is part of the cluster."""
 
@@ -361,7 +348,7 @@ class HttpInstance:
         """Have `watch` probe at once: a stream has broken off."""
         self._due.set()
 
-    async def watch(self, listener: InstanceListener) -> None:
+    async def watch(self, listener: HttpCluster) -> None:
         """Start the server if it is ours, probe it, and report what becomes of it, until it is given up or leaves."""
         if self.process is not None:
             await self.process.start()
@@ -377,7 +364,7 @@ class HttpInstance:
             except TimeoutError:
                 continue
 
-    async def _probe(self, listener: InstanceListener) -> None:
+    async def _probe(self, listener: HttpCluster) -> None:
         process = self.process
         if process is not None and process.ended:
             await self._restart(process, listener)
@@ -408,14 +395,14 @@ class HttpInstance:
         self.load = await self.server.load()
         self.queue.report(self.load.prefill_s)
 
-    def _missed(self, listener: InstanceListener) -> None:
+    def _missed(self, listener: HttpCluster) -> None:
         self._misses = 0 if self._alive else self._misses + 1
         self._alive = False
         if self._misses >= _MISSES:
             self._misses = 0
             self._lose(listener, f"{self.server.url} does not answer")
 
-    def _lose(self, listener: InstanceListener, why: str) -> None:
+    def _lose(self, listener: HttpCluster, why: str) -> None:
         if self.state in ("ready", "draining"):
             self.state = "left" if self.state == "draining" else "lost"
             self.incarnation += 1
@@ -426,7 +413,7 @@ class HttpInstance:
             log.warning("instance %d is lost: %s", self.number, why)
             listener.lost(self.number, why)
 
-    async def _restart(self, process: ServerCommand, listener: InstanceListener) -> None:
+    async def _restart(self, process: ServerCommand, listener: HttpCluster) -> None:
         """Start the server again after its process has ended."""
         why = f"the server has ended; {process.last_words()}"
         first = self.state == "starting" and not self.incarnation
@@ -445,12 +432,12 @@ class HttpInstance:
         process.kill()
         await process.start()
 
-    def _give_up(self, listener: InstanceListener, why: str) -> None:
+    def _give_up(self, listener: HttpCluster, why: str) -> None:
         self.state, self.failure = "failed", why
         log.error("instance %d is given up: %s", self.number, why)
         listener.ended(self.number)
 
-    def leave(self, listener: InstanceListener) -> None:
+    def leave(self, listener: HttpCluster) -> None:
         """End its part in the cluster, once nothing is left on it. A server that is ours is ended by `close`."""
         self.state = "left"
         self._forget_events()

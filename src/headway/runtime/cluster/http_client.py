@@ -242,7 +242,7 @@ class HttpCluster:
     # -- as a listener of instances -----------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """An instance serves, for the first time or again."""
         assert self._live is not None
         each, info = self.instances[number], self._info
         longest = each.model.max_model_len
@@ -255,7 +255,7 @@ class HttpCluster:
         self._changed.set()
 
     def lost(self, number: int, why: str) -> None:
-        """See `InstanceListener`."""
+        """An instance that served does not answer any more, and all on it is lost."""
         assert self._live is not None
         self._live.lost(number)
         if not self._live.able:
@@ -263,14 +263,14 @@ class HttpCluster:
         self._look()
 
     def ended(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """An instance was given up, or has left."""
         self._changed.set()
         if self._live is not None and self.state == "lost":
             why = self.instances[number].failure or "the last one has left"
             self._live.give_up(UnavailableError(f"no instance is left to serve: {why}", 30.0))
 
     def measured(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """An instance's load was read."""
         assert self._live is not None
         self._live.measured(number)
 

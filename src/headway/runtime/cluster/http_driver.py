@@ -321,7 +321,7 @@ class HttpController:
     # -- instances ----------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `InstanceListener.joined`."""
+        """See `HttpCluster.joined`."""
         log.info("instance %d is ready at %s", number, self.instances[number].server.url)
         if not self.instances[number].decodes:
             return
@@ -329,7 +329,7 @@ class HttpController:
         self.renew()
 
     def lost(self, number: int) -> None:
-        """See `InstanceListener.lost`."""
+        """See `HttpCluster.lost`."""
         for request in list(self.requests.values()):
             stream = request.stream
             if stream is not None and stream.prefill is self.instances[number]:
@@ -352,7 +352,7 @@ class HttpController:
         self.renew()
 
     def measured(self, number: int) -> None:
-        """See `InstanceListener.measured`."""
+        """See `HttpCluster.measured`."""
         if self.instances[number].decodes:
             self.machine.changed((number,), self._clock())
 

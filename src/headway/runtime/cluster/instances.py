@@ -2,7 +2,7 @@
 can read and change.
 
 Unlike `runtime.engine.client`, nothing is recovered when a process is lost: all KV on it is gone, and an empty process
-takes its place. The controller, which gets `InstanceListener.lost`, restarts the requests that were there.
+takes its place. The controller, which gets `InstanceEvents.lost`, restarts the requests that were there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,16 +24,16 @@ from headway.runtime.engine.protocol import (
     CacheChanges,
     EndProcess,
     EngineInfo,
-    EngineSamples,
     EngineStats,
     FatalError,
-    FromInstance,
     IterationOutputs,
-    OutputDelta,
     PeerAddress,
     SubmitRequest,
 )
 from headway.runtime.engine.supervisor import EngineProcess, EngineSupervisor, Message
+
+if TYPE_CHECKING:
+    from headway.runtime.cluster.client import InstanceEvents
 
 
 class InstanceLoad:
@@ -209,31 +209,6 @@ Launch = Callable[[EngineConfig, int], EngineProcess]
 """(settings, number of processes that had the number before) to a process that is starting."""
 
 
-class InstanceListener(Protocol):
-    """Called on the event loop with what happens to instances, in order."""
-
-    def joined(self, number: int) -> None:
-        """A process is ready and empty: the first, or a new one."""
-
-    def said(self, number: int, message: FromInstance) -> None:
-        """A message about a span task, a KV slice or a reservation has come."""
-
-    def heard(self, number: int, delta: OutputDelta) -> None:
-        """The scheduler has emitted output of a request, or its end."""
-
-    def measured(self, number: int) -> None:
-        """A new stats snapshot has come."""
-
-    def sampled(self, number: int, samples: EngineSamples) -> None:
-        """Samples of its iterations have come, for the live page."""
-
-    def lost(self, number: int, why: str) -> None:
-        """The process is gone, after `joined`. The instance's state shows what follows."""
-
-    def ended(self, number: int) -> None:
-        """The instance has left or was given up: nothing follows."""
-
-
 def initial_instance(number: int, node: int, role: Role, config: EngineConfig, kv_tokens: int) -> ClusterInstance:
     """Return an instance without any requests, as policies see it."""
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -369,7 +344,7 @@ class LiveInstance:
 
     # -- one process after another ----------------------------------------------------------------------------------
 
-    async def look_after(self, listener: InstanceListener) -> None:
+    async def look_after(self, listener: InstanceEvents) -> None:
         """Run the instance's processes, one after another, until it has left or is given up; report to `listener`."""
         try:
             while True:
@@ -406,7 +381,7 @@ class LiveInstance:
         """Whether the instance is being drained."""
         return self.state == "draining"
 
-    def _receive(self, listener: InstanceListener, message: Message) -> None:
+    def _receive(self, listener: InstanceEvents, message: Message) -> None:
         """Handle one message of the process; the supervisor has taken in stats, report and error."""
         self.heard_s = self._clock()
         if isinstance(message, IterationOutputs):

@@ -173,13 +173,13 @@ class LiveMembership:
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
-        """See `InstanceListener`."""
+        """See `InstanceEvents`."""
         log.info("instance %d is ready", number)
         self._machine.open(self._fleet[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
-        """See `InstanceListener`."""
+        """See `InstanceEvents`."""
         # Taken before the controller forgets the instance, which also ends attempts.
         known = {attempt.request.id: attempt for attempt in self._requests.attempts}
         on_it = [attempt for attempt in known.values() if number in attempt.places()]

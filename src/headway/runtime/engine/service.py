@@ -15,11 +15,10 @@ from typing import Any
 
 import msgspec
 import zmq
-from typing_extensions import override
 
 from headway.core.batch import ClockProtocol
 from headway.core.errors import UnavailableError
-from headway.runtime.cluster.agent import EngineLoop, InstanceAgent
+from headway.runtime.cluster.agent import InstanceAgent
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.liveness import HeartbeatSender, IterationProgress
 from headway.runtime.engine.prefix_lookups import take_changes
@@ -45,7 +44,7 @@ _decoder = msgspec.msgpack.Decoder(AbortRequest | EndProcess | ToInstance)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class EngineService(EngineLoop):
+class EngineService:
     """The engine process's sockets and loop. Ends after `EndProcess`, or when `is_wanted` is no longer true.
 
     token: authenticates this process to a server on another host; such a connection is not reopened once it has ended.
@@ -149,8 +148,8 @@ class EngineService(EngineLoop):
         """Whether the server is still there."""
         return not self._disconnected and self._is_wanted()
 
-    @override
     def send(self, message: FromInstance, measured: bool = False) -> None:
+        """Send a message; measured: after a stats snapshot of the pool as it is now."""
         if measured:
             self._stats_sent_s = self._clock.now()
             assert self._core is not None, "run has begun"

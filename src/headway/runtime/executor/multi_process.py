@@ -48,7 +48,6 @@ from headway.runtime.executor.plans import (
     RankLostError,
     RankPosition,
     RankQuery,
-    RankTransport,
     RankWelcome,
     ToRank,
     places,
@@ -180,16 +179,16 @@ _PATIENCE_S = 5.0
 class RankRestart:
     """Runs `make` on a thread from construction on: it starts ranks and waits until they are ready."""
 
-    def __init__(self, make: Callable[[], RankTransport]) -> None:
+    def __init__(self, make: Callable[[], ProcessTransport]) -> None:
         self.ready = os.eventfd(0, os.EFD_CLOEXEC)
         """File descriptor that becomes readable when `make` has returned or failed."""
         self._make = make
-        self._made: RankTransport | None = None
+        self._made: ProcessTransport | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="restart", daemon=True)
         self._thread.start()
 
-    def wire(self, timeout_s: float | None) -> RankTransport | None:
+    def wire(self, timeout_s: float | None) -> ProcessTransport | None:
         """Return the transport to the new ranks; None while they start. Raises LostError when they could not start.
 
         Must not be called again after it has returned a transport or raised: it then has closed `ready`.
@@ -233,10 +232,10 @@ class MultiProcessExecutor(Executor):
 
     def __init__(
         self,
-        transport: RankTransport,
+        transport: ProcessTransport,
         layout: ParallelLayout,
         kv_blocks: int,
-        restart: Callable[[], RankTransport] | None = None,
+        restart: Callable[[], ProcessTransport] | None = None,
     ) -> None:
         self.layout = layout
         self.plans = self.plan_bytes = 0
@@ -567,8 +566,10 @@ _LOOK_S = 0.5
 """Interval between two checks for silent ranks."""
 
 
-class ProcessTransport(RankTransport):
-    """`RankTransport` to the ranks of `config.layout`, started at construction and ready after `start`.
+class ProcessTransport:
+    """The engine's end to the ranks of `config.layout`, started at construction and ready after `start`.
+
+    Messages to one rank arrive in order, and so do those from one rank.
 
     hosts: launches the ranks that run on other hosts. Each rank sends heartbeats from a separate thread; one that hangs
     or is cut off counts as lost after `config.timeout_s`.
@@ -603,8 +604,8 @@ class ProcessTransport(RankTransport):
         self._pulse = HeartbeatMonitor(range(len(self.processes)), config.start_timeout_s, time.monotonic())
 
     @property
-    @override
     def waits_on(self) -> tuple[Any, ...]:
+        """Sockets and file descriptors for a `zmq.Poller`: readable when `receive` has something, or a rank is gone."""
         return (self._socket, *(process.sentinel for process in self.processes))
 
     def start(self) -> list[LoadedRank]:
@@ -637,8 +638,8 @@ class ProcessTransport(RankTransport):
             self.close()
             raise
 
-    @override
     def send(self, rank: int, frames: Sequence[Frame]) -> None:
+        """Send one message. Never blocks. Raises RankLostError."""
         try:
             self._socket.send_multipart([b"%d" % rank, *frames], copy=False)
         except zmq.ZMQError as error:
@@ -646,9 +647,9 @@ class ProcessTransport(RankTransport):
             self._check_alive()
             raise RankLostError(rank, f"cannot be reached ({error})") from error
 
-    @override
     def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
-        """Messages that a rank sent before it ended are returned before the loss."""
+        """Return (rank, frames) of the next message; None when none comes in time. Raises RankLostError, behind the
+        messages that the rank sent before it ended."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
@@ -669,14 +670,14 @@ class ProcessTransport(RankTransport):
                 if until is not None and time.monotonic() >= until:
                     return None
 
-    @override
     def kill(self) -> None:
+        """Kill all ranks at once, and wait until they are gone."""
         for process in self.processes:
             process.kill()
         self.close()
 
-    @override
     def close(self) -> None:
+        """Send all ranks `EndProcess`, kill those that do not end, and wait until they are gone."""
         for rank, process in enumerate(self.processes):
             if process.is_alive():
                 try:

@@ -9,9 +9,9 @@ Connections keep messages whole and in order; plans are numbered, so that one lo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -477,33 +477,3 @@ class RankLostError(LostError):
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"worker {rank} {why}")
         self.rank = rank
-
-
-class RankTransport(Protocol):
-    """The engine's end. Messages to one rank arrive in order, and so do those from one rank."""
-
-    @property
-    def waits_on(self) -> tuple[Any, ...]:
-        """Sockets and file descriptors for a `zmq.Poller`: readable when `receive` has something, or a rank is gone."""
-
-    def send(self, rank: int, frames: Sequence[Frame]) -> None:
-        """Send one message. Never blocks. Raises RankLostError."""
-
-    def receive(self, timeout_s: float | None) -> tuple[int, list[bytes]] | None:
-        """Return (rank, frames) of the next message; None when none comes in time. Raises RankLostError."""
-
-    def close(self) -> None:
-        """Send all ranks `EndProcess`, kill those that do not end, and wait until they are gone."""
-
-    def kill(self) -> None:
-        """Kill all ranks at once, and wait until they are gone."""
-
-
-class RankChannel(Protocol):
-    """A rank's end."""
-
-    def receive(self, wait: bool) -> list[memoryview] | None:
-        """Return the next message's frames; None when there is none and `wait` is false."""
-
-    def send(self, frame: bytes) -> None:
-        """Send one frame to the engine. Never blocks."""

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -54,7 +54,6 @@ from headway.runtime.executor.plans import (
     InstanceToRank,
     PlanDone,
     PlanReader,
-    RankChannel,
     RankPeer,
     RankPosition,
     RankQuery,
@@ -70,6 +69,9 @@ from headway.runtime.kv_transfer.port import KvPort
 from headway.runtime.launcher.network import address_towards, interface_of
 from headway.runtime.model.config import DecoderConfig
 from headway.runtime.sequence_parallel.spans import SpanExecutor
+
+if TYPE_CHECKING:
+    from headway.runtime.executor.rank_process import ZmqChannel
 
 # Links over torch.distributed: ranks of one host or of several, on CPU or on CUDA devices.
 #
@@ -537,7 +539,7 @@ class RankLoop:
     instances; None where KV does not move.
     """
 
-    def __init__(self, worker: ModelWorker, channel: RankChannel, kv: RankKvTransfer | None = None) -> None:
+    def __init__(self, worker: ModelWorker, channel: ZmqChannel, kv: RankKvTransfer | None = None) -> None:
         self._worker = worker
         self._channel = channel
         self._kv = kv

@@ -25,7 +25,6 @@ import msgspec
 import torch
 import zmq
 from torch._C._distributed_c10d import Store
-from typing_extensions import override
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.core.logs import setup
@@ -37,7 +36,6 @@ from headway.runtime.executor.plans import (
     HEARTBEAT_IDENTITY,
     FromRank,
     LoadedRank,
-    RankChannel,
     RankConfig,
     RankHello,
     RankWelcome,
@@ -69,8 +67,8 @@ _PARENT_S = 0.5
 """Interval between two looks for the parent of a rank on another host."""
 
 
-class ZmqChannel(RankChannel):
-    """`RankChannel` over a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
+class ZmqChannel:
+    """A rank's end: a DEALER socket whose identity is the rank's number. `token`: see `RankConfig`."""
 
     def __init__(self, rank: int, endpoint: str, token: str | None) -> None:
         self._context = zmq.Context()
@@ -113,16 +111,16 @@ class ZmqChannel(RankChannel):
 
         return send
 
-    @override
     def receive(self, wait: bool) -> list[memoryview] | None:
+        """Return the next message's frames; None when there is none and `wait` is false."""
         try:
             frames = self._socket.recv_multipart(0 if wait else zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         return [memoryview(frame.buffer) for frame in frames]
 
-    @override
     def send(self, frame: bytes) -> None:
+        """Send one frame to the engine. Never blocks."""
         self._socket.send(frame)
 
     def close(self) -> None:
