@@ -263,8 +263,8 @@ def _headline(result: PlanResult, bars: PlanErrorBars | None) -> str:
         return f"No plan: no layout fits in memory. {faults}"
     what = f"{one.candidate.name} on {one.candidate.accelerators} × {one.candidate.accelerator}"
     if result.best is not None:
-        cost = f"{cost_of(one.candidate, question):g} {cost_unit(question)}"
-        head = f"Cheapest plan: {what} (cost: {cost}). Binds: {binds(one, question)}"
+        cost = f"cost in {cost_unit(question)}: {cost_of(one.candidate, question):g}"
+        head = f"Cheapest plan: {what} ({cost}). Binds: {binds(one, question)}"
         crossed = [
             f"{demand.name} up to {duration(bars.range_s(index)[1])} of {duration(demand.limit_s)}"
             for index, demand in enumerate(question.demand_list() if bars is not None else ())
