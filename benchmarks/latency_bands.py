@@ -15,7 +15,7 @@ from benchmarks import latency_fit as fit
 from headway.perf.hardware import accelerator
 from headway.perf.latency.fitted import BEYOND_BANDS, beyond_share, inside_band
 from headway.perf.latency.operators.device_fit import DERIVED_BANDS
-from headway.perf.latency.operators.linear import ring_all_reduce_ms
+from headway.perf.latency.operators.linear import LAYERS, ring_all_reduce_ms
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
 from headway_research.fit.readers import (
     COLLECTIVE,
@@ -42,8 +42,9 @@ def inside(
     models: Mapping[tuple[str, str], Mapping[str, fit.Errors]],
     heads: Mapping[str, fit.Errors],
     widths: Groups,
+    shapes: Groups,
 ) -> Iterable[Coverage]:
-    """Yield sizes, models and head counts left out, by die."""
+    """Yield sizes, models, head counts and shapes of an engine's products left out, by die."""
     found: dict[tuple[str, str, str], Groups] = {}
 
     def add(what: str, family: str, origin: str, group: str, errors: fit.Errors) -> None:
@@ -58,6 +59,9 @@ def inside(
         for family in (LINEAR, ELEMENTWISE):
             if family in row:
                 add("models left out", family, "fitted", f"{d} {m}", row[family])
+    for name, errors in shapes.items():
+        if not name.endswith(LAYERS):
+            add("shapes left out", LINEAR, "fitted", name, errors)
     for name, errors in heads.items():
         add("head counts left out", name.split()[-1], "fitted", name, errors)
     for (name, family, origin), groups in found.items():

@@ -434,10 +434,11 @@ def main() -> None:
             )
         heads = unseen_heads(profiles)
         show("Head counts left out", heads.items())
-        show("Shapes of a general grid left out", unseen_shapes(profiles).items())
+        shapes = unseen_shapes(profiles)
+        show("Shapes of a general grid left out", shapes.items())
         latency_bands.show(
             [
-                *latency_bands.inside(pairs, models, heads, unseen_runs(profiles)),
+                *latency_bands.inside(pairs, models, heads, unseen_runs(profiles), shapes),
                 *latency_bands.devices(devices),
                 *latency_bands.derived_rings(profiles),
                 *latency_bands.beyond(profiles),

@@ -106,6 +106,7 @@ def fitted(
 
 INSIDE_BANDS = {
     "linear": {"measured": 0.04, "fitted": 0.12},
+    "linear a100-80gb": {"measured": 0.04, "fitted": 0.16},
     "linear l40s-48gb": {"measured": 0.04, "fitted": 0.17},
     "elementwise": {"measured": 0.11, "fitted": 0.15},
     "prefill": {"measured": 0.08, "fitted": 0.11},
