@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_tiny
 
+from headway.core.json_files import read_json
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import single_process as one_process
@@ -16,7 +17,7 @@ from headway.runtime.attention.kv_pool import KvPool
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.plans import places
 from headway.runtime.executor.profiling import need
-from headway.runtime.model.config import read_config, read_json
+from headway.runtime.model.config import read_config
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64])

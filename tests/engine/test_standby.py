@@ -96,6 +96,18 @@ def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
     go(test)
 
 
+def test_a_template_that_ends_while_it_loads_leaves_no_zombie() -> None:
+    template = EngineTemplate(EngineConfig(model="fake", standby=True), FAKE)
+    assert template._process is not None
+    pid = template._process.pid
+    os.kill(pid, signal.SIGKILL)
+    try:
+        # As the server does, every tenth of a second.
+        until(lambda: template.keep() or not Path(f"/proc/{pid}").exists(), what="the zombie stays")
+    finally:
+        template.kill()
+
+
 def test_an_engine_whose_template_was_killed_drains_and_nothing_is_left_behind() -> None:
     pids: list[int] = []
 

@@ -11,7 +11,8 @@ from typing import Any
 class SimulatedDisk:
     """Stands for the module `os` in a writer's module. Calls go to the real files, unless the seed says otherwise.
 
-    rates: probability of each fault; `full` makes all writes fail with ENOSPC. A crash (`crash`) leaves of each file
+    rates: probability of each fault; `full` makes all writes fail with ENOSPC, `room` those behind so many bytes of a
+    file. A crash (`crash`) leaves of each file
     what was synced, and of later writes a random beginning.
     """
 
@@ -19,6 +20,7 @@ class SimulatedDisk:
         self.random = random.Random(seed)
         self.fail, self.short = fail, short
         self.full = False
+        self.room: float = float("inf")
         self.faults = 0
         # Contents that are on the disk for sure, by inode; writes since then, as (offset, bytes).
         self._synced: dict[int, bytes] = {}
@@ -44,6 +46,8 @@ class SimulatedDisk:
         return data
 
     def pwrite(self, file: int, data: Any, at: int) -> int:
+        if at + len(data) > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         data = self._cut(data)
         self._since.setdefault(os.fstat(file).st_ino, []).append((at, bytes(data)))
         return os.pwrite(file, data, at)

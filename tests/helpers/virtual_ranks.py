@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.core.json_files import read_json
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.engine.protocol import EndProcess
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import Frame, FromRank, InstanceFromRank, RankPeer, RankPosition, places
 from headway.runtime.executor.rank import RankKvTransfer, RankLoop, _encoder, failure
 from headway.runtime.executor.worker import GroupAttention, ModelWorker
-from headway.runtime.model.config import read_config, read_json
+from headway.runtime.model.config import read_config
 from headway.runtime.model.loading import load_decoder
 
 WAIT_S = 60.0

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tests.helpers.checkpoints import FAMILIES, make_tiny
 
 from headway.core.errors import ConfigError
+from headway.core.json_files import read_json
 from headway.perf.latency.layout import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import multi_process as many_processes
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.executor.profiling import check_memory, check_shape, need, parameters
-from headway.runtime.model.config import DecoderConfig, read_config, read_json
+from headway.runtime.model.config import DecoderConfig, read_config
 from headway.runtime.model.loading import load_decoder
 
 PATH = embedded.model_path() / "config.json"

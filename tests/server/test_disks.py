@@ -10,6 +10,7 @@ import os
 import random
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,9 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(
 async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = 3000
-    real = journal_module._write
-
-    def write(file: int, data: bytes, at: int) -> None:
-        if at + len(data) > room:
-            raise OSError(28, "No space left on device")
-        real(file, data, at)
-
-    monkeypatch.setattr(journal_module, "_write", write)
+    disk = SimulatedDisk(1)
+    disk.room = 3000
+    monkeypatch.setattr(journal_module, "os", disk)
     monkeypatch.setattr(journal, "_ROOM_BYTES", 2500)
     writer = JournalWriter(RequestJournal(tmp_path / "j"), "here")
     accepted = [await writer.accept("r", bytes(100), [bytes(100)], "") for _ in range(8)]
@@ -177,6 +172,48 @@ async def test_a_journal_that_filled_its_own_disk_heals_when_its_requests_have_e
     await eventually(lambda: writer.problem is None)
     assert await writer.accept("r", bytes(100), [bytes(100)], "")
     writer.close()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.anyio
+async def test_a_full_journal_that_is_written_anew_keeps_what_comes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, began, over = SimulatedDisk(1), threading.Event(), threading.Event()
+    disk.room, tried = 3000, []
+    real_write, real_check = journal_module.JournalCopy.write, RequestJournal.check_room
+
+    def slow(self: Any) -> None:
+        began.set()
+        assert over.wait(20)
+        real_write(self)
+
+    def check(self: Any, size: int) -> None:
+        tried.append(size)
+        real_check(self, size)
+
+    monkeypatch.setattr(journal_module, "os", disk)
+    monkeypatch.setattr(journal, "_ROOM_BYTES", 2500)
+    monkeypatch.setattr(journal_module.JournalCopy, "write", slow)
+    monkeypatch.setattr(RequestJournal, "check_room", check)
+    writer = JournalWriter(RequestJournal(tmp_path / "j", slack_bytes=500), "here")
+    for _ in range(5):
+        writer.end(await writer.accept("ended", bytes(100), [bytes(100)], ""))
+    await eventually(began.is_set)
+    with pytest.raises(UnavailableError, match="No space left"):
+        await writer.accept("too large", bytes(1000), [bytes(2000)], "")
+    # All have ended, and the file is still full: it has to wait for the copy.
+    await eventually(lambda: len(tried) > 2 or writer.problem is None)
+    accepted = set()
+    with suppress(UnavailableError):
+        accepted.add(await writer.accept("meanwhile", b"", [b""], ""))
+    over.set()
+    await eventually(lambda: writer.problem is None and writer._copying is None)
+    accepted.add(await writer.accept("later", b"", [b""], ""))
+    writer.close()
+    again = RequestJournal(tmp_path / "j")
+    again.close()
+    assert again.unfinished.keys() == accepted
 
 
 @pytest.mark.usefixtures("impatient")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from tests.helpers.fake_engine import FakeEngine
 
+from headway.serving.formats import ResponseBody
+from headway.serving.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    RequestBody,
+    decode,
+    read_body,
+)
 from headway.serving.tokenizer import ModelTokenizer
 
 pytestmark = pytest.mark.anyio
@@ -244,14 +254,66 @@ async def test_kv_pool_smaller_than_the_context(connect: Any, engine: FakeEngine
     assert engine.submits[0].params.max_tokens == 100 - engine.submits[0].prompt_tokens
 
 
-async def test_unknown_fields_are_ignored_and_null_means_absent(connect: Any, engine: FakeEngine) -> None:
-    body = {"model": "fake-model", "prompt": "hi", "max_tokens": 2, "user": "me", "frobnicate": {"a": [1]}}
-    nulls = dict.fromkeys(["temperature", "stop", "seed", "n", "logprobs", "logit_bias", "stream", "slo", "suffix"])
+API_FIELDS = (
+    "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning", "reasoning_effort", "verbosity",
+    "prediction", "prompt_cache_key", "safety_identifier", "web_search_options", "max_tool_calls", "length_penalty",
+    "allowed_token_ids", "bad_words", "logits_processors", "request_id", "kv_transfer_params", "documents",
+)  # fmt: skip
+"""Fields of OpenAI's and vLLM's bodies that none of the models has."""
+NULLED: list[tuple[str, type[RequestBody], dict[str, Any], dict[str, Any]]] = [
+    ("/v1/completions", CompletionBody, {"prompt": "hi"}, {"response_format": {"type": "text", "json_schema": None}}),
+    (
+        "/v1/chat/completions",
+        ChatBody,
+        {"messages": [USER]},
+        {
+            "messages": [{**USER, "name": None, "tool_calls": None, "function_call": None, "audio": None}],
+            "response_format": {"type": "text", "json_schema": None},
+            "slo": {"ttft_ms": None, "tpot_ms": None, "refuse_late": None},
+        },
+    ),
+    (
+        "/v1/responses",
+        ResponseBody,
+        {"input": "hi"},
+        {
+            "input": [{"type": None, "id": None, "status": None, "role": "user", "content": "hi"}],
+            "text": {"format": {"type": "text", "name": None, "schema": None}, "verbosity": None},
+            "reasoning": {"effort": None, "summary": None},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "given", "nested"), NULLED)
+async def test_null_means_absent_in_each_field_of_a_body(
+    connect: Any, engine: FakeEngine, path: str, body: type[RequestBody], given: dict[str, Any], nested: dict[str, Any]
+) -> None:
+    given = {"model": "fake-model", **given}
+    own = {field.alias or name for name, field in body.model_fields.items()}
+    names = sorted({*own, *body.unsupported, *GenerationBody.model_fields, *API_FIELDS, "class"} - given.keys())
+    for name in names:
+        found = read_body(body, decode(msgspec.json.encode({**given, name: None})))
+        assert found == read_body(body, given), name
+        assert found.model_fields_set == given.keys(), name
     async with connect() as client:
-        assert (await client.post("/v1/completions", json={**body, **nulls})).status_code == 200
-    params = engine.submits[0].params
-    assert (params.temperature, params.logprobs, params.logit_bias) == (1.0, None, {})
-    assert params.seed is not None
+        for each in ({}, dict.fromkeys(names), nested):
+            answer = await client.post(path, json={**given, **each})
+            assert answer.status_code == 200, (each, answer.text)
+        for name in given:
+            without = {key: value for key, value in given.items() if key != name}
+            refused = [await client.post(path, json=each) for each in (without, {**given, name: None})]
+            assert [each.status_code for each in refused] == [400, 400]
+            assert refused[0].json() == refused[1].json()
+    first, *others = (msgspec.structs.replace(each.params, seed=0) for each in engine.submits)
+    assert others == [first, first]
+    assert len({tuple(each) for each in engine.prompts}) == 1
+
+
+async def test_unknown_fields_are_ignored(connect: Any) -> None:
+    body = {"model": "fake-model", "prompt": "hi", "max_tokens": 2, "user": "me", "frobnicate": {"a": [1]}}
+    async with connect() as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_parameters_reach_the_engine(connect: Any, engine: FakeEngine) -> None:

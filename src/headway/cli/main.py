@@ -71,6 +71,10 @@ STUDIES = "headway_research"
 """The package of the papers' reproductions and studies. Only its commands need it; they are found by name."""
 
 
+_LONGEST = 900
+"""Characters of an error that are shown."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return the exit status. Errors that a user can correct are one line, not a traceback."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -151,6 +155,13 @@ def _nested(words: list[str]) -> int:
     return status
 
 
+def _say(words: str) -> int:
+    # A value that is quoted may be a megabyte.
+    words = words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} … {words[-_LONGEST // 3 :]}"
+    print(f"headway: error: {words}", file=sys.stderr)
+    return 2
+
+
 def _guarded(run: Callable[[], int]) -> int:
     try:
         with needs_serve("this command"):
@@ -159,8 +170,9 @@ def _guarded(run: Callable[[], int]) -> int:
         sys.stdout.flush()
         return status
     except HeadwayError as error:
-        print(f"headway: error: {error}", file=sys.stderr)
-        return 2
+        return _say(str(error))
+    except OverflowError as error:
+        return _say(f"a number in the settings or files is too large: {error}")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == STUDIES:
             print(f"headway: error: this command is in {STUDIES}: install Headway's whole wheel", file=sys.stderr)
@@ -171,6 +183,11 @@ def _guarded(run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # 128 + SIGPIPE, as shells report it.
         return 141
+    except OSError as error:
+        # A file that is not named is a fault here.
+        if error.filename is None:
+            raise
+        return _say(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         # 128 + SIGINT, as shells report it.
         return 130

@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.core.parse import duration
 
 _POLL_S = 0.1
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _text(file: str) -> str:
     """Return the document. Raises ConfigError where it cannot be read, is no text, or is empty."""
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+        text = sys.stdin.read() if file == "-" else read_input(file).decode()
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

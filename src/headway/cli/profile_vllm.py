@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headway.core.errors import ConfigError
-from headway.core.files import check_outputs
+from headway.core.files import check_outputs, open_input
 from headway.core.parse import duration
 
 
@@ -77,7 +77,7 @@ def vllm_python(named: str | None) -> str:
             else "--vllm: there is no vLLM in this environment and no `vllm` on PATH: install vLLM here, or name one "
             "with --vllm-command"
         )
-    with Path(command).open("rb") as script:
+    with open_input(command) as script:
         first = script.readline(1000).decode("utf-8", "replace").strip()
     python = first.removeprefix("#!")
     if python == first or not Path(python).name.startswith("python"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, reading
 from headway.core.files import write_output
 
 
@@ -30,14 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     if is_cluster_log(arguments.log):
         run = read_cluster(arguments.log)
-        write_output(arguments.out, msgspec.json.encode(cluster_trace(run)))
+        with reading(f"{arguments.log} is damaged", ConfigError):
+            body = msgspec.json.encode(cluster_trace(run))
+        write_output(arguments.out, body)
         counts = f"{len(run.spans)} spans, {len(run.transfers)} KV transfers, {len(run.requests)} requests"
         _say(f"{len(run.instances)} instances, {counts}: {arguments.out}", arguments.out)
         return 0
-    trace = engine_timeline(of_an_engine(read_log(arguments.log), arguments.log))
+    with reading(f"{arguments.log} is damaged", ConfigError):
+        trace = engine_timeline(of_an_engine(read_log(arguments.log), arguments.log))
+        body = msgspec.json.encode(engine_trace(trace))
     if not trace.slices and not trace.requests:
         raise ConfigError(f"{arguments.log} says of no request and no batch: there is nothing to draw")
-    write_output(arguments.out, msgspec.json.encode(engine_trace(trace)))
+    write_output(arguments.out, body)
     lanes = len(trace.lanes)
     _say(f"{len(trace.slices)} slices on {lanes} lanes, {len(trace.requests)} requests: {arguments.out}", arguments.out)
     return 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, reading
 from headway.core.files import check_outputs, write_output
 
 if TYPE_CHECKING:
@@ -76,12 +76,14 @@ def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, lis
 
         if arguments.under:
             raise ConfigError("--under simulates the log of one engine, not of a cluster")
-        return ClusterRecording(read_cluster(arguments.log)).explain(arguments.request), []
+        with reading(f"{arguments.log} is damaged", ConfigError):
+            return ClusterRecording(read_cluster(arguments.log)).explain(arguments.request), []
     run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
     if run.differences:
         # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
         print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
-    told = explain(run, arguments.request)
+    with reading(f"{arguments.log} is damaged", ConfigError):
+        told = explain(run, arguments.request)
     return told, outcomes(run, told.record.id, arguments.under) if arguments.under else []
 
 

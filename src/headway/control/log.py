@@ -23,7 +23,7 @@ import msgspec
 from headway.control.backend import InstanceBackend
 from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, reading
 from headway.core.request import Request
 from headway.policy.placement.contract import (
     Action,
@@ -119,15 +119,16 @@ def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[i
     """Return a log's header and its lines, with their numbers; a torn last line is left out. Raises ConfigError, with
     the line's number, for anything that is no log of a cluster, or a damaged one."""
     found: list[tuple[int, dict[str, Any]]] = []
-    texts = list(lines)
-    for number, text in enumerate(texts, start=1):
+    torn = 0
+    for number, text in enumerate(lines, start=1):
+        if torn:
+            raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
         try:
             line = msgspec.json.decode(text, type=dict[str, Any])
         except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
-            if 1 < number < len(texts):
-                raise ConfigError(
-                    f"line {number} of the log cannot be read, and others follow: it is damaged"
-                ) from None
+            if number == 1:
+                break
+            torn = number
             continue
         if line.get("event") == "missing":
             raise ConfigError(
@@ -169,19 +170,17 @@ def replay(lines: Iterable[bytes | str], make: Callable[[Any], PlacementPolicy])
     ConfigError, with the line's number, for anything that is no log, or a damaged one.
     """
     header, found = read_log(lines)
-    number, decisions = 1, 0
+    decisions = 0
     # a log is input: whatever a damaged line leads to, the header too, is an error of its line
-    try:
+    with reading("line 1 of the log cannot be replayed"):
         policy, state = make(header["about"]), ClusterState([], msgspec.convert(header["links"], ClusterLinks))
-        for number, line in found:  # noqa: B007  (the error names it)
+    for number, line in found:
+        with reading(f"line {number} of the log cannot be replayed"):
             recorded, replayed = _show(policy, state, line)
             # as the log has it: tuples become lists, and numbers take JSON's form
             if recorded != (replayed := msgspec.json.decode(msgspec.json.encode(replayed))):
                 return decisions, ReplayDifference(line["t"], recorded, replayed)
             decisions += "event" in line or "wake" in line
-    except Exception as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise ConfigError(f"line {number} of the log cannot be replayed: {what}") from error
     return decisions, None
 
 

@@ -5,6 +5,9 @@ Every error that Headway raises on purpose derives from `HeadwayError`; anything
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HeadwayError(Exception):
     """Base of all errors raised on purpose. `str(error)` is fit to be shown to a user."""
@@ -60,3 +63,17 @@ class LostError(HeadwayError):
 
 class InvariantError(HeadwayError):
     """An internal invariant does not hold (`BlockManager.check()`, a batch out of sequence). Always a bug of ours."""
+
+
+@contextmanager
+def reading(what: str, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Within it, whatever the contents of a file lead to is a ConfigError that begins with `what`.
+
+    passing: errors that are raised as they are."""
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        words = f"no {error}" if isinstance(error, KeyError) else " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{what}: {words[:300]}") from error

@@ -1,5 +1,5 @@
 """Folders and files of a process: private ones, temporary ones that the next process cleans up, locks, and files that a
-command writes for the user.
+command reads and writes for the user.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from headway.core.errors import ConfigError
 
@@ -136,11 +137,9 @@ class PrivateFolder:
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the folder, for its owner only. Raises OSError for a link, a pipe or a device."""
-        # Without waiting for the other end of a pipe of that name.
         file = os.open(name, flags | os.O_NONBLOCK | _FLAGS, 0o600, dir_fd=self._descriptor)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise OSError(errno.EINVAL, f"{name} in it is not a regular file")
+            _check_regular(file, f"{name} in it")
             os.fchmod(file, 0o600)
         except BaseException:
             os.close(file)
@@ -210,6 +209,62 @@ class PrivateFolder:
         os.fchmod(self._descriptor, 0o700)
 
 
+def _check_regular(file: int, name: str) -> None:
+    """Raise OSError for an open pipe or device, from which reading may never end, and for a folder.
+
+    It is opened with O_NONBLOCK, which does not wait for the other end of a pipe."""
+    mode = os.fstat(file).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{name} is not a regular file: copy what it gives to one", name)
+
+
+MOST_BYTES = 64 << 20
+"""Of a file that is read whole: the longest, tokenizers and lists of tensors, have some 30 MB."""
+LONGEST_LINE = 16 << 20
+
+
+def open_input(path: str | Path) -> BinaryIO:
+    """Open a file that a user names. Raises OSError, also for a pipe, a device or a folder."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(file, str(path))
+    except OSError:
+        os.close(file)
+        raise
+    return os.fdopen(file, "rb")
+
+
+def read_input(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Return a file's contents. Raises OSError as `open_input`, and for more than so many bytes."""
+    with open_input(path) as file:
+        if os.fstat(file.fileno()).st_size <= most and len(data := file.read(most + 1)) <= most:
+            return data
+    raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB", str(path))
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """Yield a file's lines with their ends. Raises OSError as `open_input`, and for a line of too many bytes."""
+    with open_input(path) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise OSError(errno.EFBIG, f"it has a line of more than {LONGEST_LINE >> 20} MiB", str(path))
+            yield line
+
+
+def open_output(path: str | Path) -> int:
+    """Open a file to append to; made when missing. Raises OSError, also for a pipe that nobody reads."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(errno.ENXIO, "it is a pipe that nobody reads", str(path)) from None
+        raise
+    os.set_blocking(file, True)
+    return file
+
+
 def check_outputs(*files: Path | None) -> None:
     """Make the folders of files that will be written, before the work whose results they are to hold.
 
@@ -220,6 +275,8 @@ def check_outputs(*files: Path | None) -> None:
             continue
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                file.stat()
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}") from error
         if file.is_dir():
@@ -238,12 +295,13 @@ def write_output(file: Path, body: bytes) -> None:
         return
     check_outputs(file)
     # A link is kept, and what it names is written.
-    file = file.resolve()
+    file = Path(os.path.realpath(file))
     scratch = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         # A pipe, /dev/stdout and other special files are written in place.
         if file.exists() and not file.is_file():
-            file.write_bytes(body)
+            with os.fdopen(open_output(file), "wb") as special:
+                special.write(body)
         else:
             scratch.write_bytes(body)
             scratch.replace(file)

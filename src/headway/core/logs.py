@@ -16,7 +16,7 @@ import msgspec
 
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError
-from headway.core.files import ATTEMPTS, lock
+from headway.core.files import ATTEMPTS, lock, open_output
 from headway.core.request import Request
 
 EventSink = Callable[[str, dict[str, object]], None]
@@ -162,7 +162,7 @@ def open_event_log(path: str, attempts: int = ATTEMPTS) -> IO[bytes]:
     try:
         while True:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the process's life
+            file = os.fdopen(open_output(path), "ab", buffering=0)
             try:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode):

@@ -121,5 +121,5 @@ def load_dotted(path: str, what: str) -> Any:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise ConfigError(f"{what} {path!r}: there is no module {error.name!r} on Python's path or in {here}") from None
-    except (AttributeError, ValueError):
+    except (AttributeError, ValueError, TypeError):
         raise ConfigError(f"{what} {path!r}: the module {module!r} has no {name!r}") from None

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from headway.core.errors import ConfigError
+from headway.core.files import open_input
 
 _MOST_BYTES = 256 << 10
 """Files of settings have some kilobytes; this much takes a second or two to read."""
@@ -42,6 +43,12 @@ class _StrictYamlLoader(yaml.SafeLoader):
         self._sizes[id(node)] = self._nodes - before
         return node
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - its name in the base class
+        """As yaml does, within the limit: each bracket that is open costs time at every later token."""
+        if self.flow_level > _DEEPEST:
+            raise yaml.scanner.ScannerError(None, None, f"nested more than {_DEEPEST} deep", self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
     def compose_mapping_node(self, anchor: Any) -> Any:
         """As it is written: what is merged into a mapping is put beside its own keys later."""
         node = super().compose_mapping_node(anchor)
@@ -71,9 +78,10 @@ def load(text: str) -> Any:
 def read(path: Path) -> Any:
     """Return what a YAML file holds. Raises ConfigError where it cannot be read or is not valid."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with open_input(path) as file:
             # One more than is allowed: the rest need not be read to know.
-            return load(file.read(_MOST_BYTES + 1))
+            data = file.read(_MOST_BYTES + 1)
+        return load(data.decode("utf-8", "strict" if len(data) <= _MOST_BYTES else "replace"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -7,16 +7,17 @@ it (MiB), not the marketing GB.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from headway.core.errors import ConfigError
+from headway.core.json_files import JsonFields, read_json
 
 # Links between accelerators: bandwidth of one direction, and latency until the first byte arrives.
 #
@@ -458,40 +459,34 @@ def model(name: str) -> ModelShape:
 
 def from_config_file(path: Path) -> ModelShape:
     """Return the shape in a `config.json`, or in that of a folder. Raises ConfigError that names the file."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        data = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {file} cannot be read as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"model: {file} must hold a JSON object")
-    return from_hf_config(data)
+    return from_hf_config(read_json(path / "config.json" if path.is_dir() else path))
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a Llama-like decoder from its `config.json`. Raises ConfigError that names missing keys."""
     # Multimodal models nest the decoder's keys.
     text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ConfigError(f"the model's config must have an object of 'text_config', not {shortened(text)}")
     missing = [k for k in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if k not in text]
     if missing:
         raise ConfigError(f"the model's config lacks {', '.join(missing)}")
-    heads = int(text["num_attention_heads"])
-    hidden = int(text["hidden_size"])
+    fields = JsonFields(text, "the model's config")
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
     # SiLU models have a gate matrix beside up and down (SwiGLU).
     gated = str(text.get("hidden_act", text.get("activation_function", "silu"))).lower() in ("silu", "swiglu")
-    # Configurations of older models omit the width: four times the hidden size.
-    wide = 4 * hidden if text.get("intermediate_size") is None else int(text["intermediate_size"])
     dtype = str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
     return ModelShape(
-        layers=int(text["num_hidden_layers"]),
+        layers=fields.whole("num_hidden_layers"),
         hidden=hidden,
         q_heads=heads,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        mlp=wide,
-        vocab=int(text["vocab_size"]),
+        kv_heads=fields.whole("num_key_value_heads", heads),
+        head_dim=fields.whole("head_dim", hidden // heads),
+        # Configurations of older models omit the width: four times the hidden size.
+        mlp=fields.whole("intermediate_size", 4 * hidden),
+        vocab=fields.whole("vocab_size"),
         dtype_bytes=4 if "float32" in dtype else 2,
-        tied_embeddings=bool(text.get("tie_word_embeddings", False)),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
         mlp_matrices=3 if gated else 2,
         parallel_block=_is_parallel(text),
     )

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from headway.core.errors import ConfigError
-from headway.core.files import write_output
+from headway.core.files import read_input, write_output
 from headway.perf.hardware import accelerator
 from headway.perf.latency import table
 from headway.planning.question import DeploymentCandidate, PlanQuestion, cost_of, cost_unit
@@ -213,7 +213,7 @@ def read_measures(path: Path, question: PlanQuestion) -> dict[MeasureKey, Candid
     """Return the results in a file that `--resume` wrote: its first line is the question. A last line that was cut off
     is left out. Raises ConfigError for results of another question, and for another file."""
     try:
-        lines = path.read_text().splitlines()
+        lines = read_input(path, 1 << 30).decode().splitlines()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:

@@ -41,6 +41,7 @@ from headway.serving.request_bodies import (
     kind,
     read_body,
     sampling_params,
+    without_nulls,
 )
 
 
@@ -293,7 +294,8 @@ def parse_response(fields: Mapping[str, Any], context: RequestContext, prompts: 
     body = read_body(ResponseBody, fields)
     if isinstance(text := fields.get("text"), dict):
         for name, (allowed, why) in ResponseText.unsupported.items():
-            if text.get(name) is not None and text[name] not in allowed:
+            value = without_nulls(text.get(name))
+            if value is not None and value not in allowed:
                 raise RequestError(f"'text.{name}' is not supported: {why}", "text")
     if other := [name for name in body.include if name != _LOGPROBS]:
         raise RequestError(f"'include' holds {other[0][:40]!r}; only {_LOGPROBS!r} is supported", "include")
@@ -329,7 +331,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 def _message(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RequestError(f"'{name}' must be an object, not {kind(item)}", "input")
-    if item.get("type", "message") != "message":
+    if item.get("type") not in (None, "message"):
         raise RequestError(f"'{name}' has type {str(item['type'])[:40]!r}; only messages are supported", "input")
     content = item.get("content")
     if isinstance(content, list):

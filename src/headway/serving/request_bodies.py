@@ -111,10 +111,15 @@ def text_field(fields: Mapping[str, Any], name: str) -> str | None:
 
 def refuse(fields: Mapping[str, Any], name: str, allowed: Collection[object], why: str) -> None:
     """Raise RequestError for a field of an unsupported feature, unless its value is in `allowed` (no effect)."""
-    value = fields.get(name)
+    value = without_nulls(fields.get(name))
     # The type is compared too: in Python True == 1 and 1 == 1.0.
     if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
         raise RequestError(f"'{name}' is not supported: {why}", name)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return an object without its fields that are null; other values as they are."""
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def check_integer(value: object, name: str, low: int, high: int) -> int:
@@ -278,10 +283,10 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"'{place}' must be an object with a name and arguments", name)
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments or "{}")
+                arguments = json.loads(arguments)
             except ValueError:
                 raise RequestError(f"'{place}.arguments' must be the text of a JSON object", name) from None
         found.append({**call, "function": {**function, "arguments": arguments}})

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import CheckpointError, RequestError
+from headway.core.files import read_input
+from headway.core.json_files import JsonFields, read_json
 from headway.serving.text import (
     ByteLevelDetokenizer,
     IncrementalDetokenizer,
@@ -357,7 +359,7 @@ class ModelTokenizer:
             template = _read_template(named, config, chat_template is not None)
         defaults = read_sampling_defaults(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             others = [name for name in _OTHER_FILES if (folder / name).is_file()]
             if others:
                 raise CheckpointError(
@@ -370,9 +372,9 @@ class ModelTokenizer:
         import tokenizers
 
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(read_input(path))
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from None
+            raise CheckpointError(f"{path} cannot be read as a tokenizer: {str(error)[:300]}") from None
         # tokenizer.json may hold the padding and truncation of training, which would alter prompts.
         backend.no_padding()
         backend.no_truncation()
@@ -523,10 +525,8 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
     Raises CheckpointError for a value that no request may give."""
     path = folder / "generation_config.json"
     found = {name: value for name, value in _read_json(path).items() if name in _SAMPLING and value is not None}
-    for name, value in found.items():
-        least, most = _SAMPLING[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise CheckpointError(f"{path}: '{name}' must be a number from {least:g} to {most:g}, not {value!r}")
+    for name in found:
+        JsonFields(found, str(path)).number(name, None, *_SAMPLING[name])
     if found:
         said = ", ".join(f"{name} {value:g}" for name, value in sorted(found.items()))
         log.info("requests that do not say otherwise get the checkpoint's sampling settings: %s", said)
@@ -534,15 +534,7 @@ def read_sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -560,10 +552,13 @@ def _read_template(path: Path, config: Mapping[str, Any], required: bool) -> str
 
     required: raise CheckpointError when the separate file is missing.
     """
-    if path.is_file():
-        return path.read_text("utf-8")
-    if required:
-        raise CheckpointError(f"chat template {path} does not exist")
+    try:
+        return read_input(path).decode()
+    except FileNotFoundError:
+        if required:
+            raise CheckpointError(f"chat template {path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"chat template {path} cannot be read: {getattr(error, 'strerror', error)}") from None
     given = config.get("chat_template")
     if isinstance(given, list):
         named = {str(item.get("name")): item.get("template") for item in given if isinstance(item, dict)}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.files import open_input
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import fit_scales
 from headway.perf.latency.table import HostedLatency, TableLatency, bake
@@ -28,7 +29,7 @@ _START = b'{"event":"start"'
 def is_event_log(path: Path) -> bool:
     """Return whether a file begins as an event log does. False for one that cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_input(path) as file:
             return file.read(len(_START)) == _START
     except OSError:
         return False

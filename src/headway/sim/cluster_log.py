@@ -15,7 +15,8 @@ import msgspec
 
 from headway.control.log import SCHEMA
 from headway.control.log import read_log as read_decisions
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, reading
+from headway.core.files import read_lines
 from headway.core.request import Request
 from headway.policy.placement.contract import ClusterInstance
 from headway.sim.explanation import KvTransfer
@@ -61,8 +62,7 @@ class ClusterLogRun:
 def is_cluster_log(path: Path) -> bool:
     """Whether a file begins as a router's log does. Raises ConfigError for one that cannot be read."""
     try:
-        with path.open("rb") as file:
-            first = msgspec.json.decode(file.readline(), type=dict[str, Any])
+        first = msgspec.json.decode(next(read_lines(path), b""), type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -77,14 +77,14 @@ def names_cluster_log(line: Mapping[str, Any]) -> bool:
 
 def read_cluster(path: Path) -> ClusterLogRun:
     """Read a router's log and those of its instances beside it. Raises ConfigError."""
-    run, number = ClusterLogRun(), 1
+    run = ClusterLogRun()
     try:
-        for number, line in read_decisions(path.read_bytes().splitlines(keepends=True))[1]:  # noqa: B007 - named in an error
+        lines = read_decisions(read_lines(path))[1]
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from error
+    for number, line in lines:
+        with reading(f"{path}: line {number} is not that of a cluster's log"):
             _take(run, line)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: line {number} is not that of a cluster's log: {error}") from None
     own = re.compile(re.escape(path.name) + r"\.(\d+)(\.\d+)*")
     for file in sorted(path.parent.glob(f"{path.name}.*")):
         match = own.fullmatch(file.name)

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from headway.core.batch import Batch, RequestProgress
-from headway.core.errors import ConfigError
+from headway.core.errors import ConfigError, reading
+from headway.core.files import read_lines
 from headway.core.request import Request, RequestEvent, Slo, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
@@ -435,17 +436,18 @@ Events = Iterable[Mapping[str, Any]]
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. ConfigError names the line that cannot be read; a torn last line is ignored."""
+    torn: ConfigError | None = None
     try:
-        lines = path.read_bytes().splitlines()
+        for number, line in enumerate(read_lines(path), start=1):
+            # a process that is killed may leave its last line incomplete
+            if torn is not None:
+                raise torn
+            try:
+                yield msgspec.json.decode(line, type=dict[str, Any])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                torn = ConfigError(f"{path}:{number}: not an event ({error})")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield msgspec.json.decode(line, type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # a process that is killed may leave its last line incomplete
-            if number < len(lines):
-                raise ConfigError(f"{path}:{number}: not an event ({error})") from error
 
 
 def replay(events: Events, detail: bool = False) -> ReplayedRun:
@@ -456,21 +458,17 @@ def replay(events: Events, detail: bool = False) -> ReplayedRun:
     start = next(stream, None)
     if start is None or start.get("event") != "start":
         raise ConfigError("not an event log of this version: it does not begin with a start event")
-    try:
+    with reading("the log's start event cannot be read"):
         table, model = restore(start["latency"])
         config = SchedulerConfig.of_fields(start["config"])
         run = ReplayedRun(config, table, model, start["kv_tokens"], start["block_tokens"])
         run.engine, run.asynchronous = start.get("engine", run.engine), start.get("asynchronous", False)
         state = HostedReplay(run, start["blocks"], detail) if run.engine == "vllm" else _ReplayState(run, start, detail)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"the log's start event cannot be read: {error}") from error
-    for event in stream:
+    for number, event in enumerate(stream, start=2):
         if event.get("event") == "missing":
             raise ConfigError(f"{event.get('lines')} lines are missing from the log: its disk took none for a while")
-        try:
+        with reading(f"line {number} of the log cannot be replayed"):
             getattr(state, f"on_{event['event']}")(event)
-        except (KeyError, AttributeError) as error:
-            raise ConfigError(f"the event {event!r} cannot be replayed: {error}") from error
         if run.diverged:
             break
     state.times.finish()

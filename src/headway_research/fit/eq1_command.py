@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.core.errors import ConfigError
-from headway.core.files import write_output
+from headway.core.files import read_input, write_output
 
 if TYPE_CHECKING:
     from headway.perf.latency.eq1 import PrefillSample
@@ -72,7 +72,7 @@ def _read(path: Path) -> list[PrefillSample]:
     from headway.perf.latency.eq1 import PrefillSample
 
     try:
-        rows = list(csv.DictReader(path.read_text().splitlines()))
+        rows = list(csv.DictReader(read_input(path).decode().splitlines()))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.perf.latency.operators.curves import Column
 
 LINEAR = "linear"
@@ -132,7 +133,8 @@ def read_table(path: Path) -> ColumnTable:
 
 
 def _csv(path: Path) -> ColumnTable:
-    data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+    data = read_input(path, 1 << 30)
+    data = gzip.decompress(data) if path.name.endswith(".gz") else data
     rows = csv.reader(data.decode("utf-8-sig").splitlines())
     header = next(rows, None)
     if not header:

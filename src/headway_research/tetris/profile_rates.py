@@ -16,7 +16,7 @@ from time import sleep
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.core.files import write_output
+from headway.core.files import read_lines, write_output
 from headway.core.parse import duration
 
 _SEND_TIMEOUT_S = 30.0
@@ -144,7 +144,7 @@ def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
         if newest is not None:
             raise ConfigError(f"{file} is no log of a cluster (headway cluster --event-log), as --every needs it")
         return file
-    events = [line["event"] for _, line in read_log(file.read_bytes().splitlines(keepends=True))[1] if "event" in line]
+    events = [line["event"] for _, line in read_log(read_lines(file))[1] if "event" in line]
     arrived = [fields["request"] for kind, fields in events if kind == "RequestArrived"]
     # another attempt at a request is no new one: they are named id#1, id#2, …
     prompts = {request["id"].rpartition("#")[0] or request["id"]: request for request in arrived}

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.core.request import Strategy
 from headway.perf.latency.groups import GroupLatency, GroupShape
 
@@ -247,7 +248,7 @@ def _values(c: Eq1Coefficients) -> tuple[float, float, float, float]:
 def load(path: Path) -> Eq1Latency:
     """Read a file of `headway profile fit-eq1`. Raises ConfigError when it cannot be read as one."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Eq1File)
+        found = msgspec.json.decode(read_input(path), type=Eq1File)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

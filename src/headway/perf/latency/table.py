@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.perf.hardware import ModelShape
 from headway.perf.latency.base import (
     MAX_CHUNK,
@@ -608,7 +609,7 @@ def save(source: TableSource, path: Path) -> None:
 def load(path: Path, mark: str | None) -> TableSource:
     """Read a profile. Raises ConfigError when the file is unreadable or its fingerprint is not `mark` (None: any)."""
     try:
-        source = msgspec.json.decode(path.read_bytes(), type=TableSource)
+        source = msgspec.json.decode(read_input(path), type=TableSource)
     except OSError as error:
         raise ConfigError(f"cannot read the latency profile {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

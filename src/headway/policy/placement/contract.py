@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, runti
 import msgspec
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.core.request import Phase, Request, Span
 from headway.perf.hardware import NetworkLink
 
@@ -305,7 +306,7 @@ class RateTable(msgspec.Struct, frozen=True, kw_only=True):
 def load_rates(path: Path) -> RateTable:
     """Read a table from a file. Raises ConfigError, which names what is wrong."""
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=RateTable)
+        table = msgspec.json.decode(read_input(path), type=RateTable)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

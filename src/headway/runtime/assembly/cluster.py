@@ -16,6 +16,7 @@ import msgspec
 
 from headway.control.log import replay
 from headway.core.errors import ConfigError
+from headway.core.files import read_lines
 from headway.core.logs import LineWriter
 from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost
@@ -202,7 +203,7 @@ def replay_log(file: ClusterFile, model: str, path: Path) -> tuple[str, bool]:
         return PlacementChain(policies_of(file, policy_context(file, model, about)))
 
     try:
-        decisions, difference = replay(path.read_bytes().splitlines(keepends=True), make)
+        decisions, difference = replay(read_lines(path), make)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"replay: {path}: {getattr(error, 'strerror', None) or error}") from error
     if difference is None:

@@ -17,6 +17,7 @@ import msgspec
 
 from headway.core.batch import ClockProtocol, Executor
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.core.logs import EventSink, event_sink
 from headway.kv.block_manager import BlockManager
 from headway.kv.prefix_cache import PrefixCache
@@ -54,7 +55,7 @@ def remembered(file: str | None, kind: type[T], measure: Callable[[], T]) -> T:
         return measure()
     path = Path(file)
     with suppress(OSError, msgspec.MsgspecError, RecursionError):
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_input(path), type=kind)
     made = measure()
     with suppress(OSError):
         scratch = path.with_suffix(f".{os.getpid()}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import ConfigError
+from headway.core.errors import CheckpointError
+from headway.core.json_files import JsonFields, read_json
 from headway.perf.device import available_bytes, gib
 from headway.perf.utilisation import UtilisationBase
 from headway.runtime import embedded
@@ -31,7 +32,9 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     token = tokenizer.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if isinstance(text, str):
-        found += _ids_of(text, tokenizer, folder)
+        # What is of another type is reported by the files' own readers.
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
+            found += [token for token in _ids_of(text, tokenizer, folder) if type(token) is int]
     vocabulary = config.get("vocab_size")
     most = vocabulary if isinstance(vocabulary, int) else max(found, default=0) + 1
     return tuple(dict.fromkeys(token for token in found if 0 <= token < most))
@@ -54,10 +57,9 @@ def _ids_of(text: str, config: Mapping[str, Any], folder: Path) -> list[int]:
 def _json(path: Path) -> dict[str, Any]:
     """Return a file's JSON object; empty where there is no such file: its readers report that."""
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path)
+    except CheckpointError:
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 def model_name(folder: str) -> str:
@@ -68,10 +70,8 @@ def model_name(folder: str) -> str:
 
 def longest_context(folder: Path) -> int:
     """Return the positions that config.json says the model has. Raises ConfigError where it says none."""
-    try:
-        return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        raise ConfigError(f"{folder}/config.json has no max_position_embeddings: name a checkpoint's folder") from None
+    path = folder / "config.json"
+    return JsonFields(read_json(path), str(path)).whole("max_position_embeddings")
 
 
 def summary(info: EngineInfo, groups: str | None = None) -> list[str]:

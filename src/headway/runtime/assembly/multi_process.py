@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from headway.core.errors import CheckpointError
+from headway.core.json_files import read_json
 from headway.core.machine import CORES
 from headway.perf.device import DeviceAssignment, available_bytes, choose
 from headway.perf.latency.layout import ParallelLayout
@@ -20,7 +21,7 @@ from headway.runtime.executor.plans import RankConfig, RankPeer
 from headway.runtime.executor.profiling import check_memory, check_shape, need, parameters
 from headway.runtime.launcher.rank_launcher import warm
 from headway.runtime.launcher.ray_hosts import RayHosts, join_ray, node_of
-from headway.runtime.model.config import DecoderConfig, read_config, read_json
+from headway.runtime.model.config import DecoderConfig, read_config
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _START_S = 120.0

@@ -27,6 +27,7 @@ import zmq
 from torch._C._distributed_c10d import Store
 
 from headway.core.errors import ConfigError, HeadwayError
+from headway.core.json_files import read_json
 from headway.core.logs import setup
 from headway.runtime.attention.backend import make_backend
 from headway.runtime.engine.liveness import PER_TIMEOUT, HeartbeatSender
@@ -54,7 +55,7 @@ from headway.runtime.executor.rank import (
 )
 from headway.runtime.executor.worker import GroupAttention, ModelWorker
 from headway.runtime.launcher.network import guard_client
-from headway.runtime.model.config import read_config, read_json
+from headway.runtime.model.config import read_config
 from headway.runtime.model.loading import load_decoder, resolve_dtype
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 from collections.abc import Callable
@@ -9,11 +10,19 @@ from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 
+from headway.core.files import ScratchFolder
+
 RANK = "headway.runtime.executor.rank_process"
 
 
 def warm() -> None:
     """Let the fork server import torch, and return at once. Called as soon as ranks are known to follow."""
+    # Its socket lies in multiprocessing's own folder, which nobody removes after a kill.
+    config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if "tempdir" not in config:
+        folder = ScratchFolder("headway-ranks-")
+        atexit.register(folder.close)
+        config["tempdir"] = str(folder.path)
     forkserver.set_forkserver_preload([RANK])
     forkserver.ensure_running()
 

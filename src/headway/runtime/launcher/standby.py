@@ -238,7 +238,8 @@ class EngineTemplate:
         Not before an engine is needed where it has ended too often, or where memory might not hold the weights twice:
         its engines go on with those of the one that has ended.
         """
-        if self._process is None or not self.loaded or not self._process.ended:
+        # Asked first, since that reaps one that ended while it loaded.
+        if self._process is None or not self._process.ended or not self.loaded:
             return
         self.kill()
         try:

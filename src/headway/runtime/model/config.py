@@ -6,84 +6,21 @@ No torch.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from headway.core.errors import CheckpointError, ConfigError
+from headway.core.files import open_input, read_input
+from headway.core.json_files import MOST_COUNTED, JsonFields
 from headway.perf.hardware import ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class JsonFields:
-    """Typed reader of a JSON object. A field that is null counts as absent."""
-
-    data: Mapping[str, Any]
-    origin: str
-    """Name of the object in errors, usually its file."""
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number. Raises CheckpointError when it is absent without a default, or of another type."""
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a number")
-        return float(value)
-
-    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer of at least `least`. Raises CheckpointError as `number`."""
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(name, f"an integer of at least {least}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return a boolean. Raises CheckpointError as `number`."""
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def numbers(self, name: str) -> tuple[float, ...]:
-        """Return a list of numbers. Raises CheckpointError as `number`."""
-        value = self._value(name, None)
-        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
-            raise self.wrong(name, "a list of numbers")
-        return tuple(float(item) for item in value)
-
-    def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
-        return self.data.get(name) is not None
-
-    def wrong(self, name: str, wanted: str) -> CheckpointError:
-        """Return the error that names the field, what was expected and what was found."""
-        return CheckpointError(f"{self.origin}: '{name}' must be {wanted}, not {self.data.get(name)!r}")
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.data.get(name)
-        if value is not None:
-            return value
-        if default is None:
-            raise CheckpointError(f"{self.origin}: '{name}' is missing")
-        return default
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError when it is missing, not JSON, or not an object."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not a {type(data).__name__}")
-    return data
-
 
 # Configuration of the position encoding, read from either spelling of a Hugging Face config.json. No torch.
 
+_TINY, _LEAST_THETA = 1e-6, 1.001
+"""Of scales, which are above 0, and of the base of frequencies, whose logarithm divides."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -145,8 +82,10 @@ def _read(config: Mapping[str, Any], raw: Any, head_dim: int, max_positions: int
         # Older Phi-3 files call LongRoPE "su" or "yarn".
         kind = "longrope" if kind in ("su", "yarn") else kind
     if kind not in kinds:
-        raise CheckpointError(f"{origin}: rope type {kind!r} is not supported; supported are {', '.join(kinds)}")
-    share = rope.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+        raise CheckpointError(
+            f"{origin}: rope type {shortened(kind)} is not supported; supported are {', '.join(kinds)}"
+        )
+    share = rope.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0, 0, 1), 0, 1)
     if share != 1.0 and config.get("model_type") != "phi3":
         raise CheckpointError(
             f"{origin}: 'partial_rotary_factor' is {share:g}, but only Phi-3 rotates a part of a head"
@@ -162,40 +101,38 @@ def _read(config: Mapping[str, Any], raw: Any, head_dim: int, max_positions: int
         # Beside the parameters it counts more than in them; Phi-3 has it only there.
         at = top if top.has("original_max_position_embeddings") or config.get("model_type") == "phi3" else rope
         needed = at is top or kind == "longrope"
-        original = at.whole("original_max_position_embeddings", None if needed else max_positions)
+        original = at.whole("original_max_position_embeddings", None if needed else max_positions, least=2)
     factor = 1.0
     if kind != "default":
         null = kind == "yarn" and "factor" in raw
-        factor = rope.number("factor", max_positions / original if kind == "longrope" or null else None)
-    if factor <= 0:
-        raise rope.wrong("factor", "a positive number")
+        factor = rope.number("factor", max_positions / original if kind == "longrope" or null else None, _TINY)
     low, high = 1.0, 4.0
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if not 0 < low < high:
+        low, high = rope.number("low_freq_factor", None, _TINY), rope.number("high_freq_factor")
+        if not low < high:
             raise rope.wrong("high_freq_factor", f"above 'low_freq_factor' ({low:g})")
     half = rotary_dim // 2
     return RopeConfig(
         kind=kind,
-        theta=rope.number("rope_theta", top.number("rope_theta", 10000.0)),
+        theta=rope.number("rope_theta", top.number("rope_theta", 10000.0, _LEAST_THETA), _LEAST_THETA),
         rotary_dim=rotary_dim,
         original_max=original,
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        beta_fast=rope.number("beta_fast", 32.0, 0) or 32.0,
+        beta_slow=rope.number("beta_slow", 1.0, 0) or 1.0,
         truncate=rope.flag("truncate", True),
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
-        attention_factor=rope.number("attention_factor") if rope.has("attention_factor") else None,
+        mscale=rope.number("mscale", 0.0, 0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0, 0),
+        attention_factor=rope.number("attention_factor", None, _TINY) if rope.has("attention_factor") else None,
         short_factor=_factors(rope, "short_factor", half) if kind == "longrope" else (),
         long_factor=_factors(rope, "long_factor", half) if kind == "longrope" else (),
     )
 
 
 def _factors(rope: JsonFields, name: str, count: int) -> tuple[float, ...]:
-    values = rope.numbers(name)
+    values = rope.numbers(name, _TINY)
     if len(values) != count:
         raise CheckpointError(f"{rope.origin}: '{name}' has {len(values)} numbers where {count} dimensions rotate")
     return values
@@ -246,7 +183,7 @@ def family_of(architecture: str) -> FamilySpec:
     """Return the row of an architecture named in config.json; CheckpointError lists the supported ones."""
     if architecture not in FAMILIES:
         raise CheckpointError(
-            f"architecture '{architecture}' is not supported; supported are {', '.join(sorted(FAMILIES))}"
+            f"architecture {shortened(architecture)} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[architecture]
 
@@ -338,8 +275,8 @@ def read_config(
     named = data.get("model_type")
     if isinstance(named, str) and named.lower() != family.name:
         raise CheckpointError(
-            f"{origin}: 'architectures' names {architecture} and 'model_type' is {named!r}, not {family.name!r}: "
-            "one is of another model"
+            f"{origin}: 'architectures' names {architecture} and 'model_type' is {shortened(named)}, not "
+            f"{family.name!r}: one is of another model"
         )
     data = {**family.defaults, **data}
     fields = JsonFields(data, origin)
@@ -366,7 +303,7 @@ def read_config(
         kv_heads=kv_heads,
         head_dim=head_dim,
         mlp_size=fields.whole("intermediate_size"),
-        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_eps=fields.number("rms_norm_eps", 1e-6, 0, 1),
         rope=rope,
         max_positions=max_positions,
         max_model_len=max_positions,
@@ -389,21 +326,21 @@ def longest_of(rope: RopeConfig, max_positions: int) -> int:
         # Positions are exact in fp32 up to 2^24.
         return 1 << 24
     if rope.kind == "linear":
-        return int(max_positions * max(rope.factor, 1.0))
+        return min(int(max_positions * max(rope.factor, 1.0)), MOST_COUNTED)
     return default_length(rope, max_positions)
 
 
 def default_length(rope: RopeConfig, max_positions: int) -> int:
     """Return the length to serve by default: the one that config.json states, extended by the factor of yarn."""
     if rope.kind == "yarn":
-        return max(max_positions, int(rope.original_max * rope.factor))
+        return max(max_positions, min(int(rope.original_max * rope.factor), MOST_COUNTED))
     return max_positions
 
 
 def _architecture(data: Mapping[str, Any], origin: str) -> str:
     names = data.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"{origin}: 'architectures' must name the model's class, not {names!r}")
+        raise CheckpointError(f"{origin}: 'architectures' must name the model's class, not {shortened(names)}")
     return names[0]
 
 
@@ -411,12 +348,12 @@ def _refuse(data: Mapping[str, Any], origin: str) -> None:
     if (quantised := data.get("quantization_config")) is not None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
-            f"{origin}: 'quantization_config' ({method}): quantised checkpoints are not supported; "
+            f"{origin}: 'quantization_config' ({str(method)[:40]}): quantised checkpoints are not supported; "
             "use the float32, bfloat16 or float16 one"
         )
     activation = data.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise CheckpointError(f"{origin}: 'hidden_act' {activation!r} is not supported; supported is 'silu'")
+        raise CheckpointError(f"{origin}: 'hidden_act' {shortened(activation)} is not supported; supported is 'silu'")
 
 
 def check_dtype(name: str) -> str:
@@ -429,7 +366,7 @@ def check_dtype(name: str) -> str:
 def _dtype(data: Mapping[str, Any], origin: str) -> str:
     name = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in _DTYPES:
-        raise CheckpointError(f"{origin}: dtype '{name}' is not supported; supported are {', '.join(_DTYPES)}")
+        raise CheckpointError(f"{origin}: dtype {shortened(name)} is not supported; supported are {', '.join(_DTYPES)}")
     return name
 
 
@@ -468,7 +405,7 @@ def _window(family: FamilySpec, fields: JsonFields) -> int | None:
 def _token_ids(value: Any, origin: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(item, int) for item in ids):
-        raise CheckpointError(f"{origin}: 'eos_token_id' must be a token id or a list of them, not {value!r}")
+        raise CheckpointError(f"{origin}: 'eos_token_id' must be a token id or a list of them, not {shortened(value)}")
     return tuple(ids)
 
 
@@ -487,11 +424,11 @@ def identity(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        digest.update((folder / "config.json").read_bytes())
+        digest.update(read_input(folder / "config.json"))
         for path in sorted(folder.glob("*.safetensors")):
             size = path.stat().st_size
             digest.update(f"\0{path.name}\0{size}\0".encode())
-            with path.open("rb") as file:
+            with open_input(path) as file:
                 # A safetensors file begins with the length of its JSON header: 8 bytes, little-endian.
                 header = int.from_bytes(file.read(8), "little")
                 digest.update(file.read(min(header, size, _HEADER)))

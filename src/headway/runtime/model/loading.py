@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.core.errors import CheckpointError
+from headway.core.files import open_input
+from headway.core.json_files import read_json
 from headway.runtime.attention.backend import AttentionBackend
-from headway.runtime.model.config import DecoderConfig, read_config, read_json
+from headway.runtime.model.config import DecoderConfig, read_config
 from headway.runtime.model.decoder import DecoderModel, TensorGroup
 from headway.runtime.model.shard import WHOLE, ModelShard
 from headway.runtime.model.weights import DecoderWeights, LayerWeights, PackedLinear
@@ -53,6 +58,12 @@ class CheckpointReader:
     def leave(self, prefix: str) -> None:
         """Exempt tensors whose names begin with `prefix` from `check_all_taken`: another rank takes them."""
         self._taken.update(name for name in self._home if name.startswith(prefix))
+
+    def check_layers(self, count: int) -> None:
+        """Raise CheckpointError where the tensors are of another number of layers."""
+        found = {match[1] for name in self._home if (match := _LAYER.match(name))}
+        if len(found) != count:
+            raise CheckpointError(f"{self.folder}: config.json has {count} layers, and the tensors are of {len(found)}")
 
     def take(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
@@ -109,9 +120,9 @@ class CheckpointReader:
 def _listing(folder: Path) -> dict[str, list[str] | None]:
     """Return for each file name the tensors that the index lists in it, or None for all that it holds."""
     # As in transformers: an index beside the single file is a leftover.
-    if (folder / _SINGLE).is_file():
+    if (folder / _SINGLE).exists():
         return {_SINGLE: None}
-    if (folder / _INDEX).is_file():
+    if (folder / _INDEX).exists():
         mapping = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
             raise CheckpointError(f"{folder / _INDEX}: 'weight_map' must map tensor names to files")
@@ -134,16 +145,21 @@ def _listing(folder: Path) -> dict[str, list[str] | None]:
 
 
 def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file, though {_INDEX} lists it")
     try:
+        with open_input(path) as file:
+            size = os.fstat(file.fileno()).st_size
         return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file, though {_INDEX} lists it") from None
+    except (OSError, ValueError, MemoryError) as error:
+        raise CheckpointError(f"{shortened(str(path))} cannot be read: {getattr(error, 'strerror', error)}") from None
+    except SafetensorError as error:
         raise CheckpointError(
-            f"{path}: truncated or damaged safetensors file of {path.stat().st_size} bytes ({error})"
+            f"{path}: truncated or damaged safetensors file of {size} bytes ({str(error)[:300]})"
         ) from None
 
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _Part = tuple[str, int, range]
 """A tensor's name, its rows, and those of them that are wanted."""
 
@@ -208,6 +224,7 @@ class _WeightLoader:
     def load(self, loaded: Callable[[int, int], None]) -> DecoderWeights:
         config, shard, checkpoint = self.config, self.shard, self.checkpoint
         own = shard.layers(config)
+        checkpoint.check_layers(config.layers)
         for index in (index for index in range(config.layers) if index not in own):
             checkpoint.leave(f"model.layers.{index}.")
         layers = []
@@ -268,8 +285,8 @@ class _WeightLoader:
 
     def _by_columns(self, name: str, shape: tuple[int, int], own: range, biased: bool) -> PackedLinear:
         """Load a layer whose inputs are cut. The ranks' results are summed, so only rank 0 adds the bias."""
-        weight = torch.empty((shape[0], len(own)), dtype=self.dtype, device=self.device)
-        weight.copy_(self.checkpoint.take(f"{name}.weight", shape, columns=own))
+        mapped = self.checkpoint.take(f"{name}.weight", shape, columns=own)
+        weight = torch.empty((shape[0], len(own)), dtype=self.dtype, device=self.device).copy_(mapped)
         if not biased or self.shard.rank:
             # Ranks other than 0 leave a bias that is there; without one the prefix matches nothing.
             self.checkpoint.leave(f"{name}.bias")
@@ -279,15 +296,16 @@ class _WeightLoader:
     def _stacked(self, parts: list[_Part], inputs: int | None) -> Tensor:
         """Return rows of the named tensors stacked in one new tensor. inputs None: the tensors are vectors."""
         tail = () if inputs is None else (inputs,)
+        # First, so that nothing is allocated for shapes that the files do not have.
+        mapped = [self.checkpoint.take(name, (rows, *tail), rows=own) for name, rows, own in parts]
         fused = torch.empty((sum(len(own) for _, _, own in parts), *tail), dtype=self.dtype, device=self.device)
-        targets = torch.split(fused, [len(own) for _, _, own in parts])
-        for target, (name, rows, own) in zip(targets, parts, strict=True):
-            target.copy_(self.checkpoint.take(name, (rows, *tail), rows=own))
+        for target, part in zip(torch.split(fused, [len(own) for _, _, own in parts]), mapped, strict=True):
+            target.copy_(part)
         return fused
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        copy = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return copy.copy_(self.checkpoint.take(name, shape))
+        mapped = self.checkpoint.take(name, shape)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).copy_(mapped)
 
 
 def _scaled(heads: range, dim: int) -> range:

@@ -8,7 +8,6 @@ only if they happen to start at the same place of the pool.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from zlib import crc32
 
 import numpy as np
 
+from headway.core.errors import CheckpointError
+from headway.core.json_files import JsonFields, read_json
 from headway.core.machine import CORES
 from headway.perf.device import processor_name
 from headway.sim.workload import TraceRequest
@@ -79,11 +80,12 @@ def vocab_size_of(model: str | None) -> int | None:
     if model is None:
         return None
     try:
-        config = json.loads((Path(model) / "config.json").read_text())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, RecursionError, AttributeError):
+        config = read_json(Path(model) / "config.json")
+        inner = config.get("text_config")
+        fields = inner if "vocab_size" not in config and isinstance(inner, dict) else config
+        return JsonFields(fields, model).whole("vocab_size")
+    except CheckpointError:
         return None
-    return int(size) if size else None
 
 
 class TextPrompts:

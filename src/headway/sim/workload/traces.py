@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import shown
+from headway.core.files import open_input
 
 
 class TraceError(ConfigError):
@@ -354,7 +355,7 @@ def read_trace(file: str | Path, format_name: str | None = None) -> RequestTrace
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Line number and columns of each request in a CSV or JSON Lines file, compressed or not."""
     try:
-        with path.open("rb") as raw:
+        with open_input(path) as raw:
             # gzip's magic number: the file's name may be anything
             magic = raw.read(4)
             packed = magic[:2] == b"\x1f\x8b"
@@ -538,7 +539,7 @@ def _parse(path: Path, line: int, row: Row, name: str) -> TraceRequest:
         return FORMATS[name].parse(row)
     except KeyError as problem:
         raise TraceError(f"{path}:{line}: column {problem} is missing") from None
-    except (ValueError, TypeError) as problem:
+    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as problem:
         columns = ", ".join(FORMATS[name].columns)
         raise TraceError(f"{path}:{line}: {problem}; {name} traces have the columns {columns}") from None
 

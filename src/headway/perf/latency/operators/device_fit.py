@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
+from headway.core.files import read_input
 from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator
 from headway.perf.latency.base import MAX_CHUNK
 from headway.perf.latency.layout import ParallelLayout, RankShape, rank_shape
@@ -65,7 +66,7 @@ def decode(data: bytes, where: str) -> DeviceFit:
 def load(path: Path) -> DeviceFit:
     """Read the file of an operator fit. Raises ConfigError when it cannot be read."""
     try:
-        return decode(path.read_bytes(), str(path))
+        return decode(read_input(path), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the operator fit {path}: {error.strerror}") from error
 
