@@ -215,4 +215,4 @@ def test_a_model_is_named_by_the_path_of_its_configuration(tmp_path: Path, capsy
     assert capsys.readouterr().out == by_folder
     (tmp_path / "broken.json").write_text("[")
     assert main(["plan", write(tmp_path, model=str(tmp_path / "broken.json")), "--jobs", "1"]) == 2
-    assert "broken.json cannot be read as JSON" in capsys.readouterr().err
+    assert "broken.json: cannot be read as JSON" in capsys.readouterr().err
