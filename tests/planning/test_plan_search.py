@@ -385,7 +385,7 @@ def test_race_over_thousands_of_requests_finds_the_plan_that_full_runs_find() ->
     """Large enough for candidates to be ordered by a part of the workload, and to be stopped by another's margin."""
     section = random_question(1).model_dump(mode="json", by_alias=True, exclude_none=True)
     section["accelerators"] = [{"name": "a100-80gb", "most": 2}]
-    section["workload"] |= {"requests": 6400, "qps": 8}
+    section["workload"] |= {"requests": 6400, "qps": 7}
     section["demands"] = {"all": {"ttft_p99_s": 4.0}, "chat": {"tbt_p90_s": 0.12}}
     section["search"] |= {"t_target_s": [0.03, 0.06, 0.1]}
     question = parse_question(section)

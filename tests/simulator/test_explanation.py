@@ -7,6 +7,7 @@ import math
 import random
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,11 +225,14 @@ def test_a_counterfactual_holds_on_a_machine_that_is_not_as_its_profile_says(slo
         _, run = logged(CONVOY, policy=policy, noise=NoiseSpec("lognormal", 0.05, slower), seed=seed)
         return run
 
-    fifo, lars = ran(2, "fcfs"), ran(1, "lars")
-    chats = [f"r{i}" for i in range(1, 13)]
-    actual = statistics.median(explain(fifo, name).ttft_s or 0.0 for name in chats)
-    simulated = statistics.median(outcomes(lars, name, ["fcfs"])[1].ttft_s or 0.0 for name in chats)
-    assert actual > 20 * statistics.median(explain(lars, name).ttft_s or 0.0 for name in chats)
+    def wait_s(of: Callable[[str], float | None]) -> float:
+        return statistics.median(of(f"r{i}") or 0.0 for i in range(1, 13))
+
+    # Medians of one run differ by half: 5% of noise decides which chats come while the document computes.
+    fifos, lars = [ran(seed, "fcfs") for seed in range(1, 5)], [ran(seed, "lars") for seed in range(1, 5)]
+    actual = statistics.mean(wait_s(lambda name, run=run: explain(run, name).ttft_s) for run in fifos)
+    simulated = statistics.mean(wait_s(lambda name, run=run: outcomes(run, name, ["fcfs"])[1].ttft_s) for run in lars)
+    assert actual > 10 * wait_s(lambda name: explain(lars[0], name).ttft_s)
     assert simulated == pytest.approx(actual, rel=0.15)
 
 
