@@ -244,3 +244,11 @@ def test_an_event_log_is_a_workload(tmp_path: Path) -> None:
     log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
     with pytest.raises(ConfigError, match="no request of this event log was answered"):
         requests_of(parse_scenario({"workload": {"trace": str(log)}}).workload, None, 0)
+
+
+def test_a_bare_number_is_a_length() -> None:
+    def requests(output: object) -> object:
+        scenario = {**SMALL, "workload": {"qps": 4.0, "mix": [{"prompt": "uniform:50-500", "output": output}]}}
+        return parse_scenario(scenario).workload.mix
+
+    assert requests(20) == requests("20")

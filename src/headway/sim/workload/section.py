@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from headway.core.file_sections import Count, FileSection, Positive, Seconds
 from headway.sim.workload.generate import PRESETS
@@ -22,14 +22,22 @@ class SessionsSection(FileSection):
     max_think_s: Seconds | None = Field(default=None, description="longer think times are cut to this, in seconds")
 
 
+def _as_text(value: object) -> object:
+    """Return a bare number as the length specification that it means."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Lengths = Annotated[str, BeforeValidator(_as_text)]
+
+
 class MixSection(FileSection):
-    """One kind of request. Lengths: fixed:200, uniform:100-500, lognormal:median=…,p90=… (or mu, sigma; min, max),
-    empirical:FILE, mix:0.95*SPEC+0.05*SPEC; k is 1,000 and K 1,024, as everywhere."""
+    """One kind of request. Lengths: 200 or fixed:200, uniform:100-500, lognormal:median=…,p90=… (or mu, sigma; min,
+    max), empirical:FILE, mix:0.95*SPEC+0.05*SPEC; k is 1,000 and K 1,024, as everywhere."""
 
     share: Positive = 1.0
     klass: Annotated[str, AfterValidator(class_name)] = Field(default="", alias="class")
-    prompt: str
-    output: str
+    prompt: Lengths
+    output: Lengths
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
