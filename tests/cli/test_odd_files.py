@@ -1,4 +1,4 @@
-"""What is no file in place of each file that a command takes ends in one sentence, and nothing waits for it."""
+"""A pipe, a folder, a device or nothing in place of a file that a command takes: one sentence, and no command waits."""
 
 from __future__ import annotations
 

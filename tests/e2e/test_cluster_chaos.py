@@ -88,7 +88,7 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """Of the router that is there; waits for it."""
+        """Return the URL of the router, once one is running."""
         assert self._there.wait(100), "no router comes"
         assert not self._given_up, "no router has come"
         return self._running.url

@@ -18,13 +18,13 @@ VALUES: list[Any] = [
     float("nan"), float("inf"), float("-inf"), "", "4", "1e12", "../x", "\0", "\ud800", "x" * 20_000, [], {}, [[]],
     [1, "a", None], {"a": {"b": []}}, list(range(1000)),
 ]  # fmt: skip
-"""What stands in place of a value."""
+"""Values that replace a value of a file."""
 RUBBISH: list[bytes] = [
     b"", b"\0" * 5000, bytes(range(256)) * 20, b"[" * 200_000, b'{"a":' * 200_000, b"{}", b"[]", b"null", b"7",
     b'"text"', b"\xef\xbb\xbf{}", b'{"a": ' + b"9" * 5000 + b"}", b'{"a": NaN}', b"{'a': 1}", b'{"a": "\\ud800"}',
     b"\xff\xfe{\0}\0",
 ]  # fmt: skip
-"""What stands in place of a whole file."""
+"""Contents that replace a whole file."""
 _MOST_STEPS = 5_000_000
 _MOST_BYTES = 1 << 30
 

@@ -221,7 +221,7 @@ def _check_regular(file: int, name: str) -> None:
 
 
 MOST_BYTES = 64 << 20
-"""Of a file that is read whole: the longest, tokenizers and lists of tensors, have some 30 MB."""
+"""Most bytes of a file that is read whole. The longest ones, tokenizers and lists of tensors, have about 30 MB."""
 LONGEST_LINE = 16 << 20
 
 
@@ -254,12 +254,12 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 
 def open_output(path: str | Path) -> int:
-    """Open a file to append to; made when missing. Raises OSError, also for a pipe that nobody reads."""
+    """Open a file to append to; made when missing. Raises OSError, also for a pipe without a reader."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, "it is a pipe that nobody reads", str(path)) from None
+            raise OSError(errno.ENXIO, "it is a pipe without a reader", str(path)) from None
         raise
     os.set_blocking(file, True)
     return file

@@ -139,7 +139,8 @@ KINDS: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
 _DRAWN = 800
 """Requests of a question in flags: 40 of them documents where these are 5%."""
 _SEARCH = {"busiest_part": 4, "t_target_s": [0.05, 0.1, 0.2]}
-"""What is searched for them: gaps of 200 ms need no iterations of 25, which take most of a search's time."""
+"""Settings of the search for such a question. A limit of 200 ms on gaps needs no iterations of 25 ms, and simulating
+those would take most of the time."""
 
 
 def question_data(model: str, gpu: str, qps: str, mix: str, ttft_ms: str | None) -> dict[str, Any]:

@@ -211,8 +211,7 @@ class LadderQueue(WaitingQueue):
     def ordered(self, now: float, speed: Callable[[], float]) -> list[PrefillState | None]:
         placed = self._last_placed
         if now >= self._until_s or (placed is not None and placed.slot < 0):
-            if self._overdue is not None and (self._overdue.slot < 0 or self._overdue.holds_kv):
-                self._overdue = None
+            self._forget_entered()
             if self._restarted or self._overdue is not None:
                 self._take(self._some_first(now, PACE * speed()))
             else:
@@ -249,10 +248,16 @@ class LadderQueue(WaitingQueue):
     def note_scarce(self, now: float) -> None:
         """Where KV is short, the member that has waited longest goes first until it enters: what becomes free is for
         it."""
-        if self._overdue is None or self._overdue.slot < 0 or self._overdue.holds_kv:
+        self._forget_entered()
+        if self._overdue is None:
             self._overdue = self._find_overdue(now)
             if self._overdue is not None:
                 self._until_s = float("-inf")
+
+    def _forget_entered(self) -> None:
+        """Drop the overdue member where it has entered or left."""
+        if self._overdue is not None and (self._overdue.slot < 0 or self._overdue.holds_kv):
+            self._overdue = None
 
     def _find_overdue(self, now: float) -> PrefillState | None:
         """Return the member without KV that has waited longest, in spans from its arrival to its due time, of those

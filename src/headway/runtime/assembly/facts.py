@@ -32,7 +32,7 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     token = tokenizer.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if isinstance(text, str):
-        # What is of another type is reported by the files' own readers.
+        # A value of another type is an error of the reader of that file, which runs later.
         with suppress(AttributeError, KeyError, TypeError, ValueError):
             found += [token for token in _ids_of(text, tokenizer, folder) if type(token) is int]
     vocabulary = config.get("vocab_size")

@@ -17,7 +17,7 @@ RANK = "headway.runtime.executor.rank_process"
 
 def warm() -> None:
     """Let the fork server import torch, and return at once. Called as soon as ranks are known to follow."""
-    # Its socket lies in multiprocessing's own folder, which nobody removes after a kill.
+    # Its socket lies in multiprocessing's own folder, which stays on the disk after a kill.
     config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" not in config:
         folder = ScratchFolder("headway-ranks-")
