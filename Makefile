@@ -4,9 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 STAMP := $(VENV)/.installed
-JOBS ?= 2
-# Parallel tests share the cores: one thread each, and no spinning.
-QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+# Workers of pytest: tests wait for other processes half of the time. Those of `test-long` measure them, too.
+JOBS ?= 4
+LONG_JOBS ?= 2
+# Parallel tests share the cores: one thread each, and no spinning. Compiled files are kept, since each test that starts
+# processes would compile the package anew.
+QUIET := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE=
 # Whether CI, which began at CI_SINCE, has taken less than so many seconds; else it says what it leaves out.
 IN_TIME = { [ $$(( $$(date +%s) - $${CI_SINCE:-$$(date +%s)} )) -lt $(1) ] || { echo "SKIPPED: $(2): CI is slow here"; false; }; }
 # Properties of searches, indexes, heaps and books, where more examples find more: no tensors, no processes.
@@ -28,14 +31,16 @@ setup: $(STAMP) ## make .venv with Headway and everything that its tests need
 demo: setup ## a long document and chats on one server: numbers, and a picture in out/
 	@$(BIN)/headway demo
 
-test: check ## checks, then all tests but the long ones (about 6 minutes on 2 cores)
+# Beside the checks one process collects the tests, so that the workers find their files compiled.
+test: setup ## checks, then all tests but the long ones (about 5 minutes on 2 cores)
+	@$(QUIET) $(BIN)/python -m pytest --collect-only -qq > /dev/null & $(MAKE) --no-print-directory check && wait
 	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal
 
 test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples of properties, soaks (about half an hour)
 	@$(MAKE) --no-print-directory ray || echo "SKIPPED: the tests of several hosts, which need Ray: no wheel"
-	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(JOBS) --dist loadgroup --timeout 900
+	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(LONG_JOBS) --dist loadgroup --timeout 900
 	@if $(call IN_TIME,3600,more examples of properties); then $(QUIET) HYPOTHESIS_PROFILE=thorough \
-	$(BIN)/python -m pytest -m "hypothesis and not long" -n $(JOBS) --dist worksteal $(SEARCHED); fi
+	$(BIN)/python -m pytest -m "hypothesis and not long" -n $(LONG_JOBS) --dist worksteal $(SEARCHED); fi
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
 	@if [ -n "$(IN_CI)" ]; then $(MAKE) --no-print-directory nixl || echo "SKIPPED: NIXL: no wheel"; fi
 	@if [ -d .nixl/nixl ]; then $(QUIET) PYTHONPATH=.nixl $(BIN)/python -m pytest tests/transfer tests/e2e/test_cluster_nixl.py -k nixl; \
