@@ -1,4 +1,4 @@
-"""The command in a process of its own: output, errors, and operation without torch."""
+"""The command: output, errors, and operation without torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from contextlib import redirect_stderr, redirect_stdout
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
 from headway.cli import serve
-from headway.cli.main import NESTED
+from headway.cli.main import NESTED, main
 
 BLOCKED = """
 import sys
@@ -28,7 +31,16 @@ sys.meta_path.insert(0, Blocker())
 
 
 def headway(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "headway.cli.main", *words, **environment)
+    """Run a command in this process, and return what it printed."""
+    encoding = environment.get("PYTHONIOENCODING", "utf-8")
+    out, err = (TextIOWrapper(BytesIO(), encoding, write_through=True) for _ in range(2))
+    with patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(list(words))
+        except SystemExit as end:
+            status = int(end.code or 0)
+    printed = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(words, status, *printed)
 
 
 def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
