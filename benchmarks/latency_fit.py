@@ -31,7 +31,7 @@ from headway_research.fit.operators import (
     fit_linear,
     fit_prefill,
 )
-from headway_research.fit.readers import (
+from headway_research.fit.readers import (  # type: ignore[attr-defined]
     COLLECTIVE,
     DECODE,
     ELEMENTWISE,

@@ -24,7 +24,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode, evaluate
 
-MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}  # type: ignore[arg-type]
+MODELS = {(p, m): AcceleratorLatency(study(p), m) for p in ("paper", "default") for m in ("packing", "prefetch")}
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -84,7 +84,7 @@ def test_limits_hold_at_the_capacity_found_and_prefetch_raises_it() -> None:
     setting, drawn = study("paper"), requests("arxiv", 60, 0)
     limits, found = ServiceLimits(tbt_s=0.0167), {}
     for mode in ("packing", "prefetch"):
-        spec = instance(setting, mode, sarathi(512), 131072)  # type: ignore[arg-type]
+        spec = instance(setting, mode, sarathi(512), 131072)
         answer = capacity(spec, lambda qps: at_rate(drawn, qps), limits, ratio=1.1)
         assert {rate.qps: rate.ok for rate in answer.tried}[answer.qps]
         assert any(answer.qps < rate.qps <= answer.qps * 1.1 * (1 + 1e-9) and not rate.ok for rate in answer.tried)

@@ -135,7 +135,7 @@ def test_bf16_is_widened_as_it_is_read(
 def test_a_shard_gives_the_weight_of_its_answer(rows: int, keys: int, heads: tuple[int, int], seed: int) -> None:
     q, k, v = inputs(seed, rows, keys, heads, 64)
     for causal in (False, True) if rows == keys else (False,):
-        out, lse = attend(*(x.transpose(0, 1) for x in (q, k, v)), causal)
+        out, lse = attend(*(x.transpose(0, 1) for x in (q, k, v)), causal)  # type: ignore[call-arg]
         wanted, weight = exact(q, k, v, causal)
         check(out.transpose(0, 1), wanted, q, k)
         assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)
@@ -166,7 +166,7 @@ def test_pasts_of_64k_are_as_exact(rows: int, dtype: torch.dtype) -> None:
     assert kernels is not None
     NativeChunks(kernels.prefill, [(0, rows)], [cut_ranges(slots, 0, past + rows)], pool).run(1, q, out)
     parts = [x.float().transpose(0, 1) for x in (q, k, v)]
-    shard, lse = attend(*parts, False)
+    shard, lse = attend(*parts, False)  # type: ignore[call-arg]
     for head in range(2):
         wanted, _ = exact(q[:, head : head + 1], k, v, True)
         check(out[:, head : head + 1], wanted, q, k)
@@ -187,7 +187,7 @@ def test_scores_that_keep_outgrowing_the_maximum(order: str, strength: float, ro
         ramp = ramp * (torch.arange(500) % 97 == 5)
     k[:, :, 0] = ramp.unsqueeze(1)
     q[:, :, 0] = q[:, :, 0].abs()
-    out, _ = attend(*(x.transpose(0, 1) for x in (q, k, v)), False)
+    out, _ = attend(*(x.transpose(0, 1) for x in (q, k, v)), False)  # type: ignore[call-arg]
     check(out.transpose(0, 1), exact(q, k, v, False)[0], q, k)
 
 
@@ -195,11 +195,11 @@ def test_equal_scores_give_the_mean_and_nan_is_not_hidden() -> None:
     for rows in (1, 20):
         q, k, v = inputs(17, rows, 777, (2, 1), 96)
         parts = [x.transpose(0, 1) for x in (torch.zeros_like(q), k, v)]
-        out, lse = attend(*parts, False)
+        out, lse = attend(*parts, False)  # type: ignore[call-arg]
         assert torch.allclose(out, v.mean(0).expand(2, rows, 96), atol=1e-6)
         assert torch.allclose(lse, torch.full_like(lse, math.log(777)), atol=2e-6)
         parts[0] = torch.full_like(parts[0], math.nan)
-        assert attend(*parts, False)[0].isnan().all()
+        assert attend(*parts, False)[0].isnan().all()  # type: ignore[call-arg]
 
 
 def test_what_computes_a_type_is_said() -> None:
@@ -220,7 +220,7 @@ def test_narrower_vectors_are_as_exact(tmp_path: Path, name: str, flags: tuple[s
     for rows, keys, heads, dim in ((1, 300, (8, 2), 64), (2, 65, (3, 3), 24), (77, 400, (6, 2), 128)):
         q, k, v = inputs(rows, rows, keys, heads, dim)
         parts = [x.transpose(0, 1) for x in (q, k, v)]
-        out, lse = attend_native(kernel, *parts, False, dim**-0.5, torch.float32)
+        out, lse = attend_native(kernel, *parts, False, dim**-0.5, torch.float32)  # type: ignore[call-arg]
         wanted, weight = exact(q, k, v, False)
         check(out.transpose(0, 1), wanted, q, k)
         assert torch.allclose(lse.transpose(0, 1).double(), weight, rtol=3e-6, atol=3e-6)

@@ -95,7 +95,7 @@ def test_a_chunk_over_any_runs_is_exact_causal_attention(
         backend = CpuBackend(compiled)
         plan = backend.plan([BatchSegment(0, rows, past, runs)], pool)
         assert (plan.prefill is not None) == compiled
-        outs.append(backend.run(0, *batch, plan).transpose(0, 1).double())
+        outs.append(backend.run(0, *batch, plan).transpose(0, 1).double())  # type: ignore[call-arg]
     wanted, _ = exact(q, k, v, True)
     errors = [float((out - wanted).abs().max()) for out in outs]
     assert errors[0] <= 2**-7 * float(wanted.abs().max())
@@ -138,7 +138,7 @@ def test_spans_cut_for_threads_join_exactly(rows: int, keys: int) -> None:
     pool, runs = in_pool(k, v, 300, keys - rows, 0)
     backend = CpuBackend()
     batch = [x.transpose(0, 1) for x in (q, k[:, keys - rows :], v[:, keys - rows :])]
-    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, keys - rows, runs)], pool))
+    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, keys - rows, runs)], pool))  # type: ignore[call-arg]
     wanted, _ = exact(q, k, v, True)
     assert (out.transpose(0, 1).double() - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
@@ -151,7 +151,7 @@ def test_pasts_of_64k_are_as_exact(rows: int) -> None:
     pool, runs = in_pool(k, v, 2048, past, 0)
     backend = CpuBackend()
     batch = [x.transpose(0, 1) for x in (q, k[:, past:], v[:, past:])]
-    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, past, runs)], pool)).transpose(0, 1)
+    out = backend.run(0, *batch, backend.plan([BatchSegment(0, rows, past, runs)], pool)).transpose(0, 1)  # type: ignore[call-arg]
     shard, lse = attend(q, k, v, False, dtype=torch.float32)
     for head in range(2):
         one = slice(head, head + 1)
@@ -228,7 +228,7 @@ def test_chunks_that_share_a_prefix_in_one_iteration() -> None:
         start += count
     batch = [x.transpose(0, 1).contiguous() for x in (q, k[:, past:], v[:, past:])]
     backend = CpuBackend()
-    out = backend.run(0, *batch, backend.plan(segments, pool)).transpose(0, 1)
+    out = backend.run(0, *batch, backend.plan(segments, pool)).transpose(0, 1)  # type: ignore[call-arg]
     for segment in segments:
         own = slice(segment.start, segment.start + segment.tokens)
         keys, values = (torch.cat([x[:, :past], x[:, past:][:, own]], 1) for x in (k, v))

@@ -26,12 +26,12 @@ Start = Callable[..., str]
 def job(
     number: int = 0, prompt: bytes = b"[5,6,7]", output: int = 4, due_s: float = 0.0, **more: object
 ) -> LoadRequest:
-    return LoadRequest(id=f"r{number}", prompt=prompt, prompt_tokens=3, output_tokens=output, due_s=due_s, **more)  # type: ignore[arg-type]
+    return LoadRequest(id=f"r{number}", prompt=prompt, prompt_tokens=3, output_tokens=output, due_s=due_s, **more)
 
 
 def send(url: str, *jobs: LoadRequest, **options: object) -> list[RequestRecord]:
     async def run() -> list[RequestRecord]:
-        async with LoadClient(TargetEndpoint(base_url=url, model="fake", **options)) as client:  # type: ignore[arg-type]
+        async with LoadClient(TargetEndpoint(base_url=url, model="fake", **options)) as client:
             return (await run_open_loop(client, jobs)).records
 
     return asyncio.run(run())

@@ -126,7 +126,7 @@ def test_a_stopped_run_sends_no_further_turn(agents: Path) -> None:
 
     async def stopped() -> tuple[Slow, list[RequestRecord], bool]:
         slow = Slow()
-        task = asyncio.create_task(run_closed_loop(slow, requests, TextPrompts(a_pool()), a_job))  # type: ignore[arg-type]
+        task = asyncio.create_task(run_closed_loop(slow, requests, TextPrompts(a_pool()), a_job))
         while len(slow.sent) < 2:
             await asyncio.sleep(0)
         task.cancel()

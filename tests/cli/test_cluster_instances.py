@@ -47,7 +47,7 @@ def test_hosts_are_numbered_without_gaps() -> None:
 
 def test_cores_and_memory_are_shared_out_host_by_host() -> None:
     file = file_of({"count": 2}, {"count": 4, "host": 1}, {"host": 1, "serve": {"threads": 3}})
-    settings = ServeSettings(ray_address="a")
+    settings = ServeSettings(ray_address="a")  # type: ignore[call-arg]
     configs = instance_configs(file, "file", "m", settings, (8, 20))
     assert [config.threads for config in configs] == [4, 4, 4, 4, 4, 4, 3]
     assert [config.memory_share for config in configs] == [0.5] * 2 + [0.2] * 5
@@ -57,12 +57,12 @@ def test_cores_and_memory_are_shared_out_host_by_host() -> None:
 def test_instances_cache_prefixes() -> None:
     def cached(**serve: Any) -> list[bool]:
         file = file_of({}, {"serve": {"kv_parallel_size": 2}}, {"serve": serve})
-        return [config.prefix_cache for config in instance_configs(file, "file", "m", ServeSettings())]
+        return [config.prefix_cache for config in instance_configs(file, "file", "m", ServeSettings())]  # type: ignore[call-arg]
 
     assert cached() == [True, False, True]
     assert cached(prefix_cache=False) == [True, False, False]
     # A replay of one instance's log knows nothing of KV that others hand over.
-    logged = instance_configs(file_of({}), "file", "m", ServeSettings(event_log="log"))
+    logged = instance_configs(file_of({}), "file", "m", ServeSettings(event_log="log"))  # type: ignore[call-arg]
     assert not logged[0].prefix_cache
 
 
@@ -73,7 +73,7 @@ def test_endpoint_settings_are_refused_in_a_pool(setting: dict[str, Any]) -> Non
     file = file_of({}, {"serve": {"threads": 1, **setting}})
     words = rf"file: pools\[1\].serve.{next(iter(setting))}: say that for all of the cluster, in its serve:"
     with pytest.raises(ConfigError, match=words):
-        instance_configs(file, "file", "m", ServeSettings())
+        instance_configs(file, "file", "m", ServeSettings())  # type: ignore[call-arg]
 
 
 def test_a_pool_gets_no_more_instances_than_a_file_may_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def headway(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
             status = main(list(words))
         except SystemExit as end:
             status = int(end.code or 0)
-    printed = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]  # type: ignore[attr-defined]
+    printed = [stream.buffer.getvalue().decode(encoding) for stream in (out, err)]
     return subprocess.CompletedProcess(words, status, *printed)
 
 

@@ -61,7 +61,7 @@ TAKERS: dict[str, Callable[[Path], object]] = {
     "a fit": eq1.load,
     "a device's fit": device_fit.load,
     "rates": load_rates,
-    "results to go on from": lambda path: read_measures(path, None),  # type: ignore[arg-type]
+    "results to go on from": lambda path: read_measures(path, None),
     "a chat template": lambda path: ModelTokenizer.load(model_path(), chat_template=str(path)),
 }
 

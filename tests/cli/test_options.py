@@ -92,7 +92,7 @@ def test_settings_made_by_a_program_are_checked_alike() -> None:
     with pytest.raises(ConfigError, match=r"^port: must be at most 65535, not 70000$"):
         CommandSettings(port=70000)
     with pytest.raises(ConfigError, match=r"^prot: there is no such setting$"):
-        CommandSettings(prot=1)
+        CommandSettings(prot=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_first_different_decision_is_reported() -> None:
     assert decisions > 30
     assert difference is not None
     assert difference.at_s == pytest.approx(TRAFFIC[30].arrival_s)
-    (kind, fields), actions = difference.replayed  # type: ignore[misc]
-    assert (kind, fields["request"]["id"]) == ("RequestArrived", "r30")
-    assert actions[0][0] == "EnqueueRequest"
+    (kind, fields), actions = difference.replayed
+    assert (kind, fields["request"]["id"]) == ("RequestArrived", "r30")  # type: ignore[has-type]
+    assert actions[0][0] == "EnqueueRequest"  # type: ignore[has-type]
 
 
 def test_other_predictions_in_the_log_change_decisions() -> None:

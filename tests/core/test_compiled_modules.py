@@ -43,7 +43,7 @@ for seed, (policy, chunking, tokens, stages, groups) in enumerate((
 @pytest.mark.long
 @pytest.mark.skipif(not can_compile(), reason="needs mypyc and a C compiler")
 @pytest.mark.timeout(900)
-def test_compiled_and_interpreted_decide_the_same(tmp_path: Path):
+def test_compiled_and_interpreted_decide_the_same(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "headway", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     compile_modules(tmp_path)
     compiled, interpreted = run_worlds(tmp_path), run_worlds(PACKAGE.parent)
@@ -58,7 +58,7 @@ def run_worlds(library: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=library)
 
 
-def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path):
+def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(
         '"""One."""\nimport msgspec\nLIMIT = 3\nclass Facts(msgspec.Struct, frozen=True):\n    limit: int = LIMIT\n'
         "class Queue:\n    facts = Facts()\n"
@@ -69,7 +69,7 @@ def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path)
     assert done.stdout.split() == ["one_types", "one", "3"]
 
 
-def test_a_class_that_inherits_from_an_interpreted_one_is_not_compiled(tmp_path: Path):
+def test_a_class_that_inherits_from_an_interpreted_one_is_not_compiled(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text('"""One."""\nimport two\nclass Table(two.Model):\n    pass\n')
     with pytest.raises(InvariantError, match=r"Table .* inherits from an interpreted class"):
         split_types(tmp_path, Path("one.py"))

@@ -47,4 +47,4 @@ def test_valid_data_is_frozen() -> None:
     tree = validated(Tree, {"leaves": [{"size": 2}]}, "f")
     assert tree.leaves == (Leaf(size=2),)
     with pytest.raises(ValueError, match="frozen"):
-        tree.root = "x"  # type: ignore[misc]
+        tree.root = "x"

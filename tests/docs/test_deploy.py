@@ -174,7 +174,7 @@ def test_unit_starts_what_serve_takes_and_waits_longer_than_a_drain() -> None:
     command = shlex.split(unit()["ExecStart"])
     assert command[1] == "serve"
     serve_flags(command[2:])
-    drain_s = ServeSettings().drain_timeout_s
+    drain_s = ServeSettings().drain_timeout_s  # type: ignore[call-arg]
     assert drain_s is not None
     assert float(unit()["TimeoutStopSec"]) > drain_s
 

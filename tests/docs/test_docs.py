@@ -40,13 +40,13 @@ def resolves(name: str) -> bool:
         for attribute in parts[split:]:
             if not hasattr(found, attribute) and attribute not in getattr(found, "__annotations__", {}):
                 return False
-            found = getattr(found, attribute, None)
+            found = getattr(found, attribute, None)  # type: ignore[assignment]
         return True
     return False
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_module_that_a_page_names_exists(page: Path):
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
     pattern = rf"`((?:headway\.)?(?:{'|'.join((*PACKAGES, STUDIES))})(?:\.\w+)+)`"
     named = set(re.findall(pattern, written_text(page)))
     fields = {"policy.policy", "policy.t_target_s", "policy.medha"}
@@ -55,7 +55,7 @@ def test_every_module_that_a_page_names_exists(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_that_a_page_names_exists(page: Path):
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     top = "|".join(("src", "tests", "docs", "examples", "scripts", "benchmarks", STUDIES, *PACKAGES))
     paths = set(re.findall(rf"(?<![\w./])((?:{top})/[\w./-]*\w)", text))
@@ -74,7 +74,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path):
+def test_every_link_leads_somewhere(page: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", written_text(page)):
         if re.match(r"https?:|mailto:", target):
@@ -87,7 +87,7 @@ def test_every_link_leads_somewhere(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_make_target_and_benchmark_that_a_page_names_exists(page: Path):
+def test_every_make_target_and_benchmark_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)", text)) | set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
@@ -96,13 +96,13 @@ def test_every_make_target_and_benchmark_that_a_page_names_exists(page: Path):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
 
 
-def test_reference_pages_are_what_the_code_says():
+def test_reference_pages_are_what_the_code_says() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "make_reference.py"), "--check"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, f"run `make docs`:\n{outcome.stdout}{outcome.stderr}"
 
 
-def test_docs_do_not_grow_back():
+def test_docs_do_not_grow_back() -> None:
     pages = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
     written = [word for page in pages if GENERATED not in page for word in page.split()]
     # The bars of tables are no words.
@@ -110,7 +110,7 @@ def test_docs_do_not_grow_back():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
-def test_the_site_builds_without_a_warning(tmp_path: Path):
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr

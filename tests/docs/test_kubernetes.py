@@ -99,7 +99,7 @@ def test_the_controller_starts_what_cluster_takes_with_keys_and_time_to_drain() 
     arguments = parser.parse_args(found["command"][2:])
     mount = next(each for each in found["volumeMounts"] if each["name"] == "cluster")
     assert str(arguments.file) == f"{mount['mountPath']}/{next(iter(one('ConfigMap', 'headway-cluster')['data']))}"
-    drain_s = ServeSettings().drain_timeout_s
+    drain_s = ServeSettings().drain_timeout_s  # type: ignore[call-arg]
     assert drain_s is not None
     assert spec["terminationGracePeriodSeconds"] > drain_s
     assert spec["securityContext"]["runAsNonRoot"]

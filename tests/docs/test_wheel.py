@@ -87,7 +87,7 @@ def run(installed: Path, *words: str, cwd: Path, **changed: str) -> str:
     return outcome.stdout
 
 
-def test_the_wheel_holds_every_file_of_both_packages(wheel: Path):
+def test_the_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     files = [path for package in PACKAGES for path in package.rglob("*")]
     names = [path.relative_to(ROOT / "src").as_posix() for path in files if path.is_file()]
@@ -95,7 +95,7 @@ def test_the_wheel_holds_every_file_of_both_packages(wheel: Path):
     assert "entry_points.txt" in {Path(name).name for name in held}
 
 
-def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Path, wheel: Path, tmp_path: Path):
+def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Path, wheel: Path, tmp_path: Path) -> None:
     code = "import headway; print(headway.__file__, headway.__version__)"
     file, version = run(installed, "python", "-c", code, cwd=tmp_path).split()
     assert Path(file).is_relative_to(installed.parent)
@@ -104,14 +104,14 @@ def test_the_installed_package_is_the_wheel_s_and_has_its_version(installed: Pat
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs mypyc and a C compiler")
-def test_the_installed_policies_are_compiled(installed: Path, tmp_path: Path):
+def test_the_installed_policies_are_compiled(installed: Path, tmp_path: Path) -> None:
     code = "import headway.policy.iteration.queue as q, headway.sim.engine as r; print(q.__file__, r.__file__)"
     loaded = run(installed, "python", "-c", code, cwd=tmp_path).split()
     assert all(file.endswith(".so") and Path(file).is_relative_to(installed.parent) for file in loaded)
     assert "compiled policies" in run(installed, "headway", "doctor", cwd=tmp_path)
 
 
-def test_the_installed_command_simulates_its_own_examples(installed: Path, tmp_path: Path):
+def test_the_installed_command_simulates_its_own_examples(installed: Path, tmp_path: Path) -> None:
     run(installed, "headway", "examples", "--copy", cwd=tmp_path)
     here, copied = (
         {path.relative_to(root) for path in (root / "examples").rglob("*") if "__pycache__" not in path.parts}
@@ -126,7 +126,9 @@ def test_the_installed_command_simulates_its_own_examples(installed: Path, tmp_p
 
 
 @pytest.mark.skipif(not PREBUILT, reason="needs a C++ compiler on x86-64")
-def test_the_wheel_s_compiled_libraries_are_loaded_without_a_compiler(installed: Path, wheel: Path, tmp_path: Path):
+def test_the_wheel_s_compiled_libraries_are_loaded_without_a_compiler(
+    installed: Path, wheel: Path, tmp_path: Path
+) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     code = (
         "from headway.core import native_build as n\n"
@@ -142,12 +144,12 @@ def test_the_wheel_s_compiled_libraries_are_loaded_without_a_compiler(installed:
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_installed_command_loads_the_embedded_model(installed: Path, tmp_path: Path):
+def test_the_installed_command_loads_the_embedded_model(installed: Path, tmp_path: Path) -> None:
     said = run(installed, "headway", "serve", "--dry-run", "--threads", "1", "--max-model-len", "4096", cwd=tmp_path)
     assert "parameters" in said
 
 
-def test_the_installed_api_generates_offline(installed: Path, tmp_path: Path):
+def test_the_installed_api_generates_offline(installed: Path, tmp_path: Path) -> None:
     code = (
         "from headway import LLM, SamplingParams\n"
         "with LLM(max_model_len=1024, threads=1) as llm:\n"

@@ -105,7 +105,7 @@ def test_chats_go_before_a_prompt_that_pauses_within_itself(
         for seed in range(10, 20):  # until chats have come in time
             long = prompt_of(seed, 8000)
             first = pool.submit(streamed_ids, url, long, 5, ignore_eos=True)
-            until(lambda first=first: any(queued_tokens(url, number) for number in (0, 1)) or first.done())  # type: ignore[misc]
+            until(lambda first=first: any(queued_tokens(url, number) for number in (0, 1)) or first.done())
             got = list(pool.map(lambda prompt: streamed_ids(url, prompt, 5, ignore_eos=True), chats))
             assert got == expected
             assert first.result() == reference.tokens(long, 5)

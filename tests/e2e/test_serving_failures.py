@@ -25,7 +25,7 @@ def wanted(reference: GreedyReference) -> list[int]:
     return reference.tokens(PROMPT, COUNT)
 
 
-def ids(event: dict) -> list[int]:  # type: ignore[type-arg]
+def ids(event: dict) -> list[int]:
     assert "error" not in event, event
     found: list[int] = event["choices"][0]["token_ids"]
     return found
@@ -47,7 +47,7 @@ def told_through(running: ServerProcess, harm: object, at: tuple[int, ...]) -> l
         told += ids(event)
         if left and len(told) >= left[0]:
             del left[0]
-            harm(len(left))  # type: ignore[operator]
+            harm(len(left))
     assert not left
     return told
 
@@ -112,7 +112,7 @@ def test_a_server_that_is_killed_leaves_its_requests_to_the_next(
         assert 100 < told < COUNT
         assert ends_soon(engine)
     with ServerProcess(arguments) as running:
-        answer = f"{running.url}/v1/requests/mine"
+        answer = f"{running.url}/v1/requests/mine"  # type: ignore[assignment]
         until(lambda: httpx.get(answer).status_code != 202)
         found = httpx.get(answer)
         assert found.json()["choices"][0]["token_ids"] == wanted

@@ -143,8 +143,8 @@ def test_the_number_is_chosen_by_measured_times(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, overhead_s: float, waits: float, keep: bool, wanted: str
 ) -> None:
     """A row takes 64 us, by two threads half of that and an overhead; a clock that does not run otherwise."""
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
-    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)  # type: ignore[attr-defined]
+    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)  # type: ignore[attr-defined]
 
     def work(rows: int) -> None:
         several = torch.get_num_threads() > 1
@@ -160,8 +160,8 @@ def test_the_number_is_chosen_by_measured_times(
 
 def test_what_does_not_fit_the_time_is_taken_to_gain_more(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row takes 64 ms, by two threads half of that and 0.13 s."""
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)
-    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: machine.now)  # type: ignore[attr-defined]
+    monkeypatch.setattr(measure.time, "monotonic", lambda: machine.now)  # type: ignore[attr-defined]
 
     def work(rows: int) -> None:
         machine.now += rows * 0.064 if torch.get_num_threads() == 1 else rows * 0.032 + 0.13

@@ -19,7 +19,7 @@ def last_words(folder: Path, model: str, **fields: object) -> FatalError:
     """Of an engine that is started so."""
 
     async def listen() -> FatalError:
-        child = EngineChild(EngineConfig(model=model, **fields), MODULE, folder, 0)  # type: ignore[arg-type]
+        child = EngineChild(EngineConfig(model=model, **fields), MODULE, folder, 0)
         try:
             while not isinstance(message := await asyncio.wait_for(child.receive(), 60), FatalError):
                 assert not isinstance(message, IterationOutputs)

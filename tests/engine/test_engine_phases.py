@@ -75,9 +75,9 @@ def test_a_request_times_out_and_is_aborted_in_every_phase(phase: Phase) -> None
         core = make_core(FakeExecutor(hold=True))
         output = ()
         if phase == "decode":
-            core.scheduler.staged_kv.request("a", len(PROMPT), 0.0)  # type: ignore[union-attr]
-            core.scheduler.staged_kv.admit()  # type: ignore[union-attr]
-            output = tuple(answer(PROMPT, 1))
+            core.scheduler.staged_kv.request("a", len(PROMPT), 0.0)
+            core.scheduler.staged_kv.admit()
+            output = tuple(answer(PROMPT, 1))  # type: ignore[assignment]
         assert submit_phase(core, "a", phase, output, timeout_s=1.0) is None
         core.executor.residents["a"].computed = len(PROMPT) if phase == "decode" else 0  # type: ignore[attr-defined]
         core.step()  # in flight

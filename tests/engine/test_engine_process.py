@@ -28,7 +28,7 @@ from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
-    return ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")  # type: ignore[arg-type]
+    return ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")
 
 
 @asynccontextmanager
@@ -52,7 +52,7 @@ def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: 
     submit = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
-        params=SamplingParams(**{"max_tokens": 8, **params}),  # type: ignore[arg-type]
+        params=SamplingParams(**{"max_tokens": 8, **params}),
         received_s=time.monotonic(),
     )
     return client.generate(submit, array("i", prompt).tobytes())
@@ -250,7 +250,7 @@ def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> Non
             await draining
             told = await asyncio.gather(*rest)
             assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
-            assert client._engine.process.process.returncode == 0
+            assert client._engine.process.process.returncode == 0  # type: ignore[attr-defined]
 
     go(test)
 

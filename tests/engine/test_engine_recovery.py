@@ -118,7 +118,7 @@ def test_restarts_that_take_long_are_given_up_as_well() -> None:
         executor.recovers = True
         core.step()
         assert not core.recovering
-        core._clock.advance(30.0)  # type: ignore[attr-defined]
+        core._clock.advance(30.0)
     with pytest.raises(GaveUpError, match="2 times within 60 s of running"):
         core.step()
 
@@ -150,7 +150,7 @@ def test_what_was_accepted_is_not_refused_for_a_full_queue_and_impossible_output
     for i in range(INFO.max_queued_requests):
         assert submit(core, f"r{i}", [3]) is None
     message = SubmitRequest(id="late", prompt_tokens=1, params=SamplingParams(max_tokens=2), received_s=0.0)
-    assert core.submit(message, frame([3])).rejected == "overloaded"  # type: ignore[union-attr]
+    assert core.submit(message, frame([3])).rejected == "overloaded"
     again = msgspec.structs.replace(message, resubmitted=True)
     assert core.submit(again, frame([3])) is None
     for output in ((4, 5), (-1,), (INFO.vocab_size,)):

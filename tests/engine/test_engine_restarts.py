@@ -24,7 +24,7 @@ from headway.runtime.engine.protocol import EngineStats, OutputDelta, SubmitRequ
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], model: str = "fake", **fields: float) -> None:
     async def bounded() -> None:
-        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")  # type: ignore[arg-type]
+        client = ProcessEngineClient(EngineConfig(model=model, **fields), module="tests.helpers.fake_engine_process")
         try:
             async with asyncio.timeout(60):
                 await client.start()
@@ -66,7 +66,7 @@ def test_streams_continue_after_an_engine_restart(fault: signal.Signals) -> None
         assert client.state == "recovering"
         late = asyncio.create_task(tokens(stream(client, "late", [9], 5)))
         gone = stream(client, "left", [8], 10**6)
-        leaving = asyncio.create_task(anext(gone))  # type: ignore[arg-type]
+        leaving = asyncio.create_task(anext(gone))
         await run_ready_tasks()
         leaving.cancel()
         for name, one in streams.items():
@@ -144,7 +144,7 @@ def test_an_engine_with_unreadable_messages_is_ended() -> None:
         with pytest.raises(UnavailableError, match="cannot be looked after"):
             await tokens(stream(client, "a", [1, 2], 10**7))
         assert client.state == "lost"
-        await eventually(lambda: client._engine.process.process.poll() is not None)
+        await eventually(lambda: client._engine.process.process.poll() is not None)  # type: ignore[attr-defined]
         await client.drain()
 
     go(test, model="garbles")
@@ -178,7 +178,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
 
     def spied(config: EngineConfig, *rest: object, **named: object) -> EngineChild:
         seen.append(config)
-        return EngineChild(config, *rest, **named)  # type: ignore[arg-type]
+        return EngineChild(config, *rest, **named)
 
     monkeypatch.setattr("headway.runtime.engine.client.EngineChild", spied)
 
@@ -190,7 +190,7 @@ def test_a_restarted_engine_has_the_cache_of_the_first(monkeypatch: pytest.Monke
         assert client.info.kv_bytes == 4
         assert [config.kv_cache_bytes for config in seen] == [asked, asked or 4, asked or 4]
 
-    go(test, kv_cache_bytes=asked)  # type: ignore[arg-type]
+    go(test, kv_cache_bytes=asked)
 
 
 def test_a_final_error_of_a_dying_engine_is_final() -> None:

@@ -119,7 +119,7 @@ class Turning:
         while not self.member.idle:
             self.member.work(self)
         self.core.scheduler.check()
-        return [f"{type(word).__name__} {word.id}" for word in self.said]  # type: ignore[union-attr]
+        return [f"{type(word).__name__} {word.id}" for word in self.said]
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_blocks_of_a_former_layout_are_freed(world: tuple[Computing, Turning]) -
     loop.work()
     assert [lease.request for lease in loop.core.scheduler.block_managers[0].leases()] == [span_kv_name("a", 1)]
     places = [np.concatenate([np.arange(f, f + n) for f, n in runs]) for runs in computing.slots["a"]]
-    assert not np.intersect1d(*places).size
+    assert not np.intersect1d(*places).size  # type: ignore[call-overload]
     loop.member.take(AbortRequest("a"), None)
     assert used(loop) == 0
 
@@ -268,7 +268,7 @@ def test_a_decode_leaves_the_scheduler_for_a_group_that_takes_over_its_kv(world:
     while not core.staged:
         core.step()
     (staged,) = core.staged
-    lease = core.scheduler.staged_kv.lease("a")  # type: ignore[union-attr]
+    lease = core.scheduler.staged_kv.lease("a")
     assert lease is not None
     assert (staged.staged or 0) >= 40
     admit(loop, "a")

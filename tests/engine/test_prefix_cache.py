@@ -134,7 +134,7 @@ def test_an_instance_caches_what_it_prefills_and_what_it_decodes(plain: EngineCo
     for cached in (0, (len(prompt) - 1) // BLOCK * BLOCK):
         first = ask_phase(core, prompt, "prefill")
         assert core.staged[-1].id == "a"
-        assert core.scheduler.block_managers[0].cache.hit_tokens == cached  # type: ignore[union-attr]
+        assert core.scheduler.block_managers[0].cache.hit_tokens == cached
         assert first + ask_phase(core, prompt, "decode", tuple(first)) == expected
         core.scheduler.check()
     submit(core, "peek", [*prompt, *expected, 1, 2], 1)

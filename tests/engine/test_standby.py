@@ -38,7 +38,7 @@ FAKE = "tests.helpers.fake_template_process"
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
     async def bounded() -> None:
-        config = EngineConfig(model="fake", standby=True, **fields)  # type: ignore[arg-type]
+        config = EngineConfig(model="fake", standby=True, **fields)
         client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
         try:
             async with asyncio.timeout(60):
@@ -84,7 +84,7 @@ def test_a_killed_template_is_replaced_while_its_engine_goes_on() -> None:
         received = await tokens(one, 3)
         template, engine = template_pid(client), client.pid
         os.kill(template, signal.SIGKILL)
-        await eventually(lambda: template_pid(client) != template and client._template.loaded)  # type: ignore[union-attr]
+        await eventually(lambda: template_pid(client) != template and client._template.loaded)
         received += await tokens(one, 3)
         assert (client.pid, client.stats.engine_restarts_total) == (engine, 0)
         os.kill(engine, signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_an_engine_that_ends_while_its_template_loads_is_not_waited_for(tmp_path
         engine = template.fork(f"ipc://{tmp_path}/c", EngineConfig(model="slow"))
         (tmp_path / "go").touch()
         until(lambda: engine.poll() is None and engine.pid)
-        assert child_pids(template._process.pid) == [engine.pid]  # type: ignore[union-attr]
+        assert child_pids(template._process.pid) == [engine.pid]
         engine.kill_group()
         assert engine.wait(20.0) == -signal.SIGKILL
     finally:
@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:
 )
 def test_standby_needs_an_engine_of_one_process(fields: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="leave out the parallel sizes and nnodes, or standby"):
-        EngineConfig(model="m", standby=True, **fields)  # type: ignore[arg-type]
+        EngineConfig(model="m", standby=True, **fields)
 
 
 @pytest.mark.long
@@ -330,10 +330,10 @@ def test_instances_of_one_model_share_a_template(monkeypatch: pytest.MonkeyPatch
     assert pool.of(EngineConfig(model="m", standby=True, threads=2, kv_cache_bytes=1 << 20)) is one
     other = pool.of(EngineConfig(model="m", standby=True, dtype="bfloat16"))
     assert other is not one
-    assert one.config.instance is not None  # type: ignore[union-attr]
+    assert one.config.instance is not None
     assert pool.of(EngineConfig(model="m")) is None
     pool.close()
-    assert [template.killed for template in (one, other)] == [True, True]  # type: ignore[union-attr]
+    assert [template.killed for template in (one, other)] == [True, True]
 
 
 def test_what_an_engine_measures_at_its_start_is_kept_for_the_next(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_failed_rule_reports_the_values_found() -> None:
 @pytest.mark.parametrize("approximate", [False, True])
 def test_an_impossible_figure_in_one_mode_fails_the_claim(approximate: bool) -> None:
     found = {"paper": 1.13, "default": 0.59}
-    row = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), found, approximate=approximate)  # type: ignore[arg-type]
+    row = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), found, approximate=approximate)
     assert row.verdict == "not reproduced: 1.13 in paper mode, more than the possible 1"
     possible = v.judge("MFU", "50-60%", v.share_of_peak(0.45, 0.65), {"paper": 0.6, "default": 0.59})
     assert possible.verdict == "holds"

@@ -117,7 +117,7 @@ async def ask(client: ClusterClient, name: str, prompt: list[int], count: int = 
         prompt_tokens=len(prompt),
         params=SamplingParams(max_tokens=count),
         received_s=asyncio.get_running_loop().time(),
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
     data = array("i", prompt).tobytes()
     return [token async for delta in client.generate(submit, data) for token in delta.tokens]

@@ -33,7 +33,7 @@ def cluster(
 ) -> ClusterSpec:
     """`count` mixed instances (prefill where there are decode ones), then decode instances on nodes of their own."""
     role = "prefill" if decode else "mixed"
-    first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]  # type: ignore[arg-type]
+    first = [ClusterInstance(id=i, node=i // per_node, role=role, capacity=64_000) for i in range(count)]
     nodes = -(-count // per_node)
     rest = [ClusterInstance(id=count + i, node=nodes + i, role="decode", capacity=64_000) for i in range(decode)]
     config = SchedulerConfig(

@@ -78,7 +78,7 @@ def serving(folder: str, group: Peers | None) -> None:
         assert str(logits.device) == wanted
         return [SampledToken(5, None) for _ in states]
 
-    worker_module.sample = sample
+    worker_module.sample = sample  # type: ignore[attr-defined]
     asks = [Ask(prompt_of(1, 120), 3), Ask(prompt_of(2, 20), 4, 1), Ask(prompt_of(3, 3), 5, 2)]
     got = serve(make_core(SingleProcessExecutor(made(folder, group)), BLOCKS, BLOCK), asks)
     assert [len(tokens) for tokens in got] == [3, 4, 5]

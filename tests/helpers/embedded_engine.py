@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.engine_fixtures import ManualClock, frame
+from tests.helpers.engine_fixtures import ManualClock, frame  # type: ignore[attr-defined]
 
 from headway.core.request import SamplingParams
 from headway.runtime.assembly.engine import assemble
@@ -22,7 +22,7 @@ def engine(kv_tokens: int, **fields: object) -> EngineCore:
     }  # fmt: skip
     config = EngineConfig(
         dtype="float32", device="cpu", max_queued_requests=1000, scheduler=scheduler,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )  # fmt: skip
     return assemble(config, ManualClock())
 
@@ -37,7 +37,7 @@ def token_bytes() -> int:
 
 def submit(core: EngineCore, name: str, prompt: list[int], output: int, **fields: object) -> None:
     params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-    message = SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, received_s=0.0, **fields)  # type: ignore[arg-type]
+    message = SubmitRequest(id=name, prompt_tokens=len(prompt), params=params, received_s=0.0, **fields)
     assert core.submit(message, frame(prompt)) is None
 
 

@@ -49,7 +49,7 @@ def submit(
     message = SubmitRequest(
         id=name,
         prompt_tokens=len(prompt),
-        params=SamplingParams(**{"max_tokens": 4, **params}),  # type: ignore[arg-type]
+        params=SamplingParams(**{"max_tokens": 4, **params}),
         received_s=core._clock.now(),
         timeout_s=timeout_s,
     )

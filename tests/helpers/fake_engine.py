@@ -127,7 +127,7 @@ def say(tokens: Sequence[int], *, finish: str = "stop", per_delta: int = 1, stop
             part = tuple(limited[start : start + per_delta])
             yield OutputDelta(id=submit.id, tokens=part, logprobs=logprobs_for(submit, part))
         reason = "length" if cut else finish
-        yield OutputDelta(id=submit.id, finish=reason, stop_token=stop_token if reason == "stop" else None)  # type: ignore[arg-type]
+        yield OutputDelta(id=submit.id, finish=reason, stop_token=stop_token if reason == "stop" else None)
 
     return script
 
@@ -159,6 +159,6 @@ def fail(reason: str, *, after: Sequence[int] = (), error: str | None = None, pa
     def script(submit: SubmitRequest, ids: list[int]) -> Iterable[OutputDelta]:
         for token in after:
             yield OutputDelta(id=submit.id, tokens=(token,))
-        yield OutputDelta(id=submit.id, finish=reason, error=error, param=param)  # type: ignore[arg-type]
+        yield OutputDelta(id=submit.id, finish=reason, error=error, param=param)
 
     return script

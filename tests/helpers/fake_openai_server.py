@@ -97,9 +97,9 @@ class Fake:
                 "choices": [{"index": 0, "text": text, "finish_reason": finish}],
             }
             if body.get("return_token_ids"):
-                chunk["choices"][0]["token_ids"] = ids
+                chunk["choices"][0]["token_ids"] = ids  # type: ignore[index]
             if body.get("stream_options", {}).get("continuous_usage_stats"):
-                chunk["usage"] = {
+                chunk["usage"] = {  # type: ignore[assignment]
                     "prompt_tokens": length,
                     "completion_tokens": sent,
                     "total_tokens": length + sent,

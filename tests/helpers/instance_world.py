@@ -189,7 +189,7 @@ class Part:
 def runs(parts: Sequence[Part]) -> list[SpanTask]:
     found, at = [], 0
     for part in parts:
-        strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
+        strategy = Strategy(attn=part.attn, mlp=part.mlp)
         found.append(
             SpanTask(at, at + part.tokens, part.group, strategy, part.node, part.in_place, part.rows, part.keepers)
         )
@@ -312,7 +312,7 @@ class World:
         """Nothing of any request is left anywhere: pools are empty."""
         for one in self.instances:
             if one.number not in but:
-                one.until(lambda one=one: one.stats.kv_tokens_used == 0 or None, 5.0)  # type: ignore[misc]
+                one.until(lambda one=one: one.stats.kv_tokens_used == 0 or None, 5.0)
 
     def clear(self) -> None:
         """Forget what instances have said; nothing is left of any request."""

@@ -26,7 +26,7 @@ def logged_events(workload: Sequence[TraceRequest] = CONVOY, **fields: Any) -> l
     events: list[dict[str, Any]] = []
     spec = InstanceSpec(config=SchedulerConfig(**fields), latency=small_machine(), kv_tokens=60_000, block_tokens=16)
     simulate(spec, workload, RunSpec(timeout_s=60.0), log=lambda kind, more: events.append({"event": kind, **more}))
-    return json.loads(json.dumps(events))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(events))
 
 
 def sampled_feed(events: Sequence[dict[str, Any]]) -> tuple[LiveFeed, ReplayedRun]:

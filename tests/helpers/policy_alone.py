@@ -167,4 +167,4 @@ def beside(world: World) -> PolicyBesideScheduler:
     """A world whose scheduler has a policy beside it."""
     latency = CorrectedLatency(world.truth) if world.learns else world.truth
     world.scheduler = PolicyBesideScheduler(world.scheduler, latency)  # type: ignore[assignment]
-    return world.scheduler  # type: ignore[return-value]
+    return world.scheduler

@@ -88,7 +88,7 @@ def attention_csv(folder: Path, device: str = "a100") -> Path:
         histories = (0, 512, 1024, 2048, 4096)
         rows += [[True, 1, chunk, p, HEADS, KV_HEADS, 1, prefill_ms(chunk, p, HEADS), 0.0] for p in histories]
     for count in (1, 2, 4, 8, 16, 32, 64):
-        histories = (32, 128, 512, 1024, 2048, 4096)
+        histories = (32, 128, 512, 1024, 2048, 4096)  # type: ignore[assignment]
         rows += [[False, count, 0, p, HEADS, KV_HEADS, 1, 0.0, decode_ms(count, p, KV_HEADS)] for p in histories]
     return write_csv(folder / "compute" / device / "owner" / "model" / "attention.csv", header, rows)
 

@@ -18,7 +18,7 @@ class ScaledDecode:
 
     def __init__(self, world: World, name: str, prompt: list[int], count: int, parts: Sequence[Part]) -> None:
         self.world, self.name, self.prompt, self.count = world, name, prompt, count
-        self.params = SamplingParams(**{**PARAMS, "max_tokens": count})  # type: ignore[arg-type]
+        self.params = SamplingParams(**{**PARAMS, "max_tokens": count})
         self.deltas: list[OutputDelta] = []
         self.parts = list(parts)
         self.held: set[int] = set()

@@ -12,14 +12,14 @@ from headway.policy.iteration.scheduler import Scheduler
 
 
 def make_scheduler(pool: int = 1600, model: object = None, mode: str = "default", **fields: object) -> Scheduler:
-    config = SchedulerConfig.named(mode, **{"t_target_s": 0.02, **fields})  # type: ignore[arg-type]
-    return Scheduler(config, model or small_machine(), BlockManager(pool, 16))  # type: ignore[arg-type]
+    config = SchedulerConfig.named(mode, **{"t_target_s": 0.02, **fields})
+    return Scheduler(config, model or small_machine(), BlockManager(pool, 16))
 
 
 def add_request(
     scheduler: Scheduler, name: str, prompt: int, output: int = 4, now: float = 0.0, **fields: object
 ) -> None:
-    request = Request(id=name, arrival_s=now, prompt_tokens=prompt, max_output_tokens=output, **fields)  # type: ignore[arg-type]
+    request = Request(id=name, arrival_s=now, prompt_tokens=prompt, max_output_tokens=output, **fields)
     scheduler.add(Span.whole(request), now)
 
 

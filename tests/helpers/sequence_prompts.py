@@ -45,7 +45,7 @@ def route(parts: Sequence[Part], tp: int = 1) -> list[ChunkSpec]:
     specs, at = [], 0
     for part in parts:
         group = SpGroup(tuple(range(part.ranks)), tp, part.node)
-        strategy = Strategy(attn=part.attn, mlp=part.mlp)  # type: ignore[arg-type]
+        strategy = Strategy(attn=part.attn, mlp=part.mlp)
         keepers = tuple(range(part.keepers))
         specs.append(
             ChunkSpec(at, at + part.tokens, group, strategy, part.order, part.preemptible, part.in_place, keepers)

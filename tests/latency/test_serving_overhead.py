@@ -74,7 +74,7 @@ def test_a_request_takes_what_the_server_adds_on_its_way_and_its_iterations(tmp_
 def test_an_engine_at_work_need_not_wake(tmp_path: Path) -> None:
     first, second = served(tmp_path, ADDED)
     # At time zero nothing was idle yet.
-    assert ttft_s(second) - ttft_s(first) == pytest.approx(ADDED.idle_s)  # type: ignore[operator]
+    assert ttft_s(second) - ttft_s(first) == pytest.approx(ADDED.idle_s)
 
 
 def test_requests_on_their_way_vary_as_the_measured_ones_did() -> None:

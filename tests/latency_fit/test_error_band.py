@@ -99,7 +99,7 @@ def test_a_model_without_a_table_has_no_band() -> None:
     class Bare:
         pass
 
-    assert table_source(Bare()) is None  # type: ignore[arg-type]
+    assert table_source(Bare()) is None
 
 
 def test_a_roofline_counts_as_derived_from_data_sheets() -> None:

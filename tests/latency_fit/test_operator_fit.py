@@ -77,7 +77,7 @@ def test_beyond_what_was_measured_is_finite_and_grows(fit: DeviceFit) -> None:
 
 @pytest.mark.parametrize("split", ["never", "beyond", "always"])
 def test_history_is_continuous_at_the_knee(fit: DeviceFit, split: str) -> None:
-    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=EngineAssumptions(split_kv=split))  # type: ignore[arg-type]
+    latency = fitted("a100", "llama-3-8b", fit=fit, assumptions=EngineAssumptions(split_kv=split))
     for chunk in (16, 512, 16384, 20_000):
         before, at, after = (float(latency.chunk_s(p, chunk, chunk)[0]) for p in (4095, 4096, 4097))
         assert before <= at <= after

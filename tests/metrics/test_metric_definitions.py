@@ -18,7 +18,7 @@ def record(tokens: tuple[float, ...] = (1.5, 1.6, 1.8), **changes: object) -> Re
         "token_s": tokens,
         "finish_s": 2.0,
     }
-    return RequestRecord(**{**base, **changes})  # type: ignore[arg-type]
+    return RequestRecord(**{**base, **changes})
 
 
 def test_the_definitions_on_one_request() -> None:

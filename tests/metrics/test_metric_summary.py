@@ -23,7 +23,7 @@ def record(number: int, klass: str, ttft: float, **changes: object) -> RequestRe
         "finish_s": arrival + ttft + 0.1,
         "slo": SloTargets(ttft_s=0.5),
     }
-    return RequestRecord(**{**base, **changes})  # type: ignore[arg-type]
+    return RequestRecord(**{**base, **changes})
 
 
 def test_a_run_is_summarised_by_class_and_in_total() -> None:

@@ -91,7 +91,7 @@ def test_torch_reports_the_devices(look: Callable[[], CudaReport]) -> None:
 
 
 def test_a_failing_device_query_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.sys, "executable", "/bin/false")
+    monkeypatch.setattr(cuda.sys, "executable", "/bin/false")  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="cannot be asked"):
         cuda.look_apart()
 

@@ -78,7 +78,7 @@ def test_the_slower_pair_counts() -> None:
             seconds = {0: 0.25, 1: 0.5}.get(rank, 0.0)
             return rank, [msgspec.msgpack.encode(PlanDone(0, measured_s=seconds if asked.kind == "ask" else 0.0))]
 
-    executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4), 8)  # type: ignore[arg-type]
+    executor = MultiProcessExecutor(Wire(), ParallelLayout(kvp=4), 8)
     assert executor.measure("exchange", 1, 0, 1) == 0.5
 
 

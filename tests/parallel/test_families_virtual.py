@@ -58,7 +58,7 @@ def check(
         core = core_of(
             world.executor,
             shard,
-            lambda kind, fields: joins.extend(fields.get("joins", ())),  # type: ignore[call-overload]
+            lambda kind, fields: joins.extend(fields.get("joins", ())),
             chunking=chunking,
             pipeline_schedule=schedule,
         )
@@ -93,7 +93,7 @@ def heads_of(world: VirtualWorld) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     def listen(plain: object, hidden: torch.Tensor) -> torch.Tensor | None:
-        logits: torch.Tensor | None = plain(hidden)  # type: ignore[operator]
+        logits: torch.Tensor | None = plain(hidden)
         assert logits is not None
         seen.extend(logits.clone())
         return logits
@@ -101,7 +101,7 @@ def heads_of(world: VirtualWorld) -> list[torch.Tensor]:
     for worker in world.workers:
         if worker.decoder.shard.last and worker.decoder.shard.rank == 0:
             plain = worker.decoder.head
-            worker.decoder.head = lambda hidden, plain=plain: listen(plain, hidden)  # type: ignore[method-assign,misc]
+            worker.decoder.head = lambda hidden, plain=plain: listen(plain, hidden)  # type: ignore[method-assign]
     return seen
 
 

@@ -127,7 +127,7 @@ def test_layouts_that_the_embedded_model_cannot_have_are_refused(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], words: str
 ) -> None:
     monkeypatch.setattr(many_processes, "available_bytes", lambda: GIB)
-    config = EngineConfig(model=str(embedded.model_path()), **asked)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(embedded.model_path()), **asked)
     layout = ParallelLayout(tp=config.tensor_parallel_size, stages=config.pipeline_parallel_size)
     with pytest.raises(ConfigError) as refused:
         many_processes.build_many(config, layout)

@@ -235,7 +235,7 @@ def test_an_idle_engine_notices_in_the_stated_time_and_serves_again(
 ) -> None:
     with world(rank_config(llama, 1, 2)) as one:
         core = one.core()
-        fault(one.pids[1])  # type: ignore[operator]
+        fault(one.pids[1])
         noticed(core, within_s)
         assert serve_through(core, ASKS[1:3], lambda told: None) == wanted[1:3]
 

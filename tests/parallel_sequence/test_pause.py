@@ -61,7 +61,7 @@ def test_pause_at_every_layer_with_another_prompt_between(model: Model, name: st
     assert compare(model, specs, prompt, said) < 1e-4
     first = specs[0]
     alone = model.answer(other[: first.end])[0]
-    assert (between[0] - alone[[first.end - 1]]).abs().max() < 1e-4 * alone.abs().max()
+    assert (between[0] - alone[[first.end - 1]]).abs().max() < 1e-4 * alone.abs().max()  # type: ignore[index]
 
 
 def short(model: Model, transport: VirtualTransport, specs: list, prompt: torch.Tensor) -> torch.Tensor | None:

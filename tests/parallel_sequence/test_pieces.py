@@ -55,9 +55,9 @@ def test_nothing_moves_between_the_pieces_of_a_run(specs: list[ChunkSpec], rows:
                     assert np.array_equal(move.from_slots, move.to_slots)
             held = chunk.after
         assert list(held) == list(after)
-        for rank, one in held.items():
+        for rank, one in held.items():  # type: ignore[assignment]
             assert one.heads == after[rank].heads
-            assert np.array_equal(one.positions, after[rank].positions)
+            assert np.array_equal(one.positions, after[rank].positions)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

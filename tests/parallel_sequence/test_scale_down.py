@@ -67,8 +67,8 @@ def test_keepers_hold_their_kv_and_get_an_even_share_of_the_rest(case: tuple[KvL
         assert max(grown) <= min(sizes.values()) + 1
     marks = kv_after_moves(held, chunk.history)
     assert all(np.array_equal(found, marks[rank]) for rank, found in marked_slots(chunk.history).items())
-    after = layout_after([spec], held, SMALL_CONFIG)
-    assert {r: h.positions.tolist() for r, h in after.items()} == {
+    after = layout_after([spec], held, SMALL_CONFIG)  # type: ignore[assignment]
+    assert {r: h.positions.tolist() for r, h in after.items()} == {  # type: ignore[attr-defined]
         r: h.positions.tolist() for r, h in chunk.after.items()
     }
     smaller = ChunkSpec(spec.end, spec.end + 1, SpGroup(spec.keepers), Strategy("ring"), "first", False, True)
@@ -126,6 +126,6 @@ def test_several_single_tokens_are_laid_out_as_one_run() -> None:
 )
 def test_impossible_keepers_are_refused(keepers: tuple[int, ...], in_place: bool, order: str) -> None:
     with pytest.raises(ConfigError, match="keepers"):
-        ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), order, False, in_place, keepers)  # type: ignore[arg-type]
+        ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), order, False, in_place, keepers)
     with pytest.raises(ConfigError, match="order 'first'"):
         ChunkSpec(3, 4, SpGroup((0, 1)), Strategy("ring"), "first")

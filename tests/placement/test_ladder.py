@@ -108,7 +108,7 @@ def test_the_more_wait_the_smaller_are_groups() -> None:
         policy.on_event(asked("one", 20_000, ttft_s=1e4), ClusterSnapshot(state, 0.0))
         busy(state, 0.0, 0, 1, 2, 3)
         actions = policy.on_event(WakeupDue(), ClusterSnapshot(state, 1.0))
-        sizes.append(next(len(group_of(action)) for action in actions if action.request == "one"))  # type: ignore[union-attr]
+        sizes.append(next(len(group_of(action)) for action in actions if action.request == "one"))
     assert sizes[0] == 4
     assert sizes[1] < 4
 
@@ -169,7 +169,7 @@ def test_priorities_are_strict() -> None:
     policy.on_event(asked("high", 30_000, priority=-1), ClusterSnapshot(state, 0.0))
     busy(state, 0.0, 0)
     first, *_ = policy.on_event(asked("last", 40_000), ClusterSnapshot(state, 1.0))
-    assert first.request == "high"  # type: ignore[union-attr]
+    assert first.request == "high"
 
 
 # -- pauses --------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_prompt_that_would_be_late_pauses_a_group_that_stays_in_time_which_goe
     actions = policy.on_event(asked("short", 400, 1.0), ClusterSnapshot(state, 1.0))
     assert actions == [PreemptRequest("long")]
     busy(state, 1.01, 0, 1, 2, 3)
-    (enqueued,) = policy.on_event(SpanPaused("long", 0, None), ClusterSnapshot(state, 1.01))  # type: ignore[arg-type]
+    (enqueued,) = policy.on_event(SpanPaused("long", 0, None), ClusterSnapshot(state, 1.01))
     assert isinstance(enqueued, EnqueueRequest)
     (resumed,) = policy.on_event(asked("other", 60_000, 2.0), ClusterSnapshot(state, 2.0))
     assert resumed == ResumeRequest("long")
@@ -205,7 +205,7 @@ def test_a_refused_pause_is_not_tried_again_and_a_refused_commitment_is_queued()
     assert policy.on_event(ActionRefused("long", "preempt", "last layer"), ClusterSnapshot(state, 1.0)) == []
     busy(state, 0.0, 0, 1, 2, 3)
     actions = policy.on_event(SpanDone("long", 0, True), ClusterSnapshot(state, 2.0))
-    assert "short" in [action.request for action in actions]  # type: ignore[union-attr]
+    assert "short" in [action.request for action in actions]
     (again,) = made().on_event(asked("x", 20_000), ClusterSnapshot(state, 3.0))
     policy = made()
     policy.on_event(asked("x", 20_000), ClusterSnapshot(state, 3.0))
@@ -222,7 +222,7 @@ def test_a_prompt_whose_decode_finds_no_room_waits_before_its_prefill() -> None:
     assert policy.on_event(asked("short", 400), ClusterSnapshot(state, 0.0)) == []
     state.put(msgspec.structs.replace(state.instances[4], used=60_000))
     actions = policy.on_event(asked("tiny", 30), ClusterSnapshot(state, 0.1))
-    assert {action.request for action in actions} == {"short", "tiny"}  # type: ignore[union-attr]
+    assert {action.request for action in actions} == {"short", "tiny"}
 
 
 def test_of_decode_instances_the_one_with_the_most_room_for_each_request_is_chosen_and_room_on_the_way_counts() -> None:
@@ -279,7 +279,7 @@ def world(seed: int) -> tuple[ClusterSpec, list[TraceRequest], RunSpec]:
 
 
 def run(spec: ClusterSpec, requests: Sequence[TraceRequest], run_spec: RunSpec | None = None) -> SimResult:
-    simulation = ClusterSimulation(spec, Watched(spec.policy_context, None), requests, run_spec or RunSpec())  # type: ignore[arg-type]
+    simulation = ClusterSimulation(spec, Watched(spec.policy_context, None), requests, run_spec or RunSpec())
     simulation.run_events()
     for engine in simulation.backend.engines.values():
         engine.replica.block_manager.check()
@@ -302,7 +302,7 @@ def test_every_request_ends_no_instance_is_used_twice_and_no_kv_is_overbooked_or
 def test_requests_that_leave_and_instances_that_are_lost_take_nothing_with_them(seed: int) -> None:
     spec, requests, run_spec = world(seed)
     chance = random.Random(f"faults {seed}")
-    simulation = ClusterSimulation(spec, Watched(spec.policy_context, None), requests, run_spec)  # type: ignore[arg-type]
+    simulation = ClusterSimulation(spec, Watched(spec.policy_context, None), requests, run_spec)
     controller = simulation.controller
     settle, lost = controller.settle, list[int]()
     prefill = [each.id for each in spec.instances if each.role != "decode"]

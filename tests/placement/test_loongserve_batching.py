@@ -105,7 +105,7 @@ def chosen(pending: Sequence[Request], decodes: Sequence[int] = (), used: int = 
     times = ScalingTimes(Fixed(), [0, 0, 0, 0], 0)
     found = dispatch(pending, times, LoongServeOptions(**options), instances=4, capacity=10_000, used=used,
         reserved=used,
-                     decodes=decodes, mean_output=100.0)  # type: ignore[arg-type]  # fmt: skip
+                     decodes=decodes, mean_output=100.0)  # fmt: skip
     return [r.id for r in found]
 
 

@@ -52,10 +52,7 @@ def slow(times: float) -> ClusterLinks:
 
 def state_of(links: ClusterLinks = NET, prefill: int = 4, decode: int = 1) -> ClusterState:
     roles = ["prefill"] * prefill + ["decode"] * decode
-    instances = [
-        ClusterInstance(id=i, node=i // 4, role=role, capacity=400_000)  # type: ignore[arg-type]
-        for i, role in enumerate(roles)
-    ]
+    instances = [ClusterInstance(id=i, node=i // 4, role=role, capacity=400_000) for i, role in enumerate(roles)]
     return ClusterState(instances, links)
 
 
@@ -155,7 +152,7 @@ def decided_live(
         state.put(msgspec.structs.replace(state.instances[i], free_at_s=at_s))
     policy = make_placement(name, LIVE, {"affinity": True, **options})
     action, *_ = policy.on_event(RequestArrived(asked(tokens), cached), ClusterSnapshot(state, 0.0))
-    check_capable(action, NATIVE_CAPABILITIES, None)  # type: ignore[arg-type]
+    check_capable(action, NATIVE_CAPABILITIES, None)
     return action
 
 
@@ -185,7 +182,7 @@ def test_live_plans_begin_where_the_prefix_is(name: str) -> None:
 
 def test_live_pecsched_begins_long_requests_behind_a_prefix_of_their_group() -> None:
     # A long request's own replicas, by its uncached tokens.
-    (first, *_) = [decided_live("pecsched", 300_000, (0,) * 5).spans[0].group]  # type: ignore[union-attr]
+    (first, *_) = [decided_live("pecsched", 300_000, (0,) * 5).spans[0].group]
     holder = first[0]
     cached = tuple(100_000 if i == holder else 0 for i in range(5))
     inside = decided_live("pecsched", 300_000, cached)
@@ -205,8 +202,8 @@ def test_literal_modes_and_instances_without_copies_stay_as_they_are() -> None:
     here = EnqueueRequest("r0", (0,), prefix=CachedPrefix(0, 640))
     for has in (NATIVE_CAPABILITIES, HTTP_CAPABILITIES):
         with pytest.raises(ActionImpossible, match="copy no cached prefixes"):
-            check_capable(remote, has, None)  # type: ignore[arg-type]
-        check_capable(here, has, None)  # type: ignore[arg-type]
+            check_capable(remote, has, None)
+        check_capable(here, has, None)
 
 
 # -- simulation ----------------------------------------------------------------------------------------------------

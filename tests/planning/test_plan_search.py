@@ -218,7 +218,7 @@ def test_candidate_that_is_removed_on_the_busiest_part_misses_a_demand_on_the_wh
 def test_tolerated_is_the_most_that_a_percentile_allows(count: int, percent: float) -> None:
     few = tolerated(count, percent)
     # just within: the percentile may still meet the limit of 1
-    assert quantile([1.0] * (count - few) + [1.0 + 1e-9] * few, percent) <= 1.0 + 1e-9  # type: ignore[operator]
+    assert quantile([1.0] * (count - few) + [1.0 + 1e-9] * few, percent) <= 1.0 + 1e-9
     assert quantile([0.0] * (count - few - 1) + [2.0] * (few + 1), percent) == 2.0
 
 
@@ -306,7 +306,7 @@ def test_demand_on_a_class_that_the_workload_lacks_is_refused() -> None:
 def test_demand_on_a_class_of_which_no_request_was_drawn_asks_for_more_requests() -> None:
     question = random_question(0)
     rare = question.workload.mix[0].model_copy(update={"klass": "rare", "share": 1e-9})  # type: ignore[index]
-    workload = question.workload.model_copy(update={"mix": (*question.workload.mix, rare)})  # type: ignore[misc]
+    workload = question.workload.model_copy(update={"mix": (*question.workload.mix, rare)})
     question = question.model_copy(update={"workload": workload, "demands": {"rare": {"ttft_p99_s": 1.0}}})
     with pytest.raises(ConfigError, match=r"demands\.rare: none of the \d+ requests that were drawn .* are needed"):
         PlanSearch(question)

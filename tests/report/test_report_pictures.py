@@ -44,7 +44,7 @@ def records() -> list[RequestRecord]:
     def one(i: int, **changes: object) -> RequestRecord:
         token_s = (i + 0.1, i + 0.2, i + 0.2)
         base: dict[str, object] = {"klass": "long" if i % 3 == 0 else "short", "token_s": token_s, "finish_s": i + 0.2}
-        return RequestRecord(id=str(i), arrival_s=float(i), prompt_tokens=9, output_tokens=3, **{**base, **changes})  # type: ignore[arg-type]
+        return RequestRecord(id=str(i), arrival_s=float(i), prompt_tokens=9, output_tokens=3, **{**base, **changes})
 
     return [one(0), one(1), one(2), one(3, error="HTTP 500: oh"), one(4, finish_s=None, token_s=())]
 

@@ -83,7 +83,7 @@ def test_ticks_of_a_point_s_picture_do_not_overlap_and_the_legend_is_outside() -
 
     figure = load_figure([record(i) for i in range(40)])
     figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     for axes in figure.axes:
         low, high = axes.get_xlim()
         boxes = [
@@ -113,7 +113,7 @@ def test_loads_of_a_sweep_have_the_same_requests_closer_together() -> None:
             assert slow.arrival_s == pytest.approx(2 * fast.arrival_s)
     # Sweeps of other fields, and numbers that the scenario fixes, stay as they are.
     assert with_common_draws(data, [parse_sweep("policy.policy=fcfs,lars")]) == data
-    fixed = {**data, "workload": {**data["workload"], "requests": 9}}  # type: ignore[dict-item]
+    fixed = {**data, "workload": {**data["workload"], "requests": 9}}
     assert with_common_draws(fixed, sweeps) == fixed
     assert parse_scenario(data).workload.draws is None
 

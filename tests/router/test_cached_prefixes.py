@@ -53,9 +53,9 @@ def test_reports_of_an_instance_leave_the_controller_with_the_same_hits() -> Non
 
 def test_keys_of_a_request_are_those_that_it_may_share() -> None:
     def keys(told: int, **fields: object) -> int:
-        params = SamplingParams(max_tokens=9, **fields.pop("params", {}))  # type: ignore[arg-type, call-overload]
+        params = SamplingParams(max_tokens=9, **fields.pop("params", {}))
         submit = SubmitRequest(
-            id="a", prompt_tokens=32, params=params, received_s=0.0, output=tuple(range(told)), **fields  # type: ignore[arg-type]
+            id="a", prompt_tokens=32, params=params, received_s=0.0, output=tuple(range(told)), **fields
         )  # fmt: skip
         text = text_of(submit, array("i", range(32)).tobytes(), submit.output, BLOCK)
         return len(shareable(text, 32 + told, BLOCK))

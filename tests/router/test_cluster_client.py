@@ -348,7 +348,7 @@ def test_a_policy_that_fails_takes_neither_router_nor_instances_with_it(monkeypa
                 if failures and type(event).__name__ == "SpanDone":
                     failures -= 1
                     raise KeyError("nobody knows")
-                return whole(policy, event, view)  # type: ignore[arg-type]
+                return whole(policy, event, view)
 
             whole = FifoPlacement.on_event
             monkeypatch.setattr(FifoPlacement, "on_event", fails)

@@ -38,7 +38,7 @@ def test_reserved_room_is_not_given_to_others_before_a_snapshot_shows_it() -> No
     assert fleet.kv.room(0) == 500 - asked.tokens
     assert fleet.kv.free(0) == 500
     assert fleet.kv.roomiest((0, 1)) == 1
-    fleet[0].stats.kv_tokens_used = asked.tokens  # type: ignore[misc]
+    fleet[0].stats.kv_tokens_used = asked.tokens
     moves.reserved(attempt, 0, asked.serial)
     assert fleet.kv.room(0) == 500 - asked.tokens, "once"
     moves.settled(attempt)

@@ -106,7 +106,7 @@ def test_two_instances_that_cannot_reach_each_other_cost_no_request(
 ) -> None:
     async def run() -> None:
         fake = FakeCluster(run_s=0.005, apart=lambda one, other: {one.number, other.number} == {0, 1})
-        async with running(fake, roles, placement, options) as client:  # type: ignore[arg-type]
+        async with running(fake, roles, placement, options) as client:
 
             async def one(number: int) -> None:
                 await virtual_time.pause(0.25 * (number % 20))

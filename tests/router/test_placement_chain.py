@@ -56,7 +56,7 @@ def test_a_drained_instance_gets_nothing_but_of_requests_that_it_has() -> None:
     state = ClusterState([ClusterInstance(id=i, node=0) for i in range(2)], LINKS)
     view, wanted = ClusterSnapshot(state, 0.0), list[Action]()
     policy = Told()
-    policy.on_event = lambda event, view: wanted  # type: ignore[method-assign, assignment]
+    policy.on_event = lambda event, view: wanted  # type: ignore[method-assign]
     chain = PlacementChain(lambda: policy)
     for name in ("there", "new"):
         chain.on_event(RequestArrived(Request(id=name, arrival_s=0.0, prompt_tokens=1, max_output_tokens=1)), view)

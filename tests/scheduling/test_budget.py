@@ -49,12 +49,12 @@ FAST = machine(1e-3, 1e-5, 1e-10)
 
 
 def policy_of(latency: LatencyModel = SLOW, **fields: object) -> IterationPolicy:
-    config = SchedulerConfig(**fields)  # type: ignore[arg-type]
+    config = SchedulerConfig(**fields)
     return IterationPolicy(config, latency, BlockManager(4_000_000, 16))
 
 
 def enter(policy: IterationPolicy, name: str, tokens: int, at_s: float = 0.0, **fields: object) -> None:
-    policy.enter(Request(id=name, arrival_s=at_s, prompt_tokens=tokens, max_output_tokens=1000, **fields))  # type: ignore[arg-type]
+    policy.enter(Request(id=name, arrival_s=at_s, prompt_tokens=tokens, max_output_tokens=1000, **fields))
 
 
 def run(policy: IterationPolicy, name: str, tokens: int, now: float = 0.0) -> tuple[list[int], float]:
@@ -311,7 +311,7 @@ def test_a_document_among_chats_is_slowed_little_on_a_slow_machine() -> None:
     chats = [TraceRequest(0.4 + i, 200, 16, "chat") for i in range(12)]
 
     def served(requests: list[TraceRequest], **fields: object) -> tuple[float, float]:
-        config = SchedulerConfig(**fields)  # type: ignore[arg-type]
+        config = SchedulerConfig(**fields)
         records = simulate(InstanceSpec(config=config, latency=SLOW, kv_tokens=100_000), requests).records
         first = {
             klass: max(r.token_s[0] - r.arrival_s for r in records if r.klass == klass) for klass in ("doc", "chat")

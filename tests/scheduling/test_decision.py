@@ -41,11 +41,11 @@ def policy_of(pool: CountedPool, **fields: object) -> IterationPolicy:
         "t_target_s": 0.01,
         **fields,
     }
-    return IterationPolicy(SchedulerConfig(**fields), small_machine(), pool)  # type: ignore[arg-type]
+    return IterationPolicy(SchedulerConfig(**fields), small_machine(), pool)
 
 
 def request(name: str, prompt: int, **fields: object) -> Request:
-    return Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=8, **fields)  # type: ignore[arg-type]
+    return Request(id=name, arrival_s=0.0, prompt_tokens=prompt, max_output_tokens=8, **fields)
 
 
 MEDHA = MedhaConfig(long_iterations=4.0)
@@ -54,7 +54,7 @@ MEDHA = MedhaConfig(long_iterations=4.0)
 @pytest.mark.parametrize("mode", ["default", "paper"])
 def test_under_medhas_rules_a_long_prompt_leaves_time_to_shorts(mode: str) -> None:
     def quota(others: bool) -> int:
-        rules = MedhaConfig(mode=mode, long_iterations=4.0)  # type: ignore[arg-type]
+        rules = MedhaConfig(mode=mode, long_iterations=4.0)
         policy = policy_of(CountedPool(1000, 16), policy="lars", medha=rules)
         policy.enter(request("long", 4000))
         if others:

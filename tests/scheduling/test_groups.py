@@ -217,7 +217,7 @@ def test_group_outside_lockstep_runs_freely_and_gets_new_requests() -> None:
     assert [(part.group, part.prefills[0].request) for part in chat.parts] == [(1, "chat")]
     assert scheduler.schedule(0.1) is None
     scheduler.complete(chat.id, [], 0.11)
-    assert [part.group for part in scheduler.schedule(0.11).parts] == [1]  # type: ignore[union-attr]
+    assert [part.group for part in scheduler.schedule(0.11).parts] == [1]
 
 
 def test_lockstep_groups_wait_until_all_are_free() -> None:

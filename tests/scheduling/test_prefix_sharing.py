@@ -174,7 +174,7 @@ class CachedWorld:
 
 def client(name: str, prompt: Tokens, output: int = 4, **fields: object) -> Client:
     request = Request(id=name, arrival_s=0.0, prompt_tokens=len(prompt), max_output_tokens=output)
-    return Client(request, prompt, tuple(-i - 1 for i in range(output)), **fields)  # type: ignore[arg-type]
+    return Client(request, prompt, tuple(-i - 1 for i in range(output)), **fields)
 
 
 def random_world(seed: int) -> CachedWorld:
@@ -218,7 +218,7 @@ def test_random_worlds_attend_the_right_kv_and_every_request_ends(first: int) ->
 
 
 def world_of(*clients: Client, pool: int = 4096, **fields: object) -> CachedWorld:
-    return CachedWorld(random.Random(0), pool, list(clients), **fields)  # type: ignore[arg-type]
+    return CachedWorld(random.Random(0), pool, list(clients), **fields)
 
 
 def test_a_prompt_that_comes_again_is_computed_but_for_its_last_block() -> None:

@@ -50,8 +50,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         # 2 special tokens, 256 bytes, up to 62 merges.
         vocab_size=320,
@@ -60,9 +60,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     folder = tmp_path_factory.mktemp("tokenizer")
     backend.save(str(folder / "tokenizer.json"))
     # The separate template file wins over this one.

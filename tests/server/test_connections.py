@@ -146,10 +146,10 @@ def test_failed_accepts_are_counted_and_not_each_logged(caplog: pytest.LogCaptur
 
 
 def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (256, 256))  # type: ignore[attr-defined]
     table = ConnectionTable(ServerSettings())
     assert 4 * table.backlog <= table.limit < 256 - table.backlog - transport.RESERVE
-    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (10**6, 10**6))
+    monkeypatch.setattr(transport.resource, "getrlimit", lambda _: (10**6, 10**6))  # type: ignore[attr-defined]
     assert ConnectionTable(ServerSettings()).limit == ServerSettings().max_connections
 
 

@@ -146,7 +146,7 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(
             half.write(data[:3])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.Path, "write_bytes", full)
+    monkeypatch.setattr(files.Path, "write_bytes", full)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"report.json: No space left on device"):
         write_output(file, b"a new one")
     assert file.read_bytes() == b"earlier"

@@ -151,7 +151,7 @@ async def test_one_of_several_keys_leaves_half_of_the_slots(connect: Any, engine
 async def test_not_ready_is_503(connect: Any, engine: FakeEngine) -> None:
     async with connect(start_engine=False) as client:
         for state in ("starting", "draining", "lost"):
-            engine.state = state  # type: ignore[assignment]
+            engine.state = state
             for answer in (
                 await client.post(PATH, json=BODY),
                 await client.get("/ready"),

@@ -217,7 +217,7 @@ async def test_metrics_are_made_at_most_twice_a_second(connect: Any, monkeypatch
 
     monkeypatch.setattr(metrics, "RENDER_S", 60.0)
     made: list[int] = []
-    real = metrics.generate_latest
+    real = metrics.generate_latest  # type: ignore[attr-defined]
     monkeypatch.setattr(metrics, "generate_latest", lambda registry: made.append(1) or real(registry))
     async with connect() as client:
         answers = [(await client.get("/metrics")).text for _ in range(5)]

@@ -58,7 +58,7 @@ def _sentencepiece() -> object:
     for word in ("\u2581hello", "\u2581world", "\u2581", "!", "ing"):
         vocab[word] = len(vocab)
     backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.decoder = decoders.Sequence(  # type: ignore[assignment]
+    backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return backend
@@ -77,13 +77,13 @@ def test_window_detokeniser_equals_whole_decoding(pieces: Sequence[str]) -> None
     for piece in pieces:
         known = SENTENCEPIECE.token_to_id(piece)  # type: ignore[attr-defined]
         tokens += [known] if known is not None else [byte + 1 for byte in piece.encode()]
-    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
+    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())
     shown = "".join([*(stream.feed(token) for token in tokens), stream.flush()])
     assert shown == SENTENCEPIECE.decode(tokens)  # type: ignore[attr-defined]
 
 
 def test_window_detokeniser_shows_incomplete_bytes_after_its_patience() -> None:
-    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())  # type: ignore[arg-type]
+    stream = WindowDetokenizer(SENTENCEPIECE, frozenset())
     shown = [stream.feed(0xC3 + 1) for _ in range(400)]
     assert len("".join(shown)) >= 390
     assert len(stream._pending) <= 4

@@ -58,7 +58,7 @@ async def test_a_request_has_a_span_with_its_phases_below(application: Any, engi
         assert phase.parent is not None
         assert whole.context is not None
         assert phase.parent.span_id == whole.context.span_id
-        assert whole.start_time <= phase.start_time <= phase.end_time <= whole.end_time  # type: ignore[operator]
+        assert whole.start_time <= phase.start_time <= phase.end_time <= whole.end_time
 
 
 @pytest.mark.parametrize("sampled", ["01", "00"])

@@ -111,7 +111,7 @@ def test_under_fcfs_a_chat_is_queued_behind_the_long_prompt() -> None:
     causes = shares(told.to_first_token)
     assert next(iter(causes)) == "queued behind r0"
     assert any(one.rule == "first come, first served" for one in told.to_first_token)
-    assert chat_under("lars").ttft_s < 0.5 * told.ttft_s  # type: ignore[operator]
+    assert chat_under("lars").ttft_s < 0.5 * told.ttft_s
 
 
 def test_chunks_say_what_bounds_them() -> None:

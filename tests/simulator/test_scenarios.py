@@ -155,7 +155,7 @@ def test_a_sweep_of_too_many_values_or_of_one_field_twice_is_refused() -> None:
         parse_points(SMALL, [parse_sweep("workload.qps=1,2"), parse_sweep("workload.qps=3")])
 
 
-def test_an_error_names_the_option_that_was_typed():
+def test_an_error_names_the_option_that_was_typed() -> None:
     with pytest.raises(ConfigError, match=r"^--sweep 'layout\.tp': write FIELD=START:STOP:STEP"):
         parse_sweep("layout.tp")
     with pytest.raises(ConfigError, match=r"^--set 'layout\.tp': write FIELD=VALUE$"):

@@ -13,7 +13,7 @@ from headway.perf.hardware import accelerator, model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.layout import ParallelLayout
-from headway.policy.iteration.config import Mode, SchedulerConfig
+from headway.policy.iteration.config import Mode, SchedulerConfig  # type: ignore[attr-defined]
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate
 from headway.sim.metrics import SloTargets, tbt_s, ttft_s
@@ -30,7 +30,7 @@ def world(seed: int, fast_forward: bool) -> SimResult:
 
 def spec(stages: int = 1, schedule: str = "stream", link: StageLink | None = None, **config: object) -> InstanceSpec:
     settings = SchedulerConfig(
-        policy="fcfs", chunking="static:100", stages=stages, pipeline_schedule=schedule, **config,  # type: ignore[arg-type]
+        policy="fcfs", chunking="static:100", stages=stages, pipeline_schedule=schedule, **config,
     )  # fmt: skip
     return InstanceSpec(config=settings, latency=MACHINE, kv_tokens=6400, block_tokens=16, link=link or StageLink())
 

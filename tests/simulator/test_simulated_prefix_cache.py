@@ -65,7 +65,7 @@ def tokens_of(text: PromptText) -> list[int]:
 
 
 def cached_instance(kv_tokens: int, cache: PrefixCacheSpec | None, policy: str = "lars") -> InstanceSpec:
-    config = SchedulerConfig(policy=policy)  # type: ignore[arg-type]
+    config = SchedulerConfig(policy=policy)
     return InstanceSpec(
         config=config, latency=small_machine(), kv_tokens=kv_tokens, block_tokens=BLOCK, prefix_cache=cache
     )

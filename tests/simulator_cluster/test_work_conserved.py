@@ -36,13 +36,13 @@ def test_spans_begin_as_soon_as_they_can(arrivals: list[tuple[float, int]], name
         spans.setdefault(key, (bar.start_s, bar.end_s, set()))[2].add(bar.instance)
     free = [0.0] * 8
     before = (-1, 0.0)
-    tokens = dict.fromkeys(range(len(work)), 0)
+    tokens = dict.fromkeys(range(len(work)), 0)  # type: ignore[assignment]
     for (request, _), (start_s, end_s, group) in sorted(spans.items()):
         ready_s = before[1] if before[0] == request else work[request].arrival_s
         assert start_s == pytest.approx(max(ready_s, *(free[i] for i in group)), abs=1e-9)
         for i in group:
             free[i] = end_s
         before = (request, end_s)
-        tokens[request] += 1
+        tokens[request] += 1  # type: ignore[index]
     assert all(record.ok for record in result.sim.records)
-    assert all(tokens.values())
+    assert all(tokens.values())  # type: ignore[attr-defined]

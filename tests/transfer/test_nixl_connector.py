@@ -70,7 +70,7 @@ def test_much_more_than_a_buffer_holds_arrives_completely_both_ways(make: Make) 
             there.open(name, SLOTS // 2, ((SLOTS // 2, SLOTS // 2),))
             here.save(SaveKv(name, 1, there.number), here.part(positions, positions[::-1].copy()))
         for here, there in ((one, two), (two, one)):
-            there.until(lambda there=there, turn=turn: len(there.received) == turn + 1)  # type: ignore[misc]
+            there.until(lambda there=there, turn=turn: len(there.received) == turn + 1)
             half = here.cache[:, :, :, : SLOTS // 2]
             assert np.array_equal(there.cache[:, :, :, SLOTS // 2 :], half[:, :, :, ::-1])
     assert one.lost == two.lost == []
@@ -111,13 +111,13 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
         )
         try:
             end.peers.meet([PeerAddress(0, 0, f"unix:{tmp_path}/0"), PeerAddress(1, 0, f"unix:{tmp_path}/1")])
-            end.until(lambda life=life: len(end.received) == life + 1, 60.0)  # type: ignore[misc]
+            end.until(lambda life=life: len(end.received) == life + 1, 60.0)
             assert np.all(end.cache == 7)
             end.until(lambda: end.connector.get_num_new_matched_tokens("b") == SLOTS // LAYERS)
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
-        end.until(lambda life=life: len(end.lost) == life + 1)  # type: ignore[misc]
+        end.until(lambda life=life: len(end.lost) == life + 1)
         assert end.lost[-1].request == "b"
         for name in "ab":
             end.connector.forget(name)

@@ -107,7 +107,7 @@ def test_any_layout_is_sent_to_any_heads(make: Make, seed: int, monkeypatch: pyt
             expected += 1
     for target in after:
         receiver = ends[target]
-        receiver.until(lambda receiver=receiver: len(receiver.received) == senders)  # type: ignore[misc]
+        receiver.until(lambda receiver=receiver: len(receiver.received) == senders)
         assert receiver.connector.get_num_new_matched_tokens("a") == tokens
         got = receiver.held(runs, tokens, receiver.heads)
         for rank, one in held.items():

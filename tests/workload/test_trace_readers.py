@@ -266,7 +266,7 @@ def test_public_traces_are_read_completely(traces: Path, name: str, kind: str, c
 
 
 def test_a_request_holds_python_s_numbers_where_a_table_gave_numpy_s() -> None:
-    request = TraceRequest(np.float64(1.5), np.int64(500), np.int32(10))  # type: ignore[arg-type]
+    request = TraceRequest(np.float64(1.5), np.int64(500), np.int32(10))
     kinds = [type(number) for number in (request.arrival_s, request.prompt_tokens, request.output_tokens)]
     assert kinds == [float, int, int]
     assert request == TraceRequest(1.5, 500, 10)

@@ -151,8 +151,8 @@ def _csv(path: Path) -> ColumnTable:
 
 def _parquet(path: Path) -> ColumnTable:
     try:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+        import pyarrow as pa
+        import pyarrow.parquet as pq
     except ImportError as error:
         raise ConfigError(f"{path}: reading Parquet needs pyarrow: pip install 'headway[fit]'") from error
     try:

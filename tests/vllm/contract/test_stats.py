@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VirtualEngine:
-    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))  # type: ignore[attr-defined]
     return VirtualEngine(model_config(tmp_path), asynchronous=True, settings={"t_target_ms": 30})
 
 
