@@ -19,7 +19,7 @@ STEPS = (
         [
             sys.executable, "-m", "headway.cli.main", "bench", "convoy", "--model", "out/reference",
             "--long-tokens", "32768", "--policies", "ladder,fcfs", "--json", "out/convoy-reference.json",
-            "--plot", "out/convoy-reference.png",
+            "--report", "out/convoy-reference.html",
         ],
     ),
 )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw it: .png, .svg, both without a suffix; default ID.png (with all: a directory)",
     )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write one HTML page: sentence, claims, curves (with all: a directory)",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke test of seconds, not a reproduction")
     parser.add_argument("--seeds", metavar="N,N,…", help="seeds of simulations, instead of the experiment's")
     parser.add_argument("--window", type=duration, metavar="S", help="observed seconds, instead of the experiment's")
@@ -55,32 +62,37 @@ def run(arguments: argparse.Namespace) -> int:
     from headway_research.papers import PAPERS, page
 
     if arguments.id in PAPERS:
+        from headway.sim.report.page import write_page
         from headway.sim.report.tables import show
 
-        show(page(PAPERS[arguments.id]))
+        check_outputs(arguments.report)
+        shown = page(PAPERS[arguments.id])
+        show(shown)
+        if arguments.report is not None:
+            write_page(arguments.report, f"headway reproduce {arguments.id}", [shown], [])
         return 0
     if arguments.id != "all":
         # Raises ConfigError for an unknown id before anything runs.
         experiment(arguments.id)
         picture = arguments.plot if arguments.plot is None or arguments.plot.name else Path(f"{arguments.id}.png")
-        check_outputs(arguments.json)
+        check_outputs(arguments.json, arguments.report)
         check_picture(picture)
-        _one(arguments.id, arguments, arguments.json, picture, arguments.id)
+        _one(arguments.id, arguments, (arguments.json, picture, arguments.report), arguments.id)
         return 0
-    for folder in (arguments.json, arguments.plot):
+    for folder in (arguments.json, arguments.plot, arguments.report):
         # With all, each experiment writes a file of its own.
         if folder is not None and (str(folder) == "-" or folder.is_file()):
-            raise ConfigError(f"with all, --json and --plot name a directory, not {folder}")
+            raise ConfigError(f"with all, --json, --plot and --report name a directory, not {folder}")
     check_picture(None if arguments.plot is None else arguments.plot / "all.png")
     for number, name in enumerate(names(), 1):
-        json_file = None if arguments.json is None else arguments.json / f"{name}.json"
-        picture = None if arguments.plot is None else arguments.plot / f"{name}.png"
-        _one(name, arguments, json_file, picture, f"{name}, {number} of {len(names())}")
+        folders = ((arguments.json, "json"), (arguments.plot, "png"), (arguments.report, "html"))
+        outputs = [None if folder is None else folder / f"{name}.{suffix}" for folder, suffix in folders]
+        _one(name, arguments, outputs, f"{name}, {number} of {len(names())}")
     return 0
 
 
-def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, picture: Path | None, words: str) -> None:
-    """Run one experiment, print or write what comes out. words: beside its progress."""
+def _one(name: str, arguments: argparse.Namespace, outputs: Sequence[Path | None], words: str) -> None:
+    """Run one experiment, print or write what comes out. outputs: JSON, picture, page. words: beside its progress."""
     from headway.sim.report.progress import StepBar
     from headway.sim.report.tables import show
     from headway_research.registry import EXPERIMENTS, experiment
@@ -89,12 +101,19 @@ def _one(name: str, arguments: argparse.Namespace, json_file: Path | None, pictu
     with StepBar(words) as progress:
         report = experiment(name)(_options(arguments, progress))
     data = report.to_json(name)
+    json_file, picture, page_file = outputs
+    shown = report_table(data, EXPERIMENTS[name].title)
     if json_file is not None and str(json_file) == "-":
         sys.stdout.buffer.write(_bytes(data))
     else:
-        show(report_table(data, EXPERIMENTS[name].title))
+        show(shown)
         if json_file is not None:
             write_output(json_file, _bytes(data))
+    if page_file is not None:
+        from headway.sim.report.page import Chart, write_page
+
+        charts = [Chart(**{each.name: getattr(panel, each.name) for each in fields(panel)}) for panel in report.panels]
+        write_page(page_file, f"headway reproduce {name}", [shown], charts)
     # Some experiments have claims only and nothing to draw.
     if picture is not None and report.panels:
         from headway_research.plot import draw

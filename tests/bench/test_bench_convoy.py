@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.polling import until
+from tests.helpers.report_pages import ReportPage
 
 from headway.core.errors import ConfigError, HeadwayError
 from headway.serving.load import command
@@ -39,7 +40,7 @@ SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "
 
 @pytest.mark.long
 def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, plot = tmp_path / "new" / "c.json", tmp_path / "c.png"
+    file, page = tmp_path / "new" / "c.json", tmp_path / "c.html"
     assert (
         headway_bench(
             "convoy",
@@ -50,8 +51,8 @@ def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.C
             fake_command,
             "--json",
             str(file),
-            "--plot",
-            str(plot),
+            "--report",
+            str(page),
             "--policies",
             "lars,fcfs",
         )
@@ -71,7 +72,7 @@ def test_a_convoy_per_policy(fake_command: str, tmp_path: Path, capsys: pytest.C
         assert [row["t_s"] for row in series] == pytest.approx([0.1 * (i + 1) for i in range(len(series))])
         assert all(row["t_s"] < run["convoys"][0]["long_ttft_s"] for row in series)
     assert lars["short"]["ttft_s"]["p50"] < 0.1 < fcfs["short"]["ttft_s"]["p50"]
-    assert plot.stat().st_size > 10_000
+    assert list(ReportPage(page).charts[0]["lines"]) == [run["policy"] for run in data["runs"]]
     assert str(tmp_path) not in file.read_text()
     assert "lars / adaptive" in capsys.readouterr().out
 
@@ -90,10 +91,10 @@ def test_against_a_running_server(serve_fake, tmp_path: Path) -> None:  # type: 
 def test_two_servers_are_measured_in_turn_and_compared(  # type: ignore[no-untyped-def]
     serve_fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, plot = tmp_path / "c.json", tmp_path / "c.png"
+    file, page = tmp_path / "c.json", tmp_path / "c.html"
     # The fake has shorts wait for a long prompt that is computed whole.
     slow, fast = serve_fake("--chunking", "whole"), serve_fake("--chunking", "adaptive")
-    words = ("--url", slow, "--url", fast, *SMALL, "--seconds", "3", "--json", str(file), "--plot", str(plot))
+    words = ("--url", slow, "--url", fast, *SMALL, "--seconds", "3", "--json", str(file), "--report", str(page))
     assert headway_bench("convoy", *words) == 0
     data = json.loads(file.read_text())
     first, second = data["runs"]
@@ -103,7 +104,7 @@ def test_two_servers_are_measured_in_turn_and_compared(  # type: ignore[no-untyp
     assert ratios["ttft_p50"] == pytest.approx(second["short"]["ttft_s"]["p50"] / first["short"]["ttft_s"]["p50"])
     assert ratios["ttft_p50"] < 0.5
     assert first["long"]["alone_s"] is None
-    assert plot.stat().st_size > 10_000
+    assert list(ReportPage(page).charts[0]["lines"]) == [run["policy"] for run in data["runs"]]
     assert "times over those of" in capsys.readouterr().out
 
 

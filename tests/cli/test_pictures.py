@@ -13,11 +13,7 @@ from headway.cli.main import main
 @pytest.mark.parametrize(
     "words",
     [
-        ["simulate", "{scenario}", "--plot", "out.png"],
-        ["simulate", "{scenario}", "--sweep", "workload.qps=1,2", "--plot", "out"],
         ["simulate", "{cluster}", "--gantt", "out.svg"],
-        ["bench", "--trace", "no-trace", "--plot", "out.png"],
-        ["bench", "convoy", "--url", "http://127.0.0.1:9", "--plot", "out.png"],
         ["demo"],
         ["reproduce", "medha.eq1", "--plot"],
         ["reproduce", "all", "--plot", "folder"],
@@ -29,7 +25,7 @@ def test_a_command_that_cannot_draw_says_so_before_it_works(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examples = Path(__file__).resolve().parents[2] / "examples"
-    places = {"scenario": examples / "chat-and-documents.yaml", "cluster": examples / "cluster-tetris.yaml"}
+    places = {"cluster": examples / "cluster-tetris.yaml"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([word.format(**places) for word in words]) == 2

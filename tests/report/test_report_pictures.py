@@ -9,7 +9,7 @@ from tests.helpers.live_feeds import logged_events
 
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
-from headway.sim.report.plots import convoy_figure, load_figure, save
+from headway.sim.report.plots import convoy_figure, save
 from headway.sim.report.progress import LoadProgress
 from headway.sim.report.tables import (
     classes_sentence,
@@ -80,9 +80,7 @@ def test_a_convoy_without_answered_shorts_is_drawn(tmp_path: Path, waits: list[f
     save(convoy_figure({"plan": PLAN, "runs": [run("lars", waits, 0.5)]}), tmp_path / "c.png")
 
 
-def test_load_pictures_and_tables(tmp_path: Path) -> None:
-    save(load_figure(records()), tmp_path / "l.png")
-    save(load_figure([]), tmp_path / "empty.PNG")
+def test_load_tables() -> None:
     summary = summarise(records())
     body = summary.to_json()
     for wide in (False, True):

@@ -15,9 +15,7 @@ from rich.console import Console
 
 from headway.cli.main import main
 from headway.sim.build import requests_of
-from headway.sim.metrics import RequestRecord
 from headway.sim.report import tables
-from headway.sim.report.plots import load_figure
 from headway.sim.report.tables import sweep_sentence, sweep_table
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
@@ -71,30 +69,6 @@ def test_fields_that_end_alike_keep_their_whole_names() -> None:
         sweep_table([point({"cluster.pools.0.count": 1, "cluster.pools.1.count": 2})], "", ())
     )
     assert "cluster.pools.0.count  cluster.pools.1.count" in out.getvalue()
-
-
-def test_ticks_of_a_point_s_picture_do_not_overlap_and_the_legend_is_outside() -> None:
-    def record(i: int) -> RequestRecord:
-        first = float(i) + 10.0 ** (-2 + 4 * (i % 40) / 39)
-        return RequestRecord(
-            id=str(i), klass="long" if i % 2 else "short", arrival_s=float(i), prompt_tokens=9, output_tokens=2,
-            token_s=(first, first + 0.02 * (1 + i)), finish_s=first + 3.0,
-        )  # fmt: skip
-
-    figure = load_figure([record(i) for i in range(40)])
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    for axes in figure.axes:
-        low, high = axes.get_xlim()
-        boxes = [
-            label.get_window_extent(renderer)
-            for label, at in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
-            if low <= at <= high and label.get_text()
-        ]
-        assert len(boxes) >= 2
-        assert all(one.x1 <= other.x0 for one, other in itertools.pairwise(boxes))
-        assert axes.get_legend() is None
-    assert len(figure.legends) == 1
 
 
 def test_loads_of_a_sweep_have_the_same_requests_closer_together() -> None:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 only if every request was answered and every passkey was right."""
     from headway.runtime.embedded import model_path
-    from headway.sim.report.plots import check_picture
+    from headway.sim.report.plots import check_picture, convoy_figure, save
     from headway.sim.report.tables import say, show
 
     check_picture(args.out / "convoy")
@@ -98,7 +98,9 @@ def run(args: argparse.Namespace) -> int:
     data = convoy_json("embedded", plan, results)
     for line in [*_sentences(data), *answers]:
         show(line)
-    status = report(data, args.out / "convoy.json", args.out / "convoy", titles=[_title(one) for one in data["runs"]])
+    status = report(data, args.out / "convoy.json")
+    for written in save(convoy_figure(data, [_title(one) for one in data["runs"]]), args.out / "convoy"):
+        say(f"wrote {written}")
     return status or (0 if right else 1)
 
 

@@ -76,7 +76,7 @@ INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-51
 
 EXTRAS = {
     "serve": ("torch", "serve models"),
-    "plot": ("matplotlib", "draw pictures (`--plot`, `headway demo`)"),
+    "plot": ("matplotlib", "draw pictures (`headway demo`, `--gantt`)"),
     "nixl": ("nixl", "move KV by NIXL between instances"),
     "fit": ("pyarrow", "read Parquet in `headway profile fit`"),
     "otel": ("opentelemetry.exporter.otlp.proto.http", "send traces to a collector (`--otlp-traces-endpoint`)"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from headway.core.errors import ConfigError
+from headway.core.files import check_outputs
 
 if TYPE_CHECKING:
     from headway.planning.question import PlanQuestion
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="DIR", help="write plan.json, scenario.yaml, serve.sh and cluster.yaml there"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, no tables")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write one HTML page: sentence, tables, chart")
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep results in a file, and go on from those that it holds"
     )
@@ -58,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print(json.dumps(PlanQuestion.model_json_schema(), indent=2))
         return 0
-    result, bars = _search(_read(arguments), arguments)
+    question = _read(arguments)
+    check_outputs(arguments.report)
+    result, bars = _search(question, arguments)
     if arguments.json:
         import msgspec
 
@@ -70,6 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         from headway.sim.report.tables import show
 
         show(plan_report(result, bars))
+    if arguments.report is not None:
+        from headway.planning.answer import candidates_chart, candidates_table, plan_report
+        from headway.sim.report.page import write_page
+
+        told = [plan_report(result, bars), candidates_table(result)]
+        write_page(arguments.report, "headway plan", told, [candidates_chart(result)])
     if arguments.out is not None:
         from headway.planning.answer import write_files
 

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the engine's event log, for `headway why` and `headway trace` (first point and seed)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg, or both without a suffix")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write one HTML page: sentence, tables, charts")
     parser.add_argument(
         "--gantt",
         type=Path,
@@ -111,6 +111,8 @@ def read(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Values]]:
 
 def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[Values]) -> int:
     """Run every point, print and write what comes out. Return 1 where no point could be simulated, else 0."""
+    from rich.markup import escape
+
     from headway.core.settings import processes_of
     from headway.sim.report.progress import RunProgress
     from headway.sim.report.tables import show, simulation_report
@@ -142,15 +144,19 @@ def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[V
     # Of a measured cluster only what was set: the defaults are of hardware that a scenario names.
     shown = base.scenario.model_dump(mode="json", by_alias=True, exclude_unset=base.cluster is not None)
     outcome = document(shown, result.points)
+    told = [simulation_report(outcome, arguments.wide), _band_line(sound[0], swept=len(points) > 1)]
+    slowest = _slowest_words(arguments, result.points[0], first) if result.points[0]["feasible"] else ""
     # Where a file goes to stdout, it is alone there.
     if "-" not in map(str, (arguments.json, arguments.csv, arguments.requests, arguments.trace)):
-        show(simulation_report(outcome, arguments.wide))
-        show(_band_line(sound[0], swept=len(points) > 1))
-        if result.points[0]["feasible"]:
-            _show_slowest(arguments, result.points[0], first)
+        for part in told:
+            show(part)
+        if slowest:
+            print(slowest)
     _write(arguments, outcome)
+    if arguments.report is not None:
+        _write_page(arguments.report, [*told, escape(slowest)], outcome, result.first)
     if result.first is not None:
-        _write_first(arguments, first.name, result.first, swept=len(points) > 1)
+        _write_first(arguments, first.name, result.first)
     # A file was asked for, but the first point did not fit its memory: there is no run to show.
     elif detail is not None:
         raise ConfigError(result.points[0]["why"])
@@ -187,29 +193,31 @@ def _band_line(point: SweepPoint, swept: bool) -> str:
     return f"error bars of {of} (P90): {'; '.join(words)}"
 
 
-def _show_slowest(arguments: argparse.Namespace, point: dict[str, Any], scenario: Scenario) -> None:
-    """Print the request of a point's first seed whose first token took longest, and the command that explains it."""
+def _slowest_words(arguments: argparse.Namespace, point: dict[str, Any], scenario: Scenario) -> str:
+    """Return the request of a point's first seed whose first token took longest, and the command that explains it."""
     from headway.sim.report.tables import slowest_line
 
     late, at = point["runs"][0]["slowest"], ", ".join(map(str, point["at"].values()))
     if late is None:
-        return
+        return ""
     how = ""
     # Instances of a cluster write no event log of one engine.
     if scenario.cluster.placement is None:
         how = f"--log {arguments.event_log or 'events.jsonl'}"
-    print(slowest_line(late, how, f" with {at}" if at else ""))
+    words = slowest_line(late, how, f" with {at}" if at else "")
     if how and arguments.event_log is None:
-        print("  after the same command with --event-log events.jsonl")
+        words += "\n  after the same command with --event-log events.jsonl"
+    return words
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a file that cannot be written: before minutes of simulation, not after them."""
     from headway.sim.report.plots import check_picture
 
-    check_outputs(arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log)
+    check_outputs(
+        arguments.json, arguments.csv, arguments.requests, arguments.trace, arguments.event_log, arguments.report
+    )
     check_picture(arguments.gantt)
-    check_picture(arguments.plot)
 
 
 def _detail(arguments: argparse.Namespace) -> RunDetail | None:
@@ -217,7 +225,7 @@ def _detail(arguments: argparse.Namespace) -> RunDetail | None:
     from headway.core.logs import event_sink
     from headway.sim.build import RunDetail
 
-    shown = (arguments.requests, arguments.trace, arguments.plot, arguments.gantt, arguments.event_log)
+    shown = (arguments.requests, arguments.trace, arguments.report, arguments.gantt, arguments.event_log)
     if all(path is None for path in shown):
         return None
     log = None if arguments.event_log is None else event_sink(str(arguments.event_log))
@@ -232,14 +240,21 @@ def _write(arguments: argparse.Namespace, outcome: dict[str, Any]) -> None:
         from headway.sim.report.tables import summary_csv
 
         write_output(arguments.csv, summary_csv(outcome).encode())
-    if arguments.plot is not None and len(outcome["points"]) > 1:
-        from headway.sim.report import plots
-        from headway.sim.report.plots import sweep_figure
-
-        plots.save(sweep_figure(outcome), arguments.plot)
 
 
-def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swept: bool) -> None:
+def _write_page(file: Path, told: list[Any], outcome: dict[str, Any], run: ScenarioRun | None) -> None:
+    """Write the HTML page of all points, or of the first seed's requests where there is one point."""
+    from headway.sim.report.page import request_charts, sweep_charts, write_page
+    from headway.sim.report.tables import asked_classes
+
+    if len(outcome["points"]) > 1:
+        charts = sweep_charts(outcome, asked_classes(outcome))
+    else:
+        charts = [] if run is None else request_charts(run.sim.records)
+    write_page(file, outcome["scenario"].get("name") or file.stem, told, charts)
+
+
+def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun) -> None:
     """Write the files that show one run: the first point's first seed."""
     if arguments.gantt is not None and run.cluster is not None:
         from headway.sim.report import plots
@@ -254,11 +269,6 @@ def _write_first(arguments: argparse.Namespace, name: str, run: ScenarioRun, swe
         from headway.sim.report.perfetto import simulation_trace
 
         write_output(arguments.trace, _bytes(simulation_trace(run.sim), compact=True))
-    if arguments.plot is not None and not swept:
-        from headway.sim.report import plots
-        from headway.sim.report.plots import load_figure
-
-        plots.save(load_figure(run.sim.records), arguments.plot)
 
 
 def _bytes(data: Any, compact: bool = False) -> bytes:

@@ -5,6 +5,7 @@ the terminal.
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from headway.perf.latency import table
 from headway.planning.question import DeploymentCandidate, PlanQuestion, cost_of, cost_unit
 from headway.planning.search import PlanErrorBars, PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure, SimulationJob
+from headway.sim.report.page import Chart
 from headway.sim.report.tables import duration
 
 SCHEMA = "headway.plan/1"
@@ -308,6 +310,36 @@ def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
         cost = f"{cost_of(row.candidate, result.question):g}"
         front.add_row(met + row.candidate.name, cost, *values, f"{seed.goodput_rps:.2f}", f"{seed.idle_share:.0%}")
     return [margins, front] if len(rows) > 1 else [margins]
+
+
+def candidates_table(result: PlanResult) -> Table:
+    """Return every simulated candidate with its largest latency as a share of its limit, or why it was stopped."""
+    demands = result.question.demand_list()
+    names = {demand.name for demand in demands}
+    table = _table("What was simulated")
+    for name in ("candidate", "accelerators", "cost", "of its limit", "outcome"):
+        table.add_column(name, justify="right" if name in ("cost", "of its limit") else "left")
+    for one in sorted(result.measures, key=lambda one: (cost_of(one.candidate, result.question), one.rank(demands))):
+        missed = next((seed.missed for seed in one.seeds if seed.missed), one.why)
+        missed = f"misses {missed}" if missed in names else missed
+        outcome = "meets all limits" if one.meets(demands) else missed or "misses a limit"
+        share = f"{one.ratio(demands):.0%}" if math.isfinite(one.ratio(demands)) else "-"
+        where = f"{one.candidate.accelerators} × {one.candidate.accelerator}"
+        cost = f"{cost_of(one.candidate, result.question):g}"
+        table.add_row(one.candidate.name, where, cost, share, outcome if one.complete() else f"stopped: {outcome}")
+    return table
+
+
+def candidates_chart(result: PlanResult) -> Chart:
+    """Return the largest latency, as a share of its limit, over cost, of the candidates that ran to the end."""
+    demands = result.question.demand_list()
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for one in result.measures:
+        if one.complete():
+            name = "meets all limits" if one.meets(demands) else "does not"
+            lines.setdefault(name, []).append((cost_of(one.candidate, result.question), one.ratio(demands)))
+    title, x = "Largest latency as a share of its limit (1: at the limit)", f"cost, {cost_unit(result.question)}"
+    return Chart(title=title, x=x, lines=lines, dots=True, log_y=True)
 
 
 def _table(title: str | None = None) -> Table:

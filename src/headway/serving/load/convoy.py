@@ -41,7 +41,6 @@ from headway.core.parse import duration
 from headway.serving.load.client import LoadClient, LoadRequest, TargetEndpoint, first_model
 from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, machine, versions, vocab_size_of, whole
 from headway.sim.metrics import RequestRecord, percentile_name, percentiles, quantile, tbt_s, ttft_s
-from headway.sim.report.plots import check_picture
 from headway.sim.workload.generate import parse_tokens
 
 
@@ -639,20 +638,17 @@ def measure(
     return asyncio.run(alternate(runners, seconds))
 
 
-def report(
-    data: dict[str, Any],
-    json_file: Path | None,
-    plot_file: Path | None,
-    titles: list[str] | None = None,
-    wide: bool = False,
-) -> int:
-    """Print the table of a convoy's JSON; write it and its picture where asked. Returns 1 if a short failed, else 0."""
+def report(data: dict[str, Any], json_file: Path | None, page_file: Path | None = None, wide: bool = False) -> int:
+    """Print the table of a convoy's JSON; write it and an HTML page where asked. Return 1 if a short failed, else 0."""
     from headway.sim.report.tables import convoy_sentence, convoy_table, ratio_table, say, show
 
-    show(convoy_sentence(data))
-    show(convoy_table(data, wide))
-    if data["ratios"]:
-        show(ratio_table(data))
+    told: list[Any] = [
+        convoy_sentence(data),
+        convoy_table(data, wide),
+        *([ratio_table(data)] if data["ratios"] else []),
+    ]
+    for part in told:
+        show(part)
     for run in data["runs"]:
         errors = [row["error"] for convoy in run["convoys"] for row in convoy["series"] if row["error"]]
         if errors:
@@ -660,11 +656,11 @@ def report(
     if json_file is not None:
         write_output(json_file, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {json_file}")
-    if plot_file is not None:
-        from headway.sim.report.plots import convoy_figure, save
+    if page_file is not None:
+        from headway.sim.report.page import convoy_charts, write_page
 
-        for written in save(convoy_figure(data, titles), plot_file):
-            say(f"wrote {written}")
+        write_page(page_file, "headway bench convoy", told, convoy_charts(data))
+        say(f"wrote {page_file}")
     # A failed long prompt has raised ConvoyError before.
     return 1 if any(run["short"]["failed"] for run in data["runs"]) else 0
 
@@ -680,7 +676,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--wide", action="store_true", help="every percentile, wider than 80 columns")
     out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
+    out.add_argument("--report", type=Path, metavar="FILE", help="write one HTML page: sentence, tables, charts")
 
 
 def _add_servers(group: argparse._ArgumentGroup) -> None:
@@ -726,8 +722,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the experiment; return 0 when every request was answered, 1 when a short was not."""
-    check_outputs(args.json)
-    check_picture(args.plot)
+    check_outputs(args.json, args.report)
     if args.url:
         return _compare(args)
     plan = _plan(args, args.long_tokens or LONG_TOKENS)
@@ -746,7 +741,7 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
     )
     results = [(spec, serve_and_measure(server, spec, plan, _prompts(args, plan))) for spec in specs]
-    return report(convoy_json(Path(args.model).name, plan, results), args.json, args.plot, wide=args.wide)
+    return report(convoy_json(Path(args.model).name, plan, results), args.json, args.report, args.wide)
 
 
 def _plan(args: argparse.Namespace, long_tokens: int, alone: bool = True) -> ConvoyPlan:
@@ -787,7 +782,7 @@ def _compare(args: argparse.Namespace) -> int:
     runs = measure(endpoints, plan, _prompts(args, plan), labels, args.seconds)
     specs = [PolicySpec(label, "as-served" if len(labels) == 1 else "") for label in labels]
     data = convoy_json(Path(args.model or "").name, plan, list(zip(specs, runs, strict=True)), len(runs) > 1)
-    return report(data, args.json, args.plot, labels if len(labels) > 1 else None, args.wide)
+    return report(data, args.json, args.report, args.wide)
 
 
 def _endpoint(args: argparse.Namespace, url: str) -> tuple[TargetEndpoint, int | None]:

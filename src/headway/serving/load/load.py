@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     judge.add_argument("--wide", action="store_true", help="every percentile and metric, wider than 80 columns")
     judge.add_argument("--json", type=Path, metavar="FILE", help="write results and one row a request there")
-    judge.add_argument("--plot", type=Path, metavar="FILE", help="draw CDFs and waits there (.png or .svg)")
+    judge.add_argument("--report", type=Path, metavar="FILE", help="write one HTML page: sentence, tables, charts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
     from headway.serving.load.client import TargetEndpoint, first_model, run_closed_loop, run_open_loop
     from headway.serving.load.prompts import SAFE_VOCAB, PromptPool, TextPrompts, vocab_size_of
-    from headway.sim.report.plots import check_picture
     from headway.sim.report.tables import say, show, tokens
     from headway.sim.workload.generate import check_classes
 
@@ -79,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.send_slo and not args.goodput:
         raise ConfigError("--send-slo has nothing to send; give objectives with --goodput")
     # Separate streams of the seed: prompts do not change with the number of draws for lengths.
-    check_outputs(args.json)
-    check_picture(args.plot)
+    check_outputs(args.json, args.report)
     requests, description = workload(args, np.random.default_rng((args.seed, 0)))
     check_classes("--goodput ", goodput.classes, requests, partial(classes_of, args))
     folder = args.model is not None and Path(args.model).is_dir()
@@ -159,16 +157,20 @@ def _report(
     summary = summarise(result.records)
     body = summary.to_json()
     asked = {record.klass for record in result.records if record.slo.any()}
-    show(classes_sentence(body, asked))
-    show(classes_table(body, None, asked, args.wide))
-    show(rates_line(summary, judged=bool(goodput)))
+    told: list[Any] = [
+        classes_sentence(body, asked),
+        classes_table(body, None, asked, args.wide),
+        rates_line(summary, judged=bool(goodput)),
+    ]
+    failed = summary.total.requests - summary.total.ok
+    if failed:
+        told.append(error_table(result.records))
+    for part in told:
+        show(part)
     lag = send_lag(result.records)
     # 10 ms: beyond it the client itself distorts short latencies.
     if (lag["p99"] or 0.0) > 0.01:
         say(f"[yellow]this client sent late: p99 {duration(lag['p99'])}, included in every latency[/yellow]")
-    failed = summary.total.requests - summary.total.ok
-    if failed:
-        show(error_table(result.records))
     if result.interrupted:
         say("[yellow]interrupted: the figures are of what had been done by then[/yellow]")
     if args.json is not None:
@@ -178,11 +180,11 @@ def _report(
         )  # fmt: skip
         write_output(args.json, json.dumps(data, indent=1).encode() + b"\n")
         say(f"wrote {args.json}")
-    if args.plot is not None:
-        from headway.sim.report.plots import load_figure, save
+    if args.report is not None:
+        from headway.sim.report.page import request_charts, write_page
 
-        for written in save(load_figure(result.records), args.plot):
-            say(f"wrote {written}")
+        write_page(args.report, f"headway bench: {model}", told, request_charts(result.records))
+        say(f"wrote {args.report}")
     if (late := slowest(result.records)) is not None:
         print(slowest_line(late, f"--url {args.url}"))
     # For scripts: a run with losses must not pass as a measurement.

@@ -7,8 +7,9 @@ Figures are made without a global state of matplotlib; `save` writes them as PNG
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from headway.core.errors import ConfigError
 from headway.core.files import check_outputs
 from headway.policy.placement.contract import ClusterInstance
 from headway.sim.cluster.state import GanttBar
-from headway.sim.metrics import RequestRecord, tbt_s, ttft_s
+from headway.sim.metrics import RequestRecord, ttft_s
 from headway.sim.report.tables import duration, tick, tokens
 
 if TYPE_CHECKING:
@@ -103,36 +104,6 @@ def save(figure: Figure, file: Path) -> list[Path]:
             metadata = {"Date": None} if target.suffix.lower() == ".svg" else None
             figure.savefig(target, metadata=metadata)
     return files
-
-
-def load_figure(records: Sequence[RequestRecord]) -> Figure:
-    """Draw three panels: CDF of TTFT, CDF of TBT, TTFT by arrival time. Classes differ in colour, line and marker."""
-    by_class: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        if record.ok:
-            by_class.setdefault(record.klass or "all", []).append(record)
-    with house_style():
-        figure = new_figure(height_in=3.6)
-        first, gaps, over_time = figure.subplots(1, 3)
-        ttfts = {k: [s for r in mine if (s := ttft_s(r)) is not None] for k, mine in by_class.items()}
-        draw_cdf(first, ttfts, "time to first token")
-        draw_cdf(
-            gaps, {k: [gap for r in mine for gap in tbt_s(r)] for k, mine in by_class.items()}, "time between tokens"
-        )
-        for index, mine in enumerate(by_class.values()):
-            points = [(r.arrival_s, s) for r in mine if (s := ttft_s(r)) is not None and s > 0]
-            marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
-            if points:
-                over_time.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, alpha=0.8)
-        over_time.set_title("time to first token by arrival", fontweight="bold", fontsize=11)
-        over_time.set_xlabel("arrival, seconds")
-        over_time.set_yscale("log")
-        seconds_axis(over_time, "y")
-        if len(by_class) > 1:
-            # Below the panels: inside one it would lie on a curve.
-            handles, labels = first.get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
-    return figure
 
 
 def draw_cdf(axes: Axes, samples: Mapping[str, Sequence[float]], title: str) -> None:
@@ -323,17 +294,23 @@ LOAD = "workload.qps"
 PANELS = (("ttft_s", "p50", "TTFT, median"), ("ttft_s", "p99", "TTFT, P99"), ("max_tbt_s", "p99", "worst gap, P99"))
 
 
+def sweep_field(data: Mapping[str, Any]) -> str:
+    """Return what a result's points are drawn over: the load, else the first field with numbers, else the first."""
+    at = data["points"][0]["at"]
+    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
+    return LOAD if LOAD in numbers else next(iter(numbers or at))
+
+
 def sweep_figure(data: Mapping[str, Any]) -> Figure:
     """Three panels over a swept number, the load before others. Points that do not fit are left out; several seeds
     draw intervals."""
-    at = data["points"][0]["at"]
-    numbers = [name for name, value in at.items() if isinstance(value, int | float)]
-    field = LOAD if LOAD in numbers else next(iter(numbers or at))
+    field = sweep_field(data)
     with house_style():
         figure = new_figure(height_in=3.6)
         panels = figure.subplots(1, len(PANELS))
         for axes, (metric, cut, title) in zip(panels, PANELS, strict=True):
-            for index, (label, line) in enumerate(_sweep_lines(data, field, metric, cut).items()):
+            lines = sweep_lines(data, field, partial(_percentile, metric, cut))
+            for index, (label, line) in enumerate(lines.items()):
                 _sweep_line(axes, index, label, line)
                 if field == LOAD and metric == "ttft_s":
                     _mark_knee(axes, index, line)
@@ -347,6 +324,11 @@ def sweep_figure(data: Mapping[str, Any]) -> Figure:
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside lower center", ncols=4, handlelength=2.4)
     return figure
+
+
+def _percentile(metric: str, cut: str, block: Mapping[str, Any]) -> float | None:
+    # A logarithmic axis has no place for 0.
+    return block[metric][cut] or None
 
 
 def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -> None:
@@ -377,20 +359,21 @@ def _mark_knee(axes: Axes, index: int, line: list[tuple[float, float, float]]) -
     )
 
 
-def _sweep_lines(
-    data: Mapping[str, Any], field: str, metric: str, cut: str
+def sweep_lines(
+    data: Mapping[str, Any], field: str, value: Callable[[Mapping[str, Any]], float | None]
 ) -> dict[str, list[tuple[Any, float, float]]]:
+    """Return (x, value, half of its interval) of each point, by class and other swept fields. Points without a value
+    are left out."""
     lines: dict[str, list[tuple[Any, float, float]]] = {}
     for point in data["points"]:
         if not point["feasible"]:
             continue
-        others = ", ".join(f"{value}" for name, value in point["at"].items() if name != field)
+        others = ", ".join(f"{words}" for name, words in point["at"].items() if name != field)
         for index, block in enumerate(point["mean"]["classes"]):
-            value = block[metric][cut]
-            half = point["ci95"]["classes"][index][metric][cut] if point["ci95"] else 0.0
+            half = value(point["ci95"]["classes"][index]) if point["ci95"] else None
             label = " · ".join(word for word in (block["class"], others) if word) or "all"
-            if value:
-                lines.setdefault(label, []).append((point["at"][field], value, half or 0.0))
+            if (found := value(block)) is not None:
+                lines.setdefault(label, []).append((point["at"][field], found, half or 0.0))
     return lines
 
 

@@ -104,9 +104,7 @@ MOST_COLUMNS = 8
 
 def simulation_report(data: Mapping[str, Any], wide: bool = False) -> RenderableType:
     """Return the terminal output of a result: a sentence, then the only point in full, or a sweep as a table."""
-    points, title = data["points"], data["scenario"].get("name") or ""
-    asked = {klass for klass, slo in (data["scenario"].get("slo") or {}).items() if any(slo.values())}
-    asked |= {name.split(".")[1] for point in points for name in point["at"] if name.startswith("slo.")}
+    points, title, asked = data["points"], data["scenario"].get("name") or "", asked_classes(data)
     if len(points) > 1 or points[0]["at"]:
         faults = [f"✗ {', '.join(map(str, p['at'].values()))}: {p['why']}" for p in points if not p["feasible"]]
         return Group(sweep_sentence(points, asked), sweep_table(points, title, asked, wide), *map(escape, faults))
@@ -117,6 +115,12 @@ def simulation_report(data: Mapping[str, Any], wide: bool = False) -> Renderable
     named = f"{title}: " if title else ""
     table = classes_table(mean, ci, asked, wide)
     return Group(f"{named}{classes_sentence(mean, asked)}", table, use_lines(point))
+
+
+def asked_classes(data: Mapping[str, Any]) -> set[str]:
+    """Return the classes for which a result's scenario asks latencies."""
+    asked = {klass for klass, slo in (data["scenario"].get("slo") or {}).items() if any(slo.values())}
+    return asked | {name.split(".")[1] for point in data["points"] for name in point["at"] if name.startswith("slo.")}
 
 
 def classes_sentence(body: Mapping[str, Any], asked: Collection[str]) -> str:
