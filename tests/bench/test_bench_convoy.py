@@ -28,11 +28,7 @@ from headway.serving.load.convoy import (
 def headway_bench(*words: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return command.run(parser.parse_args(words))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return command.run(parser.parse_args(words))
 
 
 SMALL = ("--long-tokens", "6000", "--short-interval", "0.1", "--short-output", "4", "--warmup", "2")
@@ -158,12 +154,8 @@ def test_no_server_outlives_the_command(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     pid_name = str(tmp_path / "pid")
     script.write_text(f"import os, signal\nopen({pid_name!r}, 'w').write(str(os.getpid()))\nsignal.pause()\n")
-    code = (
-        "import argparse, sys\nfrom headway.serving.load import command\np = argparse.ArgumentParser()\n"
-        "command.add_arguments(p)\ncommand.run(p.parse_args(sys.argv[1:]))\n"
-    )
-    words = ["convoy", "--model", "x", "--server-command", f"{sys.executable} {script}"]
-    child = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
+    words = ["bench", "convoy", "--model", "x", "--server-command", f"{sys.executable} {script}"]
+    child = subprocess.Popen([sys.executable, "-m", "headway.cli.main", *words], stderr=subprocess.DEVNULL)
     pid_file = tmp_path / "pid"
     until(lambda: pid_file.exists() and pid_file.read_text())
     child.send_signal(signal.SIGTERM)

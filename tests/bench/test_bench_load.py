@@ -21,11 +21,7 @@ from headway.sim.metrics import SloTargets
 def headway_bench(*words: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return command.run(parser.parse_args(words))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return command.run(parser.parse_args(words))
 
 
 @pytest.fixture

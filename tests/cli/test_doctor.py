@@ -68,12 +68,18 @@ def test_kernels_that_do_not_compile_are_no_want_of_the_processor(
     assert found.what.endswith(why)
 
 
-def test_port_in_use_is_named_with_what_to_do() -> None:
+def test_port_in_use_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         found = m.port_finding(taken.getsockname()[1])
-    assert (found.state, found.advice) == ("limited", "headway serve --port N")
+        assert (found.state, found.advice) == ("fault", "headway serve --port N")
+        # A server would not start there: scripts can tell.
+        monkeypatch.setattr(m, "findings", lambda port: iter([found]))
+        assert [main(["doctor", *words]) for words in ((), ("--json",))] == [1, 1]
+    assert capsys.readouterr().out.startswith("✗ port  ")
 
 
 def test_processor_without_bf16_units_gets_advice() -> None:

@@ -1,17 +1,21 @@
-"""What commands print: sweep tables with whole names, pictures whose ticks do not overlap, pipes that close early."""
+"""What commands print: sweep tables with whole names, and what is left where a pipe closes early or a signal comes."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.helpers.polling import until
+from tests.helpers.process_tree import child_pids, ends_soon
 
 from headway.cli.main import main
 from headway.sim.build import requests_of
@@ -19,6 +23,8 @@ from headway.sim.report import tables
 from headway.sim.report.tables import sweep_sentence, sweep_table
 from headway.sim.scenario import parse_scenario
 from headway.sim.sweep import parse_points, parse_sweep, with_common_draws
+
+PLAN = Path(__file__).resolve().parents[2] / "examples" / "plan-chat-and-documents.yaml"
 
 
 def point(at: dict[str, Any]) -> dict[str, Any]:
@@ -127,3 +133,34 @@ def test_a_base_install_gets_one_line_from_commands_that_need_more(words: list[s
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)]
+)
+def test_a_command_that_is_cut_off_leaves_no_process_and_no_warning(number: signal.Signals, to_all: bool) -> None:
+    child = subprocess.Popen(
+        headway("plan", str(PLAN), "--jobs", "2"),
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )  # fmt: skip
+
+    def workers() -> list[int]:
+        # Each has a second thread once it works: the one that ends it with its parent.
+        pids = child_pids(child.pid)
+        return [pid for pid in pids if len(list(Path(f"/proc/{pid}/task").iterdir())) > 1]
+
+    try:
+        until(lambda: len(workers()) == 2, 60)
+        begun = workers()
+        (os.killpg if to_all else os.kill)(child.pid, number)
+        # A process that stayed would hold the pipe.
+        said = child.communicate(timeout=60)[1]
+        assert all(ends_soon(pid) for pid in begun)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    if number == signal.SIGKILL:
+        return
+    assert (child.returncode, said) == (130, "")

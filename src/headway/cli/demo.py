@@ -16,7 +16,6 @@ from typing import Any
 from headway.core.errors import ConfigError
 from headway.core.parse import duration as parse_duration
 from headway.serving.load.client import LoadRequest, text_prompt
-from headway.serving.load.command import end_like_ctrl_c
 from headway.serving.load.convoy import (
     SERVE,
     ConvoyPlan,
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
     check_picture(args.out / "convoy")
     if not args.chat_interval > 0:
         raise ConfigError(f"--chat-interval is {args.chat_interval}; it must be above 0 seconds")
-    end_like_ctrl_c()
     texts = DemoTexts(str(model_path()), args.document_tokens, args.chat_tokens, args.seed)
     size = spell(texts.document_tokens)
     say(f"the document: {size} tokens of Python's standard library, with a passkey hidden at {texts.depth:.0%} of it")

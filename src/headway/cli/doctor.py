@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, no table")
     parser.add_argument("--port", type=int, default=8000, metavar="PORT", help="where a server would listen")
     parser.epilog = (
-        "`doctor --vllm` is a command of its own: whether the plug-in fits a vLLM and the flags of a server."
+        "Status 1: a server would not start. `doctor --vllm` is a command of its own: whether the plug-in fits a vLLM "
+        "and the flags of a server."
     )
 
 
@@ -42,14 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
         import json
 
         print(json.dumps([asdict(one) for one in found], indent=1))
-        return 0
-    show(found)
-    return 0
+    else:
+        show(found)
+    return status_of(found)
+
+
+def status_of(found: Sequence[MachineFinding]) -> int:
+    """Return the exit status: 1 where a server would not start, else 0."""
+    return int(any(one.state == "fault" for one in found))
 
 
 def show(found: Sequence[MachineFinding]) -> None:
     """Print findings as a table of two columns."""
-    marks = {"ok": "✓", "limited": "!", "absent": "-"}
+    marks = {"ok": "✓", "limited": "!", "absent": "-", "fault": "✗"}
     width = max(len(one.subject) for one in found)
     for one in found:
         print(hanging(f"{marks[one.state]} {one.subject:<{width}}  ", one.what))
@@ -69,7 +75,7 @@ def hanging(head: str, text: str) -> str:
 # Each finding says what it means, and what to do where something is missing. Nothing is changed but the cache of
 # compiled kernels, which are built if they can be.
 
-State = Literal["ok", "limited", "absent"]
+State = Literal["ok", "limited", "absent", "fault"]
 
 INSTRUCTION_SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
 """Flags of /proc/cpuinfo that decide which kernels run."""
@@ -90,7 +96,8 @@ class MachineFinding:
 
     subject: str
     state: State
-    """"limited": works, but slower or less than it could; "absent": an optional part is not there."""
+    """"limited": works, but slower or less than it could; "absent": an optional part is not there; "fault": a server
+    would not start."""
     what: str
     advice: str = ""
     """What to do about it; empty where there is nothing to do."""
@@ -250,5 +257,5 @@ def port_finding(port: int) -> MachineFinding:
         for made in bind("127.0.0.1", port):
             made.close()
     except ConfigError as error:
-        return MachineFinding("port", "limited", str(error), "headway serve --port N")
+        return MachineFinding("port", "fault", str(error), "headway serve --port N")
     return MachineFinding("port", "ok", f"{port} is free")

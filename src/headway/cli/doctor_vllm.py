@@ -1,8 +1,8 @@
 """`headway doctor --vllm [MODEL]`: whether Headway's plug-in fits a vLLM, and what the flags of a server mean for it.
 
 Give MODEL and the flags of your `vllm serve`: they go on to vLLM, and no model is loaded. Whether a profile of this
-engine is stored is said too. vLLM is that of this environment, else `vllm` on PATH, or --vllm-command PATH; that
-environment must have Headway too.
+engine is stored is said too. The exit status is 1 where the engine would not start. vLLM is that of this environment,
+else `vllm` on PATH, or --vllm-command PATH; that environment must have Headway too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headway.cli.doctor import MachineFinding, show
+from headway.cli.doctor import MachineFinding, show, status_of
 from headway.cli.profile_vllm import add_vllm_command, vllm_python
 from headway.core.errors import ConfigError
 from headway.perf.latency.table import default_path
@@ -32,8 +32,9 @@ def run(arguments: argparse.Namespace, passed: list[str]) -> int:
     if python != sys.executable:
         return subprocess.run([python, "-m", "headway.cli.main", "doctor", "--vllm", *passed], check=False).returncode
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    show(list(findings(passed)))
-    return 0
+    found = list(findings(passed))
+    show(found)
+    return status_of(found)
 
 
 def findings(words: Sequence[str]) -> Iterator[MachineFinding]:
@@ -41,7 +42,7 @@ def findings(words: Sequence[str]) -> Iterator[MachineFinding]:
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
     except (ImportError, OSError) as error:
-        yield MachineFinding("vLLM", "limited", f"cannot be imported: {error}", "install vLLM again")
+        yield MachineFinding("vLLM", "fault", f"cannot be imported: {error}", "install vLLM again")
         return
     try:
         report = plugin.compare(adapter.version(), plugin.digests(Scheduler))
@@ -49,14 +50,14 @@ def findings(words: Sequence[str]) -> Iterator[MachineFinding]:
         same = f"{report.version}: the {len(plugin.SEAMS)} methods that the plug-in relies on are those of"
         yield MachineFinding("vLLM", "limited" if warning else "ok", warning or f"{same} {report.known_as}")
     except ConfigError as error:
-        yield MachineFinding("vLLM", "limited", str(error))
+        yield MachineFinding("vLLM", "fault", str(error))
     if not words:
         yield MachineFinding("flags", "absent", "none were given", "headway doctor --vllm MODEL FLAGS")
         return
     try:
         config = engine_config(words)
     except Exception as error:  # vLLM, transformers and pydantic have many kinds
-        yield MachineFinding("flags", "limited", f"cannot be read: {str(error).strip() or type(error).__name__}")
+        yield MachineFinding("flags", "fault", f"cannot be read: {str(error).strip() or type(error).__name__}")
         return
     yield from flag_findings(config)
 
@@ -92,7 +93,7 @@ def flag_findings(config: Any) -> Iterator[MachineFinding]:
         facts = adapter.engine_facts(config)
         start = latency_model(settings, facts)[1]
     except ConfigError as error:
-        yield MachineFinding("settings", "limited", f"the engine would not start: {error}")
+        yield MachineFinding("settings", "fault", f"the engine would not start: {error}")
         return
     aim = "by the machine" if settings.t_target_ms is None else f"{settings.t_target_ms:g} ms"
     yield MachineFinding("settings", "ok", f"policy {settings.policy}, time between tokens {aim}")

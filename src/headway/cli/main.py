@@ -7,10 +7,14 @@ import codecs
 import gc
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 
 from headway import __version__
 from headway.cli.command_parser import CommandParser
@@ -83,7 +87,26 @@ def main(argv: list[str] | None = None) -> int:
         # Streams that are not text files of the interpreter's own, as under a test, are left.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="headway-plain")
-    return _guarded(lambda: _run(words))
+    with _terminated_like_ctrl_c(words):
+        return _guarded(lambda: _run(words))
+
+
+@contextmanager
+def _terminated_like_ctrl_c(words: list[str]) -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C, so that every `finally` runs and started processes are ended. Servers, which finish
+    requests first, handle it themselves."""
+    if words[0] in ("serve", "cluster") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 _PLAIN = {"–": "-", "…": "~", "±": "+-", "·": "|", "×": "x", "✓": "+", "✗": "x", "µ": "u", "—": "-", "→": "->"}

@@ -9,6 +9,9 @@ import copy
 import itertools
 import math
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -57,8 +60,23 @@ class WorkerProcesses:
             return map(run, tasks)
         if self._pool is None:
             # spawn: a child that inherits nothing gives the same bytes whatever its parent had imported or opened
-            self._pool = ProcessPoolExecutor(self._jobs, mp_context=multiprocessing.get_context("spawn"))
+            spawn = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._jobs, spawn, _end_with_parent)
         return self._pool.map(run, tasks)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has ended, however that ended. Called first in a worker."""
+    # A worker that waits would print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 Values = tuple[str, list[Any]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-from types import FrameType
 
 from headway.serving.load import convoy as convoy_command
 from headway.serving.load import load
@@ -20,16 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the replay or the convoy; return the exit status."""
-    end_like_ctrl_c()
     if args.bench_command == "convoy":
         return convoy_command.run(args)
     return load.run(args)
-
-
-def end_like_ctrl_c() -> None:
-    """Handle SIGTERM like Ctrl-C, so that every `finally` runs and started servers are ended."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
