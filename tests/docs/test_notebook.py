@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from headway.cli.main import main
+from headway.policy.iteration.ordering import POLICIES
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "chats-behind-documents.ipynb"
 
@@ -28,12 +31,22 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}: {cell['id']}", "exec"), names)
     printed = capsys.readouterr().out
     assert re.search(r"chat +\d+ requests, TTFT P50", printed)
-    # What the text promises: chats wait less under LARS, on the same requests.
-    fcfs, lars = (names["chats"][name] for name in ("fcfs", "lars"))
-    assert len(fcfs) == len(lars) > 20
-    assert None not in lars
-    assert max(lars) < max(wait for wait in fcfs if wait is not None)
-    assert names["figure"].axes[0].get_legend_handles_labels()[1] == ["fcfs", "lars"]
+    # Every policy that there is, and one of the reader's own; on each seed the ladder is the best, fcfs the worst.
+    assert list(names["POLICIES"][:-1]) == list(POLICIES)
+    shares = names["shares"]
+    for seed in range(3):
+        drawn = {name: found[seed] for name, found in shares.items()}
+        assert drawn["ladder"] > max(drawn.values()) - 0.02
+        assert min(drawn, key=lambda name: drawn[name]) == "fcfs"
+    assert names["figure"].axes[0].get_legend_handles_labels()[1] == ["chat", "document"]
+    # The page of the paper has the rows of the command.
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["reproduce", "medha"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    rows = list(names["paper"].rows())
+    assert all(row.claim[:20] in page for _, row in rows)
+    assert printed.count("| paper ") == len(rows) > 5
+    assert {claim.verdict for claim in names["report"].rows} == {"holds"}
 
 
 def test_the_notebook_holds_no_output_and_names_what_there_is() -> None:
