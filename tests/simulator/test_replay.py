@@ -154,7 +154,7 @@ def test_a_log_that_cannot_be_replayed_is_an_error_with_the_reason(tmp_path: Pat
         replay([log[0], {"event": "add", "request": "x"}])
     file = tmp_path / "log"
     file.write_text('{"event": "start"}\nnonsense\n{}\n')
-    with pytest.raises(ConfigError, match="log:2: not an event"):
+    with pytest.raises(ConfigError, match="log: line 2 of the log cannot be read"):
         list(read_log(file))
 
 

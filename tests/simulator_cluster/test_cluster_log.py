@@ -13,7 +13,8 @@ from tests.helpers.cluster_worlds import cluster
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
-from headway.serving.live.watch import ClusterRecording, LogPlayer
+from headway.serving.live.recordings import ClusterRecording
+from headway.serving.live.watch import LogPlayer
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult
 from headway.sim.cluster_log import is_cluster_log, read_cluster
@@ -96,7 +97,7 @@ def test_a_gap_in_which_kv_moved_says_from_where_to_where(tmp_path: Path) -> Non
         "ended": [name], "parts": [[0, 1, [], stages]],
     }  # fmt: skip
     (tmp_path / f"log.{moved.target}").write_bytes(b"\n".join(map(msgspec.json.encode, (add, batch))))
-    told = ClusterRecording(read_cluster(log)).explain(name)
+    told = ClusterRecording(read_cluster(log)).why(name, [])[0]
     causes = [(one.cause, one.rule) for one in told.worst_gap]
     assert ("KV transfer", f"from instance {moved.source} to {moved.target}") in causes
     assert causes[-1][0] == "own token"

@@ -21,10 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headway.sim.calibration import calibrate
-    from headway.sim.replay import read_log, replay
+    from headway.sim.cluster_log import engine_log
+    from headway.sim.replay import replay
     from headway.sim.report.tables import calibration_report, show
 
-    replayed = replay(read_log(arguments.log))
+    replayed = replay(engine_log(arguments.log))
     result = calibrate(replayed, arguments.corrected)
     # Replay decides every batch again: a difference means other code or another profile than the recorded run's.
     for line in replayed.differences:

@@ -16,21 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import sys
-
-    from headway.cli.trace import of_an_engine
+    from headway.cli.why import say_differences
     from headway.core.machine import check_port
-    from headway.serving.live.watch import ClusterRecording, EngineRecording, serve
-    from headway.sim.cluster_log import is_cluster_log, read_cluster
-    from headway.sim.replay import read_log, replay
+    from headway.serving.live.recordings import recording
+    from headway.serving.live.watch import serve
 
     check_port(arguments.port)
-    if is_cluster_log(arguments.log):
-        serve(ClusterRecording(read_cluster(arguments.log)), arguments.log.name, arguments.port)
-        return 0
-    run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
-    if run.differences:
-        # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
-        print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
-    serve(EngineRecording(run), arguments.log.name, arguments.port)
+    recorded = recording(arguments.log)
+    say_differences(recorded)
+    serve(recorded, arguments.log.name, arguments.port)
     return 0

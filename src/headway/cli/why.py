@@ -11,6 +11,7 @@ from headway.core.errors import ConfigError, reading
 from headway.core.files import check_outputs, write_output
 
 if TYPE_CHECKING:
+    from headway.serving.live.recordings import RecordedRun
     from headway.sim.counterfactual import CounterfactualOutcome
     from headway.sim.explanation import RequestExplanation
 
@@ -63,28 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explanation(arguments: argparse.Namespace) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:
     """Return the explanation, and what `--under` asks for."""
-    from headway.cli.trace import of_an_engine
-    from headway.sim.cluster_log import is_cluster_log, read_cluster
-    from headway.sim.counterfactual import outcomes
-    from headway.sim.explanation import explain
-    from headway.sim.replay import read_log, replay
+    from headway.serving.live.recordings import recording
 
     if arguments.url is not None:
         return _asked(arguments)
-    if is_cluster_log(arguments.log):
-        from headway.serving.live.watch import ClusterRecording
-
-        if arguments.under:
-            raise ConfigError("--under simulates the log of one engine, not of a cluster")
-        with reading(f"{arguments.log} is damaged", ConfigError):
-            return ClusterRecording(read_cluster(arguments.log)).explain(arguments.request), []
-    run = replay(of_an_engine(read_log(arguments.log), arguments.log), detail=True)
-    if run.differences:
-        # What the log says itself still holds; which requests decoded in an iteration comes from the replay.
-        print(f"this version decides otherwise than the recorded run: {run.differences[0]}", file=sys.stderr)
+    recorded = recording(arguments.log)
+    say_differences(recorded)
     with reading(f"{arguments.log} is damaged", ConfigError):
-        told = explain(run, arguments.request)
-    return told, outcomes(run, told.record.id, arguments.under) if arguments.under else []
+        return recorded.why(arguments.request, arguments.under)
+
+
+def say_differences(recorded: RecordedRun) -> None:
+    """Say on stderr where this version decides otherwise than the recorded run: explanations then may not hold."""
+    if recorded.differs is not None:
+        print(f"this version decides otherwise than the recorded run: {recorded.differs}", file=sys.stderr)
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[RequestExplanation, list[CounterfactualOutcome]]:

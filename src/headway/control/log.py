@@ -24,6 +24,7 @@ from headway.control.backend import InstanceBackend
 from headway.control.controller import ClusterController
 from headway.control.entries import ControlledRequest, KvSlice, SpanEntry
 from headway.core.errors import ConfigError, reading
+from headway.core.logs import numbered_lines
 from headway.core.request import Request
 from headway.policy.placement.contract import (
     Action,
@@ -119,17 +120,7 @@ def read_log(lines: Iterable[bytes | str]) -> tuple[dict[str, Any], list[tuple[i
     """Return a log's header and its lines, with their numbers; a torn last line is left out. Raises ConfigError, with
     the line's number, for anything that is no log of a cluster, or a damaged one."""
     found: list[tuple[int, dict[str, Any]]] = []
-    torn = 0
-    for number, text in enumerate(lines, start=1):
-        if torn:
-            raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
-        try:
-            line = msgspec.json.decode(text, type=dict[str, Any])
-        except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError):
-            if number == 1:
-                break
-            torn = number
-            continue
+    for number, line in numbered_lines(lines):
         if line.get("event") == "missing":
             raise ConfigError(
                 f"line {number} of the log says that the disk did not take {line.get('lines')} lines: what is behind "

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -101,6 +101,23 @@ class LogSink:
 def event_sink(path: str) -> LogSink:
     """Open an event log. Raises ConfigError as `open_event_log` does."""
     return LogSink(path)
+
+
+def numbered_lines(lines: Iterable[bytes | str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the lines of a log with their numbers. A killed process may leave its last one torn: that is left out.
+
+    Nothing is yielded of a file that is no log, by its first line. Raises ConfigError, with the number, for any other
+    line that cannot be read."""
+    torn = 0
+    for number, line in enumerate(lines, start=1):
+        if torn == 1:
+            return
+        if torn:
+            raise ConfigError(f"line {torn} of the log cannot be read, and others follow: it is damaged")
+        try:
+            yield number, msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            torn = number
 
 
 def arrival_fields(request: Request, now: float) -> dict[str, object]:

@@ -15,9 +15,10 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import fit_scales
 from headway.perf.latency.table import HostedLatency, TableLatency, bake
 from headway.policy.iteration.config import SchedulerConfig
+from headway.sim.cluster_log import engine_log
 from headway.sim.loop import simulate
 from headway.sim.metrics import RequestRecord, RunSummary, percentiles, summarise
-from headway.sim.replay import ReplayedRun, read_log, replay
+from headway.sim.replay import ReplayedRun, replay
 from headway.sim.result import SimResult
 from headway.sim.spec import InstanceSpec, RunSpec, VllmSpec
 from headway.sim.workload import TraceRequest
@@ -54,7 +55,7 @@ def requests_in(run: ReplayedRun, records: Sequence[RequestRecord]) -> list[Trac
 
 def recorded_trace(path: Path) -> RequestTrace:
     """Return the requests of a log that were answered, with the lengths of their answers. Raises ConfigError."""
-    run = replay(read_log(path))
+    run = replay(engine_log(path))
     answered = sorted((record for record in run.records if record.ok), key=lambda record: record.arrival_s)
     if not answered:
         raise TraceError(f"{path}: no request of this event log was answered")

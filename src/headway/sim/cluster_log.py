@@ -6,7 +6,7 @@ of instances on other hosts are as their own clocks had them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,20 +59,30 @@ class ClusterLogRun:
     """Events of each instance's own log, in order: those of all its processes."""
 
 
+def open_log(path: Path) -> ClusterLogRun | Iterator[Mapping[str, Any]]:
+    """Return the run of a router's log, or the events of an engine's. Raises ConfigError for a file that is neither."""
+    return read_cluster(path) if is_cluster_log(path) else read_log(path)
+
+
+def engine_log(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Return the events of an engine's log. Raises ConfigError for a router's, which has no batches."""
+    if is_cluster_log(path):
+        raise ConfigError(
+            f"{path} is the log of a cluster's router; those of its instances' schedulers are {path}.0, {path}.1 and "
+            "so on"
+        )
+    return read_log(path)
+
+
 def is_cluster_log(path: Path) -> bool:
-    """Whether a file begins as a router's log does. Raises ConfigError for one that cannot be read."""
+    """Whether a file begins as a router's log does, of whatever version. Raises ConfigError for an unreadable file."""
     try:
         first = msgspec.json.decode(next(read_lines(path), b""), type=dict[str, Any])
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-    return names_cluster_log(first)
-
-
-def names_cluster_log(line: Mapping[str, Any]) -> bool:
-    """Whether a log's first line is that of a router's log, of whatever version."""
-    return str(line.get("schema", "")).startswith(SCHEMA.rpartition("/")[0])
+    return str(first.get("schema", "")).startswith(SCHEMA.rpartition("/")[0])
 
 
 def read_cluster(path: Path) -> ClusterLogRun:

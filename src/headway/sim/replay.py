@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
-
 from headway.core.batch import Batch, RequestProgress
 from headway.core.errors import ConfigError, reading
 from headway.core.files import read_lines
+from headway.core.logs import numbered_lines
 from headway.core.request import Request, RequestEvent, Slo, Span
 from headway.kv.block_manager import BlockManager
 from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
@@ -435,19 +434,12 @@ Events = Iterable[Mapping[str, Any]]
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log. ConfigError names the line that cannot be read; a torn last line is ignored."""
-    torn: ConfigError | None = None
+    """Yield the events of a log. Raises ConfigError for a file or a line that cannot be read."""
     try:
-        for number, line in enumerate(read_lines(path), start=1):
-            # a process that is killed may leave its last line incomplete
-            if torn is not None:
-                raise torn
-            try:
-                yield msgspec.json.decode(line, type=dict[str, Any])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                torn = ConfigError(f"{path}:{number}: not an event ({error})")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        for _, event in numbered_lines(read_lines(path)):
+            yield event
+    except (ConfigError, OSError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
 
 
 def replay(events: Events, detail: bool = False) -> ReplayedRun:

@@ -1,6 +1,6 @@
 """State of the live page, bounded in memory: iterations in a ring, requests, and latencies of the last minutes.
 
-Producers are a server (`serving.live.feed`) and a log (`serving.live.watch`). Times are arguments, seconds of one
+Producers are a server (`serving.live.feed`) and a log (`serving.live.recordings`). Times are arguments, seconds of one
 clock.
 """
 

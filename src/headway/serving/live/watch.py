@@ -4,8 +4,8 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -13,40 +13,12 @@ from starlette.responses import RedirectResponse, Response
 from typing_extensions import override
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.perf.latency.prefill_cache import PrefillCache
-from headway.policy.iteration.budget import reference_aim_s
-from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, LONG_TOKENS, SchedulerConfig
-from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample
 from headway.serving.access import AccessControl, AuthMiddleware
 from headway.serving.errors import as_api_error, error_response
-from headway.serving.live.feed import FollowedRequest, InstanceLoad, LiveFeed
 from headway.serving.live.pages import LivePage, add_routes
+from headway.serving.live.recordings import RecordedRun
 from headway.serving.settings import ServerSettings, bind, release, url
-from headway.sim.cluster_log import ClusterLogRun, ClusterRequestLife, GroupSpan
-from headway.sim.counterfactual import outcomes
-from headway.sim.explanation import KvTransfer, RequestExplanation, explain, find
-from headway.sim.metrics import RequestRecord
-from headway.sim.replay import ReplayedRun, ReplayedStep, limit_of_chunk
 from headway.sim.report.why import why_json
-
-Happening = tuple[float, Callable[[LiveFeed], None]]
-"""A time, and what then happens to a feed."""
-
-
-class RecordedRun(Protocol):
-    """A run that has ended."""
-
-    def new_feed(self) -> LiveFeed:
-        """Return a feed as at the run's start."""
-
-    def happenings(self) -> Iterable[Happening]:
-        """Return all that happened, in any order."""
-
-    def assess(self, request: FollowedRequest) -> None:
-        """Set what the scheduler thought of a request without a first token: when it is due, and the work left."""
-
-    def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """Return the JSON of `headway why`. Raises ConfigError."""
 
 
 class LogPlayer(LivePage):
@@ -79,7 +51,7 @@ class LogPlayer(LivePage):
 
     @override
     async def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        return self._recording.why(request_id, under)
+        return why_json(*self._recording.why(request_id, under))
 
     def _rewind(self) -> None:
         self._feed = self._recording.new_feed()
@@ -119,246 +91,3 @@ async def _home(request: Request) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
-
-
-class EngineRecording:
-    """The `RecordedRun` of a run that was replayed with its steps."""
-
-    def __init__(self, run: ReplayedRun) -> None:
-        self._run = run
-        aim_s = reference_aim_s(run.config, run.model)
-        self._times = PrefillCache(run.model, aim_s, max(run.config.min_chunk, 16))
-
-    def new_feed(self) -> LiveFeed:
-        """See `RecordedRun`."""
-        config = self._run.config
-        feed = LiveFeed(config.policy, config.t_target_s, LONG_TOKENS)
-        feed.instances = [InstanceLoad(0, self._run.engine, "log", 0, self._run.kv_tokens * config.kv_parallel)]
-        return feed
-
-    def happenings(self) -> Iterator[Happening]:
-        """See `RecordedRun`."""
-        run = self._run
-        for record in run.records:
-            yield from _life(run, record)
-        for step in run.steps:
-            yield step.end_s, _iteration(step, run.kv_tokens * run.config.kv_parallel)
-
-    def assess(self, request: FollowedRequest) -> None:
-        """Set the work that is left and, where no latency was asked for, the policy's own deadline
-        (`policy.iteration.config`)."""
-        prompt = request.prompt_tokens
-        request.work_s = self._times.remaining_s(prompt, request.computed)
-        if request.due_s is None:
-            cached = self._run.requests[request.id].cached_tokens
-            alone_s = self._times.remaining_s(prompt, cached)
-            request.due_s = request.arrival_s + max(DEADLINE_BASE_S, DEADLINE_FACTOR * alone_s)
-
-    def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """See `RecordedRun`."""
-        told = explain(self._run, request_id)
-        return why_json(told, outcomes(self._run, told.record.id, under) if under else ())
-
-
-def _life(run: ReplayedRun, record: RequestRecord) -> Iterator[Happening]:
-    slo = run.requests[record.id].slo
-
-    def arrive(feed: LiveFeed) -> None:
-        name, arrival_s, prompt = record.id, record.arrival_s, record.prompt_tokens
-        feed.arrived(FollowedRequest(name, record.klass, arrival_s, prompt, slo.ttft_s, slo.tbt_s))
-
-    yield record.arrival_s, arrive
-    for at_s in record.token_s:
-        yield at_s, lambda feed, at_s=at_s: feed.tokens(record.id, at_s)  # type: ignore[misc]
-    if record.error == "unfinished":
-        return
-    end_s = record.finish_s if record.finish_s is not None else max(record.token_s, default=record.arrival_s)
-    yield end_s, lambda feed: feed.finished(record.id, end_s, record.error)
-
-
-def _iteration(step: ReplayedStep, kv_tokens: int) -> Callable[[LiveFeed], None]:
-    chunks = tuple(ChunkSample(one.request, one.start, one.tokens, one.remaining, one.limit) for one in step.chunks)
-    sample = IterationSample(
-        0, 0, step.decided_s, step.start_s, step.end_s, step.predicted_s, len(step.decodes), chunks
-    )
-
-    def happen(feed: LiveFeed) -> None:
-        feed.sampled(0, EngineSamples((sample,)))
-        used = step.kv_used or 0
-        feed.instances[0].kv_used = used
-        feed.loaded(step.end_s, *feed.counts(), used / kv_tokens if step.kv_used is not None else None)
-
-    return happen
-
-
-# A run of a cluster from its logs, as the live page shows it and `headway why` explains it.
-#
-# Explanations come from a feed that is filled up to the request's end, as those of a server: the logs say what each
-# instance computed and when, and how many requests decoded, not by which rule one was passed over.
-
-
-class ClusterRecording:
-    """The `RecordedRun` of a cluster."""
-
-    def __init__(self, run: ClusterLogRun) -> None:
-        """Raises ConfigError for settings of another version."""
-        self._run = run
-        starts = [event for events in run.batches.values() for event in events if event["event"] == "start"]
-        try:
-            self._config = SchedulerConfig.of_fields(starts[0]["config"]) if starts else SchedulerConfig()
-        except TypeError as error:
-            raise ConfigError(f"the settings of an instance's log cannot be read: {error}") from error
-
-    def new_feed(self) -> LiveFeed:
-        """See `RecordedRun`."""
-        feed = LiveFeed(self._config.policy, self._config.t_target_s, LONG_TOKENS)
-        feed.instances = [InstanceLoad(one.id, one.role, "log") for one in self._run.instances]
-        return feed
-
-    def happenings(self) -> Iterator[Happening]:
-        """See `RecordedRun`."""
-        for life in self._run.requests.values():
-            yield from self._life(life)
-        yield from self._spans()
-        for name, moved in self._run.transfers:
-            yield moved.end_s, lambda feed, name=name, moved=moved: _transfer(feed, name, moved)  # type: ignore[misc]
-        for instance, events in self._run.batches.items():
-            scheduler = _InstanceBatches(instance, self._config, self._run)
-            for event in events:
-                happen = scheduler.happening(event)
-                if happen is not None:
-                    yield event["at_s"], happen
-
-    def assess(self, request: FollowedRequest) -> None:
-        """Set nothing: the logs do not say what the schedulers thought."""
-
-    def explain(self, request_id: str) -> RequestExplanation:
-        """Explain one request. Raises ConfigError for an unknown one."""
-        name = find(self._run.requests.keys(), request_id)
-        until_s = self._run.requests[name].end_s
-        feed = self.new_feed()
-        for at_s, happen in sorted(self.happenings(), key=lambda one: one[0]):
-            if until_s is None or at_s <= until_s:
-                happen(feed)
-        return feed.explain(name)
-
-    def why(self, request_id: str, under: Sequence[str]) -> dict[str, Any]:
-        """See `RecordedRun`."""
-        if under:
-            raise ConfigError("counterfactuals are simulated from the log of one engine, not of a cluster")
-        return why_json(self.explain(request_id))
-
-    def _life(self, life: ClusterRequestLife) -> Iterator[Happening]:
-        request = life.request
-        kind = "long" if request.prompt_tokens > LONG_TOKENS else "short"
-        slo = request.slo
-
-        def arrive(feed: LiveFeed) -> None:
-            name, prompt = request.id, request.prompt_tokens
-            feed.arrived(FollowedRequest(name, kind, request.arrival_s, prompt, slo.ttft_s, slo.tbt_s))
-
-        yield request.arrival_s, arrive
-        if life.end_s is not None:
-            end_s = life.end_s
-            yield end_s, lambda feed: feed.finished(request.id, end_s, life.error)
-
-    def _spans(self) -> Iterator[Happening]:
-        """Yield the spans; the parts of one that was paused share its tokens by their time."""
-        parts: dict[tuple[str, int, int], list[GroupSpan]] = {}
-        for span in self._run.spans:
-            parts.setdefault((span.request, span.start, span.end), []).append(span)
-        for (_, start, end), spans in parts.items():
-            whole_s = sum(one.end_s - one.start_s for one in spans) or 1.0
-            passed_s = 0.0
-            for one in spans:
-                first, passed_s = passed_s, passed_s + one.end_s - one.start_s
-                edges = [start + round((end - start) * at_s / whole_s) for at_s in (first, passed_s)]
-                yield one.end_s, lambda feed, one=one, edges=edges: self._part(feed, one, *edges)  # type: ignore[misc]
-            if spans[-1].last:
-                yield spans[-1].end_s, lambda feed, one=spans[-1]: feed.tokens(one.request, one.end_s)  # type: ignore[misc]
-
-    def _part(self, feed: LiveFeed, span: GroupSpan, start: int, end: int) -> None:
-        """Add a part of a span, tokens [start, end), to its instances, each with its share."""
-        prompt = self._run.requests[span.request].request.prompt_tokens
-        share = -(-(end - start) // len(span.group))
-        for place, instance in enumerate(span.group):
-            first = min(end, start + place * share)
-            limit = "rest of the prompt" if end >= prompt else "host or KV shard"
-            chunk = ChunkSample(span.request, first, min(share, end - first), prompt - first, limit)
-            sample = IterationSample(0, 0, span.start_s, span.start_s, span.end_s, 0.0, 0, (chunk,))
-            feed.sampled(instance, EngineSamples((sample,)))
-
-
-class _InstanceBatches:
-    """The iterations of one instance, with the requests that decode in each."""
-
-    def __init__(self, instance: int, config: SchedulerConfig, run: ClusterLogRun) -> None:
-        self._instance, self._config, self._run = instance, config, run
-        # Requests that decode, and prompts of those that do not yet, in order of coming.
-        self._decoding: dict[str, None] = {}
-        self._prompts: dict[str, int] = {}
-        self._decided: dict[int, float] = {}
-
-    def happening(self, event: Mapping[str, Any]) -> Callable[[LiveFeed], None] | None:
-        """Take in the next event; return what it does to a feed, if anything."""
-        match event["event"]:
-            case "add":
-                name = event["request"]
-                if event.get("phase") == "decode":
-                    self._decoding[name] = None
-                else:
-                    self._prompts[name] = event["prompt"]
-            case "abort":
-                self._decoding.pop(event["request"], None)
-            case "lost":
-                self._decoding.clear()
-            case "schedule":
-                self._decided[event["id"]] = event["at_s"]
-            case "batch":
-                return self._batch(event)
-        return None
-
-    def _batch(self, event: Mapping[str, Any]) -> Callable[[LiveFeed], None]:
-        # The oldest decode where not all do.
-        emitted = list(self._decoding)[: event["decodes"]]
-        for name, start, tokens in event["chunks"]:
-            if start + tokens >= self._prompts.get(name, 1 << 62):
-                emitted.append(name)
-                self._decoding[name] = None
-        for name in event["ended"]:
-            self._decoding.pop(name, None)
-        at_s, decided_s = event["at_s"], self._decided.pop(event["id"], event["at_s"])
-        rows = event["decodes"] + sum(tokens for _, _, tokens in event["chunks"])
-        samples = EngineSamples(
-            tuple(
-                IterationSample(
-                    group,
-                    stage,
-                    decided_s,
-                    start_s,
-                    at_s if stage == len(stages) - 1 else end_s,
-                    event["predicted_s"],
-                    decodes,
-                    tuple(self._chunk(rows, *chunk) for chunk in chunks),
-                )
-                for group, decodes, chunks, stages in event["parts"]
-                for stage, (start_s, end_s) in enumerate(stages)
-            )
-        )
-
-        def happen(feed: LiveFeed) -> None:
-            feed.sampled(self._instance, samples)
-            for name in emitted:
-                feed.tokens(feed.name_of(name), at_s)
-            feed.loaded(at_s, *feed.counts(), None)
-
-        return happen
-
-    def _chunk(self, rows: int, name: str, start: int, tokens: int) -> ChunkSample:
-        remaining = max(tokens, self._prompts.get(name, 0) - start)
-        return ChunkSample(name, start, tokens, remaining, limit_of_chunk(self._config, tokens, remaining, rows, False))
-
-
-def _transfer(feed: LiveFeed, name: str, moved: KvTransfer) -> None:
-    sample = TransferSample(name, moved.source, moved.start_s, moved.end_s)
-    feed.sampled(moved.target, EngineSamples(transfers=(sample,)))
