@@ -56,7 +56,7 @@ def test_the_command_and_a_log_without_stages(tmp_path: Path, capsys: pytest.Cap
     ("line", "words"),
     [
         ({"schema": "headway.cluster.log/4"}, "its first line should name the schema headway.cluster.log/5"),
-        ({"event": "start"}, "says of no request and no batch"),
+        ({"event": "start"}, "has no request and no batch"),
     ],
 )
 def test_a_log_without_drawable_events_does_not_overwrite_a_trace(
