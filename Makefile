@@ -97,7 +97,7 @@ figures: setup ## draw again the figures that README and docs show (minutes)
 	@$(BIN)/python scripts/make_figures.py
 	-@$(BIN)/python -m scripts.make_live_picture
 	@$(BIN)/python scripts/make_screens.py
-	@$(BIN)/python scripts/make_transcripts.py
+	@$(BIN)/python -m scripts.make_transcripts
 
 lock: setup ## requirements/*.lock: the versions of .venv, which CI and containers install
 	@$(BIN)/python scripts/make_lock.py

@@ -1,14 +1,17 @@
 """Write docs/reference/transcripts.md, what a planner and a researcher type, see and wait for in this checkout:
-`python scripts/make_transcripts.py`. Minutes.
+`python -m scripts.make_transcripts`. Minutes. `--check` writes nothing, and ends with status 1 where a command shows
+other lines than the page, but for numbers.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
-from make_screens import DOCS, command
+from scripts.make_screens import DOCS, command
 
+PAGE = DOCS / "reference" / "transcripts.md"
 PARTS = {
     "A plan from a question": ("plan", "examples/plan-chat-and-documents.yaml"),
     "All policies on one workload": ("compare", "examples/chat-and-documents.yaml"),
@@ -23,16 +26,35 @@ What commands print on a terminal of 80 columns, and how long they took in the r
 """
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
+    if words == ["--check"]:
+        stale = [title for title in PARTS if not holds(title)]
+        print(*(f"stale: {title}" for title in stale), sep="\n")
+        return 1 if stale else 0
     text = HEAD
-    for title, words in PARTS.items():
+    for title in PARTS:
         began_s = time.monotonic()
-        shown = command(*words)
-        line = f"$ headway {' '.join(words)}"
-        text += f"## {title}\n\n{time.monotonic() - began_s:.0f} s:\n\n```text\n{line}\n{shown}\n```\n\n"
-    (DOCS / "reference" / "transcripts.md").write_text(text.rstrip() + "\n")
+        shown = screen(title)
+        text += f"## {title}\n\n{time.monotonic() - began_s:.0f} s:\n\n```text\n{shown}\n```\n\n"
+    PAGE.write_text(text.rstrip() + "\n")
     return 0
 
 
+def screen(title: str) -> str:
+    """Run a part's command. Returns it and what it prints."""
+    words = PARTS[title]
+    return f"$ headway {' '.join(words)}\n{command(*words)}"
+
+
+def holds(title: str) -> bool:
+    """Whether a part's command, run now, shows what the page shows, but for numbers and where lines are wrapped."""
+    return shape(screen(title)) in shape(PAGE.read_text())
+
+
+def shape(text: str) -> str:
+    """Return the words of a screen, with one sign for each number and its unit."""
+    return re.sub(r"[-+]?\d[\d.,]*(?: ?(?:ms|s|%|K|M|×)(?!\w))?", "#", re.sub(r"[\s─]+", " ", text))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
