@@ -26,12 +26,14 @@ const columns = (lines) => {
   return Array.from({ length: lines.length + 1 }, (_, place) => rows.map((row) => row[place]));
 };
 
-for (const chart of page.charts) {
+// All cards first: a card's width depends on how many there are.
+const cards = page.charts.map((chart) => make("div", { class: "card" }, make("h2", {}, chart.title)));
+document.getElementById("charts").append(...cards);
+for (const [at, chart] of page.charts.entries()) {
+  const card = cards[at];
   const [exact, rough] = UNITS[chart.unit];
   const words = chart.words;
   const along = words.length ? (x) => words[x] ?? "" : plain;
-  const card = make("div", { class: "card" }, make("h2", {}, chart.title));
-  document.getElementById("charts").append(card);
   const axis = { stroke: () => theme("quiet"), grid: { stroke: () => theme("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 20 };
   const colour = (place) => page.colours[place % page.colours.length];
   const tight = 8 * words.join("").length + 12 * words.length > card.clientWidth - 100;
