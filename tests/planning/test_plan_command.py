@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,17 @@ def test_a_limit_without_a_kind_is_that_of_the_first() -> None:
             "--mix 'chats:1': write KIND:NUMBER,KIND:NUMBER, where KIND is chat or",
         ),
         ([*FLAGS, "--mix", "chat:1,chat:2"], "each once"),
-        ([*FLAGS, "--mix", "chat:-1"], "the flags: workload.mix[0].share must be above 0, not '-1'"),
-        ([*FLAGS[:-1], "many"], "the flags: workload.qps: 'many' is not a number"),
-        ([*FLAGS, "--ttft-ms", "soon"], "the flags: demands.chat.ttft_p90_s: 'soonms' is not a time"),
-        ([*FLAGS, "--ttft-ms", "document:5"], "demands.document"),
+        ([*FLAGS, "--mix", "chat:-1"], "--mix 'chat:-1': -1 is not above 0"),
+        ([*FLAGS[:-1], "many"], "--qps: 'many' is not a number\n"),
+        ([*FLAGS, "--ttft-ms", "soon"], "--ttft-ms 'soon': 'soon' is not a number\n"),
+        (
+            [*FLAGS, "--ttft-ms", "document:5"],
+            "--ttft-ms 'document:5': write KIND:NUMBER,KIND:NUMBER, where KIND is chat,",
+        ),
+        (
+            [*FLAGS, "--set", "workload.requests=many"],
+            "workload.requests: 'many' is not a number of tokens such as 8192, 128K (131,072) or",
+        ),
         ([*FLAGS[:4], "h1000", *FLAGS[5:]], "unknown accelerator 'h1000'"),
     ],
 )
@@ -90,6 +98,24 @@ def test_faulty_flags_are_said_in_one_line(words: list[str], says: str, capsys: 
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("qps", "mix", "requests"),
+    [("10", "chat:1", 800), ("3", "chat:0.95,document:0.05", 800), ("1", "chat:9,document:1", 480),
+     ("0.1", "document:1", 48), ("0.01", "document:1", 40)],
+)  # fmt: skip
+def test_fewer_requests_are_drawn_where_they_have_enough_documents(qps: str, mix: str, requests: int) -> None:
+    assert question_data("llama-3-8b", "h200", qps, mix, None)["workload"]["requests"] == requests
+
+
+def test_a_load_that_nothing_keeps_up_with_says_what_can_be_kept_up_with(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--set", "workload.requests=80", "--set", "accelerators.0.most=1", "--jobs", "1"]
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "a100", "--qps", "0.2", "--mix", "document:1", *small]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    share = re.search(r"No plan keeps up. The nearest is 1 × tp1, .* it keeps up with (\d+)% of what arrives", shown)
+    assert share is not None
+    assert 3 < int(share[1]) < 12
 
 
 def test_a_price_is_the_unit_of_a_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from headway.planning.simulate import (
     BACKLOG,
     OUTRUN,
     CandidateMeasure,
+    DemandWatch,
     MeasureRunner,
     SimulationJob,
     busiest,
@@ -148,20 +149,37 @@ def test_deployment_that_the_kv_bound_removes_does_not_keep_up() -> None:
     assert removed > 0
 
 
-def test_early_stop_changes_no_verdict() -> None:
-    stopped = 0
-    for seed in (6, 7):
+def without_stops(job: SimulationJob, monkeypatch: pytest.MonkeyPatch) -> CandidateMeasure:
+    """Measure a run that goes on to its last event."""
+    with monkeypatch.context() as patch:
+        patch.setattr(DemandWatch, "look", lambda *_: None)
+        return measure(job)
+
+
+def test_early_stop_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"late": 0, BACKLOG: 0, "met": 0}
+    for seed in range(8):
+        rng = random.Random(seed)
         question = random_question(seed)
         # looked at every 1,024 instants: short runs end before they are stopped
-        workload = question.workload.model_copy(update={"requests": 300, "qps": 15.0})
-        question = question.model_copy(update={"workload": workload, "demands": {"all": {"ttft_p99_s": 0.2}}})
+        workload = question.workload.model_copy(update={"requests": 300, "qps": rng.choice((4.0, 15.0, 40.0))})
+        limits = {"ttft_p90_s": rng.choice((0.2, 2.0, 90.0))} | rng.choice(
+            ({}, {"tbt_p90_s": 0.05}, {"e2e_p50_s": 3.0})
+        )
+        question = question.model_copy(update={"workload": workload, "demands": {"all": limits}})
         demands = question.demand_list()
         for candidate in list(candidates_of(question))[::6]:
-            early = measure(SimulationJob(question, candidate))
-            if not early.complete():
-                stopped += 1
-                assert not measure(SimulationJob(question, candidate, to_the_end=True)).meets(demands)
-    assert stopped > 0
+            early, job = (
+                measure(SimulationJob(question, candidate)),
+                SimulationJob(question, candidate, to_the_end=True),
+            )
+            whole, nearest = without_stops(job, monkeypatch), measure(job)
+            assert early.meets(demands) == nearest.meets(demands) == whole.meets(demands)
+            assert nearest.keeps_up() == whole.keeps_up()
+            seen["met"] += whole.meets(demands)
+            seen["late"] += not early.complete() and whole.keeps_up()
+            seen[BACKLOG] += not nearest.complete()
+    assert all(seen.values()), seen
 
 
 @given(
@@ -318,7 +336,7 @@ def test_class_of_all_counts_every_request() -> None:
     assert len(of_class("chat", workload)) + len(of_class("document", workload)) == len(workload)
 
 
-def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> None:
+def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
     question = parse_question(
         {
             "model": "llama-3-70b",
@@ -331,9 +349,10 @@ def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles() -> N
         }
     )
     candidate = next(c for c in candidates_of(question) if (c.replicas, c.decoders) == (2, 1))
-    whole = measure(SimulationJob(question, candidate, to_the_end=True))
+    whole = without_stops(SimulationJob(question, candidate), monkeypatch)
     assert whole.ratio(question.demand_list()) <= 1
     assert whole.seeds[0].missed == BACKLOG
+    assert 0 < whole.kept_up() < 1
     assert not whole.meets(question.demand_list())
 
 

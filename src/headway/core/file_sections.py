@@ -136,11 +136,11 @@ def _fault(item: dict[str, Any], root: type[FileSection]) -> str:
     words = limit_words(item["type"], item)
     if words is not None:
         return f"{name} {words}"
-    value = item.get("input")
-    # sections and lists are too long to show
-    is_now = f" (it is {shown(value)})" if not isinstance(value, dict | list) else ""
+    value, message = item.get("input"), str(item["msg"]).removeprefix("Value error, ")
+    # sections and lists are too long to show, and some messages show the value
+    is_now = f" (it is {shown(value)})" if not isinstance(value, dict | list) and shown(value) not in message else ""
     where = f"{path}: " if path else ""
-    return f"{where}{str(item['msg']).removeprefix('Value error, ')}{is_now}"
+    return f"{where}{message}{is_now}"
 
 
 def _sections(root: type[FileSection], path: Sequence[int | str]) -> tuple[list[type[FileSection]], set[str]]:

@@ -268,13 +268,15 @@ def _headline(result: PlanResult, bars: PlanErrorBars | None) -> str:
         cost = f"cost in {cost_unit(question)}: {cost_of(one.candidate, question):g}"
         head = f"Cheapest plan: {what} ({cost}). Binds: {binds(one, question)}"
         crossed = [
-            f"{demand.name} up to {duration(bars.range_s(index)[1])} of {duration(demand.limit_s)}"
+            f"{demand.name} up to {_latency(bars.range_s(index)[1])} of {duration(demand.limit_s)}"
             for index, demand in enumerate(question.demand_list() if bars is not None else ())
             if bars is not None and bars.range_s(index)[1] > demand.limit_s
         ]
         if bars is None or bars.meets == 1:
             return head
         return f"{head}\n{_draws(bars)}" + (f" It may miss: {', '.join(crossed)}" if crossed else "")
+    if not one.keeps_up() and one.seeds:
+        return f"No plan keeps up. The nearest is {what}: it keeps up with {one.kept_up():.0%} of what arrives."
     head = f"No plan meets all demands. The nearest is {what}: what it reaches is what can be asked for."
     if bars is not None and bars.meets > 0:
         head += f"\n{_draws(bars)}"
@@ -287,7 +289,7 @@ def _draws(bars: PlanErrorBars) -> str:
 
 def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
     one, demands = result.best or result.nearest, result.question.demand_list()
-    if one is None:
+    if one is None or not one.complete():
         return []
     margins = _table()
     for name in ("demand", "limit", "predicted", "of the limit", *(["error bar"] if bars is not None else [])):
@@ -296,7 +298,7 @@ def _tables(result: PlanResult, bars: PlanErrorBars | None) -> list[Table]:
         worst = one.worst_s(index)
         cells = [demand.name, duration(demand.limit_s), _spread(one, index), f"{worst / demand.limit_s:.0%}"]
         if bars is not None:
-            cells.append(" … ".join(map(duration, bars.range_s(index))))
+            cells.append(" … ".join(map(_latency, bars.range_s(index))))
         margins.add_row(*cells)
     front = _table("Pareto front of what was simulated to the end")
     front.add_column("plan")
@@ -346,6 +348,10 @@ def _table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
+def _latency(seconds: float) -> str:
+    return duration(seconds) if seconds < math.inf else "∞"
+
+
 def _spread(one: CandidateMeasure, index: int) -> str:
     """Return the worst seed's value, and the best one's where there are several."""
     values = [seed.values_s[index] for seed in one.seeds]
@@ -367,5 +373,8 @@ def _tried(result: PlanResult, bars: PlanErrorBars | None) -> str:
         words.append(f"{result.screened} removed on a part of the workload: raise search.effort for an exact search")
     words.append(f"iteration times: {latency_note(result.question, result.best or result.nearest)}")
     if bars is not None:
-        words.append(f"error bars: simulated again with all iterations {bars.band.words()} of what is predicted")
+        behind = "" if bars.slow.complete() else "; ∞: it no longer keeps up"
+        words.append(
+            f"error bars: simulated again with all iterations {bars.band.words()} of what is predicted{behind}"
+        )
     return "\n".join(words)

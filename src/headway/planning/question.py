@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Aim, Count, FileSection, Machines, Positive, Seconds, Seeds, validated
+from headway.core.parse import number
 from headway.perf.hardware import ModelShape, accelerator, model
 from headway.perf.latency.layout import ParallelLayout, rank_shape
 from headway.policy.iteration.config import SchedulerConfig
@@ -126,18 +128,21 @@ class PlanQuestion(FileSection):
         )
 
 
-KINDS: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
+KINDS: dict[str, tuple[dict[str, str], float, dict[str, str]]] = {
     "chat": (
         {"prompt": "lognormal:median=1500,p90=5000,max=8k", "output": "lognormal:median=100,p90=400"},
-        "1000",
+        1000.0,
         {"tbt_p99_s": "200ms"},
     ),
-    "document": ({"prompt": "fixed:200k", "output": "fixed:500"}, "120000", {}),
+    "document": ({"prompt": "fixed:200k", "output": "fixed:500"}, 120_000.0, {}),
 }
 """Kinds of requests that a question in flags may name: lengths, limit of TTFT's P90 (ms), further demands."""
 
 _DRAWN = 800
-"""Requests of a question in flags: 40 of them documents where these are 5%."""
+"""Most requests of a question in flags; fewer where fewer have `_DOCUMENTS` documents and arrive for `_ARRIVALS_S`."""
+_DOCUMENTS = 40
+_ARRIVALS_S = 480.0
+"""Four times the limit of documents, so that a queue which only grows is seen."""
 _SEARCH = {"busiest_part": 4, "t_target_s": [0.05, 0.1, 0.2]}
 """Settings of the search for such a question. A limit of 200 ms on gaps needs no iterations of 25 ms, and simulating
 those would take most of the time."""
@@ -145,28 +150,41 @@ those would take most of the time."""
 
 def question_data(model: str, gpu: str, qps: str, mix: str, ttft_ms: str | None) -> dict[str, Any]:
     """Return the data of a question in flags, for `parse_question`. Raises ConfigError for a faulty mix or limit."""
-    shares = _by_kind(mix, "--mix", "")
+    shares, rate = _by_kind(mix, "--mix", tuple(KINDS), ""), _above_zero(qps, "--qps")
     limits = {kind: KINDS[kind][1] for kind in shares}
     if ttft_ms is not None:
-        limits |= _by_kind(ttft_ms, "--ttft-ms", next(iter(shares)))
+        limits |= _by_kind(ttft_ms, "--ttft-ms", tuple(shares), next(iter(shares)))
     kinds = [{"class": kind, "share": share, **KINDS[kind][0]} for kind, share in shares.items()]
+    documents = shares.get("document", 0.0) / sum(shares.values())
+    enough = max(_DOCUMENTS / documents, _ARRIVALS_S * rate) if documents else _DRAWN
     return {
         "model": model,
         "accelerators": [{"name": gpu}],
-        "workload": {"qps": qps, "requests": _DRAWN, "mix": kinds},
-        "demands": {kind: {"ttft_p90_s": f"{limit}ms", **KINDS[kind][2]} for kind, limit in limits.items()},
+        "workload": {"qps": rate, "requests": math.ceil(min(_DRAWN, enough)), "mix": kinds},
+        "demands": {kind: {"ttft_p90_s": limit / 1000, **KINDS[kind][2]} for kind, limit in limits.items()},
         "search": _SEARCH,
     }
 
 
-def _by_kind(text: str, option: str, alone: str) -> dict[str, str]:
-    """Return the numbers in `chat:0.95,document:0.05`. alone: kind of a number without one; empty: it must have one."""
+def _by_kind(text: str, option: str, kinds: tuple[str, ...], alone: str) -> dict[str, float]:
+    """Return the numbers in `chat:0.95,document:0.05`. kinds: those that may be named; alone: kind of a number without
+    one; empty: it must have one."""
     pairs = [part.strip().rpartition(":") for part in text.split(",")]
-    found = {kind or alone: number for kind, _, number in pairs}
-    if not set(found) <= set(KINDS) or len(found) < len(pairs):
-        known = " or ".join(KINDS)
+    found = {kind or alone: value for kind, _, value in pairs}
+    if not set(found) <= set(kinds) or len(found) < len(pairs):
+        known = " or ".join(kinds)
         raise ConfigError(f"{option} {text!r}: write KIND:NUMBER,KIND:NUMBER, where KIND is {known}, each once")
-    return found
+    return {kind: _above_zero(value, f"{option} {text!r}") for kind, value in found.items()}
+
+
+def _above_zero(text: str, flag: str) -> float:
+    try:
+        value = number(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if value <= 0:
+        raise ConfigError(f"{flag}: {text} is not above 0")
+    return value
 
 
 def parse_question(data: Mapping[str, Any], where: str = "question") -> PlanQuestion:

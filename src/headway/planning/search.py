@@ -96,6 +96,7 @@ class PlanSearch:
         self._measures: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._missed_at_peak: dict[DeploymentCandidate, CandidateMeasure] = {}
         self._work: dict[tuple[str, ParallelLayout], LeastWork] = {}
+        self._behind: set[DeploymentCandidate] = set()
         self._bounded = self._screened = 0
         first, demanded = self._workloads[0], [one.klass for one in self.demands if one.klass != "all"]
         for klass in check_classes("demands.", demanded, first, partial(classes_of, question.workload), ", and `all`"):
@@ -188,6 +189,7 @@ class PlanSearch:
             self._work[key] = least_work(candidate, self.question)
         work = self._work[key]
         if any(falls_behind(candidate, self.question, mine, work) for mine in self._workloads):
+            self._behind.add(candidate)
             return False
         for demand in self.demands:
             if demand.metric != "ttft":
@@ -219,13 +221,14 @@ class PlanSearch:
         return measured
 
     def _nearest(self, fitting: Sequence[DeploymentCandidate]) -> CandidateMeasure | None:
-        """Return the candidate that comes closest, simulated to the end: of those that got furthest before they were
-        stopped, and of those with most accelerators that prefill, in the largest instances of fewest stages (gaps
-        between tokens are missed later the slower a deployment is), one of each layout."""
+        """Return the candidate that comes closest, whatever it misses: of those that got furthest before they were
+        stopped, and of those not known to fall behind with most accelerators that prefill, in the largest instances of
+        fewest stages (gaps between tokens are missed later the slower a deployment is), one of each layout."""
         tried = self._measures or self._missed_at_peak
-        far = sorted(tried.values(), key=lambda one: -sum(seed.stopped_s for seed in one.seeds))
+        far = sorted(tried.values(), key=lambda one: one.rank(self.demands))
         ordered = sorted(
-            fitting, key=lambda c: (-(c.accelerators - c.decoders * c.tp * c.stages), c.replicas, c.stages)
+            fitting,
+            key=lambda c: (c in self._behind, -(c.accelerators - c.decoders * c.tp * c.stages), c.replicas, c.stages),
         )
         large: dict[tuple[Any, ...], DeploymentCandidate] = {}
         for one in ordered:
@@ -281,13 +284,13 @@ class PlanErrorBars(NamedTuple):
 
     def range_s(self, demand: int) -> tuple[float, float]:
         """Return a demand's least and greatest value, seconds: the worst seed's at each end, and as predicted (other
-        iteration times make other batches, so that neither end need be the extreme)."""
+        iteration times make other batches, so that neither need be the extreme). An end that falls behind: infinite."""
         values = [one.worst_s(demand) for one in (self.fast, self.predicted, self.slow)]
         return min(values), max(values)
 
 
 def error_bars(result: PlanResult, runner: MeasureRunner | None = None) -> PlanErrorBars | None:
-    """Return the error bars of a search's plan, or of the nearest one; None where nothing ran to its end. runner: None:
+    """Return the error bars of a search's plan, or of the nearest one; None where nothing keeps up. runner: None:
     simulated in this process."""
     one = result.best or result.nearest
     if one is None or not one.complete():
@@ -299,8 +302,6 @@ def error_bars(result: PlanResult, runner: MeasureRunner | None = None) -> PlanE
     job = SimulationJob(result.question, one.candidate, to_the_end=True)
     biased = [job._replace(bias=bias) for bias in (1.0 + band.share, 1.0 / (1.0 + band.share))]
     slow, fast = runner.measure(biased)
-    if not (slow.complete() and fast.complete()):
-        return None
     return PlanErrorBars(band, one, slow, fast, _share_met(result.question, one, slow, fast, band, runner))
 
 

@@ -131,7 +131,7 @@ class DemandWatch:
         ratio: float = 1.0,
     ) -> None:
         """requests: those that are simulated, all of `workload` or a part, of whose latencies the percentiles are.
-        ratio: share of each limit that counts as missed."""
+        ratio: share of each limit that counts as missed; infinite: backlogs alone are seen."""
         self._live = live
         self._ratio = ratio
         self._drained_by_s = drained_by_s(demands, requests)
@@ -217,6 +217,8 @@ class SeedMeasure(NamedTuple):
     mfu: float | None
     mbu: float | None
     preemptions: int
+    kept_up: float = 1.0
+    """Where `missed` is `BACKLOG`: tokens computed a second, as a share of those that arrived a second."""
     least_s: tuple[float, ...] = ()
     """Of a run over a part of the workload: what each demand's percentile over all of it at least is if the part's
     requests have these latencies. Empty: of a run over all of it."""
@@ -236,13 +238,11 @@ class CandidateMeasure:
         return bool(self.seeds) and all(seed.values_s for seed in self.seeds)
 
     def worst_s(self, index: int) -> float:
-        """Return a demand's value in the worst seed."""
-        return max(seed.values_s[index] for seed in self.seeds)
+        """Return a demand's value in the worst seed; infinite if a seed was stopped."""
+        return max(seed.values_s[index] for seed in self.seeds) if self.complete() else math.inf
 
     def ratio(self, demands: Sequence[LatencyDemand]) -> float:
         """Return the largest value as a share of its limit; infinite if a seed was stopped."""
-        if not self.complete():
-            return math.inf
         return max(self.worst_s(index) / demand.limit_s for index, demand in enumerate(demands))
 
     def keeps_up(self) -> bool:
@@ -258,10 +258,14 @@ class CandidateMeasure:
         shares = [one / demand.limit_s for s in self.seeds for one, demand in zip(s.least_s, demands, strict=False)]
         return max(shares, default=0.0)
 
-    def rank(self, demands: Sequence[LatencyDemand]) -> tuple[bool, float, float, float]:
+    def kept_up(self) -> float:
+        """Return the share of arrivals that the worst seed keeps up with."""
+        return min((seed.kept_up for seed in self.seeds), default=0.0)
+
+    def rank(self, demands: Sequence[LatencyDemand]) -> tuple[float, float, float, float]:
         """Return a key that sorts what comes closest to the demands first; of stopped ones, what got furthest."""
         stopped_s = sum(seed.stopped_s for seed in self.seeds)
-        return not self.keeps_up(), self.least_ratio(demands), self.ratio(demands), -stopped_s
+        return -self.kept_up(), self.least_ratio(demands), self.ratio(demands), -stopped_s
 
 
 class SimulationJob(NamedTuple):
@@ -272,7 +276,7 @@ class SimulationJob(NamedTuple):
     requests: int | None = None
     """Only the busiest so many requests in a row; None: all of them."""
     to_the_end: bool = False
-    """Do not stop when a demand cannot be met any more."""
+    """Stop for a backlog alone, not when a demand cannot be met any more."""
     ratio: float = 1.0
     """Stop when some latency is certain to exceed this share of its limit: below 1, the best plan's of this cost."""
     bias: float = 1.0
@@ -337,18 +341,36 @@ def _simulate(job: SimulationJob, seed: int) -> SeedMeasure:
         single = simulation = InstanceSimulation(instance, requests, run, None)
         capacity = instance.kv_tokens * instance.config.kv_parallel
         live = lambda: single.tracks  # noqa: E731
-    watch = DemandWatch(demands, requests, workload, live, job.ratio)
+    watch = DemandWatch(demands, requests, workload, live, math.inf if job.to_the_end else job.ratio)
     try:
-        simulation.run_events(None if job.to_the_end else watch.look)
+        simulation.run_events(watch.look)
     except HopelessError as stop:
-        return SeedMeasure((), stop.missed, stop.at_s, 0.0, 0.0, 0.0, 0.0, None, None, 0)
-    result = simulation.result()
-    sim = result if isinstance(result, SimResult) else result.sim
-    late = sim.duration_s + requests[0].arrival_s > drained_by_s(demands, requests)
-    measured = _measured(sim, demands, capacity, BACKLOG if late else "")
+        kept_up = _kept_up(_result_of(simulation), requests, stop.at_s) if stop.missed == BACKLOG else 1.0
+        return SeedMeasure((), stop.missed, stop.at_s, 0.0, 0.0, 0.0, 0.0, None, None, 0, kept_up)
+    sim = _result_of(simulation)
+    measured = _measured(sim, demands, capacity)
+    ended_s = sim.duration_s + requests[0].arrival_s
+    if ended_s > drained_by_s(demands, requests):
+        measured = measured._replace(missed=BACKLOG, kept_up=_kept_up(sim, requests, ended_s))
     if job.requests is None:
         return measured
     return measured._replace(least_s=tuple(_least_s(demand, sim.records, workload) for demand in demands))
+
+
+def _result_of(simulation: InstanceSimulation | ClusterSimulation) -> SimResult:
+    result = simulation.result()
+    return result if isinstance(result, SimResult) else result.sim
+
+
+def _kept_up(sim: SimResult, requests: Sequence[TraceRequest], at_s: float) -> float:
+    """Return `SeedMeasure.kept_up` of a run that has gone on until `at_s`."""
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    computed = sim.spans.tokens + sum(use.prefill_tokens + use.decode_tokens for use in sim.replicas)
+    return min(1.0, computed / sum(map(_tokens, requests)) * (last_s - first_s) / (at_s - first_s))
+
+
+def _tokens(request: TraceRequest) -> int:
+    return request.prompt_tokens + request.output_tokens
 
 
 def busiest(workload: list[TraceRequest], count: int) -> list[TraceRequest]:
@@ -356,7 +378,7 @@ def busiest(workload: list[TraceRequest], count: int) -> list[TraceRequest]:
     such the first. Of a workload whose requests wait for answers, the first `count`."""
     if count >= len(workload) or any(request.waits for request in workload):
         return workload[:count]
-    tokens = np.cumsum([0, *(request.prompt_tokens + request.output_tokens for request in workload)])
+    tokens = np.cumsum([0, *map(_tokens, workload)])
     arrivals = np.array([request.arrival_s for request in workload])
     seconds = arrivals[count - 1 :] - arrivals[: len(workload) - count + 1]
     # many requests may arrive at one instant
@@ -364,7 +386,7 @@ def busiest(workload: list[TraceRequest], count: int) -> list[TraceRequest]:
     return workload[first : first + count]
 
 
-def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int, missed: str) -> SeedMeasure:
+def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int) -> SeedMeasure:
     waits = [
         d.queueing_s(r) / first  # type: ignore[operator]
         for r in result.records
@@ -372,7 +394,7 @@ def _measured(result: SimResult, demands: Sequence[LatencyDemand], capacity: int
     ]
     return SeedMeasure(
         values_s=tuple(_value_s(demand, result.records) for demand in demands),
-        missed=missed,
+        missed="",
         stopped_s=result.duration_s,
         goodput_rps=sum(map(d.is_good, result.records)) / result.duration_s if result.duration_s else 0.0,
         idle_share=result.idle_share,
