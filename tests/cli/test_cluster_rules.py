@@ -20,7 +20,7 @@ from headway.policy.placement.pecsched.long import StrategyChooser
 from headway.policy.placement.registry import names
 from headway.runtime.assembly.cluster import check_moves, links, live_rules, policy_context, rules_of, shape_of
 from headway.runtime.cluster.client import ClusterRules
-from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file, idle_pools
+from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, cluster_file
 from headway.runtime.engine.protocol import EngineInfo
 
 CONFIG = {
@@ -175,10 +175,11 @@ def test_a_live_cluster_chooses_the_form_of_sequence_parallelism_by_its_cost(tmp
 def test_a_decode_pool_that_a_policy_never_uses_gets_a_warning(
     placement: str, options: dict[str, Any], words: str | None
 ) -> None:
-    said = idle_pools(ClusterFile(pools=APART, placement=placement, options=options))
+    said = ClusterFile(pools=APART, placement=placement, options=options).combination.idle_pools()
     assert len(said) == (words is not None)
     assert words is None or said[0].startswith(f"pools[1] is of role decode and does nothing: {words}")
-    assert idle_pools(ClusterFile(pools=(InstancePool(), InstancePool()), placement=placement, options=options)) == []
+    two = ClusterFile(pools=(InstancePool(), InstancePool()), placement=placement, options=options)
+    assert two.combination.idle_pools() == []
 
 
 def test_unused_and_small_pools_are_logged_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,6 @@ from tests.docs.test_deploy import pinned
 
 from headway.cli import cluster as cluster_command
 from headway.cli.command_parser import CommandParser
-from headway.policy.placement.contract import HTTP_CAPABILITIES, missing_for
 from headway.runtime.cluster.cluster_file import ClusterFile, cluster_file
 from headway.serving.serve_settings import ServeSettings
 
@@ -62,7 +61,7 @@ def test_the_cluster_file_names_each_server_of_the_set_by_its_own_address() -> N
         f"headway-vllm-{i}.headway-vllm:{port}" for i in range(servers["spec"]["replicas"])
     ]
     assert pool.backend == "vllm"
-    assert missing_for(file.placement, file.options, HTTP_CAPABILITIES) is None
+    assert file.combination.refusal() is None
 
 
 def test_selectors_find_the_pods_and_ports_have_their_names() -> None:

@@ -11,8 +11,6 @@ import pytest
 from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.perf.latency.groups import GroupLatency, GroupShape
-from headway.policy.placement import registry
-from headway.policy.placement.contract import ALL_CAPABILITIES, HTTP_CAPABILITIES, missing_for
 from headway.runtime.assembly.instances import instance_settings
 from headway.runtime.cluster.cluster_file import cluster_file
 from headway.runtime.cluster.http_backend import LearnedLatency, PrefillQueue
@@ -65,13 +63,6 @@ def test_policies_of_whole_requests_are_accepted() -> None:
     for name, options in (("jsq", {}), ("fifo", {"long_sp": 1}), ("pecsched", ALONE), ("ladder", {})):
         pools = [{"backend": "vllm", "urls": [URL]}]
         assert cluster_file({"pools": pools, "placement": name, "options": options}, "c").behind_http
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_native_instances_lack_nothing_for_any_policy(name: str) -> None:
-    assert missing_for(name, {}, ALL_CAPABILITIES) is None
-    if name not in ("jsq", "ladder"):
-        assert missing_for(name, {}, HTTP_CAPABILITIES) is not None
 
 
 def test_a_setting_of_an_engine_is_refused_for_servers_with_their_own(

@@ -151,10 +151,8 @@ def test_cluster_file_of_a_plan_loads(
     assert ("2 x mixed" if not decoders else "decode") in capsys.readouterr().out
 
 
-def test_cluster_file_is_left_out_where_kv_cannot_move() -> None:
-    assert cluster_data(DeploymentCandidate("a100-80gb", 1, 2, 1, 1, 1, "lars", 0.05)) is None
+def test_cluster_file_of_instances_with_stages_is_read() -> None:
     whole = cluster_data(DeploymentCandidate("a100-80gb", 2, 2, 1, 3, 0, "lars", 0.05))
-    assert whole is not None
     file = cluster_file(whole, "cluster.yaml")
     settings = resolve(ServeSettings, file=file.serve, origin="cluster.yaml: serve")
     engines = instance_configs(file, "cluster.yaml", "a-model", settings)

@@ -213,7 +213,7 @@ def test_eq1_fits_and_rates_from_the_command_line(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("pools", "layout"), [(["decode:8", "prefill:2"], (2, 1)), (["decode:8"], (8, 1)), ([], (4, 2))]
+    ("pools", "layout"), [(["decode:8", "prefill:2"], (2, 1)), (["prefill:8"], (8, 1)), ([], (4, 2))]
 )
 def test_the_error_bars_of_a_cluster_are_of_the_pool_that_prefills(pools: list[str], layout: tuple[int, int]) -> None:
     sections = [{"role": role, "count": 1, "tp": int(tp)} for role, tp in (pool.split(":") for pool in pools)]

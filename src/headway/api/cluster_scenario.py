@@ -79,12 +79,10 @@ def _scenario(file: ClusterFile, cluster: MeasuredCluster, name: str, where: str
     first = iter(first_of(file))
     pools = []
     for pool in file.pools:
-        instance = cluster.instances[next(first)]
-        pools.append(
-            PoolSection(
-                role=pool.role, count=pool.count, tp=instance.tp, stages=instance.stages, kv_tokens=instance.capacity
-            )
-        )
+        i = next(first)
+        instance, kvp = cluster.instances[i], cluster.engines[i].config.kv_parallel
+        cut = {"tp": instance.tp, "stages": instance.stages, "kvp": kvp, "kv_tokens": instance.capacity // kvp}
+        pools.append(PoolSection(role=pool.role, count=pool.count, **cut))
     return Scenario(
         name=name,
         about="A cluster file, with instances measured on this machine.",

@@ -159,11 +159,8 @@ def serve_commands(candidate: DeploymentCandidate, question: PlanQuestion) -> st
     return "\n".join([*head, *lines, "wait", ""])
 
 
-def cluster_data(candidate: DeploymentCandidate) -> dict[str, Any] | None:
-    """Return the file with which `headway cluster` starts the plan; None where it cannot: it moves KV between instances
-    that are cut by tensor parallelism only. Without a `model` it starts the embedded one."""
-    if candidate.decoders and candidate.stages > 1:
-        return None
+def cluster_data(candidate: DeploymentCandidate) -> dict[str, Any]:
+    """Return the file with which `headway cluster` starts the plan. Without a `model` it starts the embedded one."""
     serve: dict[str, Any] = {
         "scheduling-policy": candidate.policy,
         "tensor-parallel-size": candidate.tp,
@@ -190,10 +187,8 @@ def write_files(result: PlanResult, folder: Path, bars: PlanErrorBars | None = N
         candidate = result.best.candidate
         bodies["scenario.yaml"] = yaml.safe_dump(candidate.scenario_data(result.question), sort_keys=False)
         bodies["serve.sh"] = serve_commands(candidate, result.question)
-        cluster = cluster_data(candidate)
-        if cluster is not None:
-            head = "# headway cluster cluster.yaml. `model`: the checkpoint's folder; without it the embedded one.\n"
-            bodies["cluster.yaml"] = head + yaml.safe_dump(cluster, sort_keys=False)
+        head = "# headway cluster cluster.yaml. `model`: the checkpoint's folder; without it the embedded one.\n"
+        bodies["cluster.yaml"] = head + yaml.safe_dump(cluster_data(candidate), sort_keys=False)
     for name, body in bodies.items():
         write_output(folder / name, body.encode())
     return [folder / name for name in bodies]

@@ -301,7 +301,8 @@ def candidates_of(question: PlanQuestion) -> Iterator[DeploymentCandidate]:
             ):
                 yield DeploymentCandidate(kind.name, tp, stages, kvp, replicas, 0, policy, t_target_s)
             # a prefill instance computes one prompt at a time: neither policy nor t_target_s matters
-            if search.split and kvp == 1:
+            # KV moves between instances that are cut by heads only (`placement.combinations`)
+            if search.split and kvp == stages == 1:
                 for prefill, decode in itertools.product(range(1, most), repeat=2):
                     if prefill + decode <= most:
                         policy, t_target_s = search.policies[0], search.t_target_s[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -26,7 +26,8 @@ from headway.core.settings import (
 )
 from headway.perf.device import check, has_driver
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
-from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool, computes_alone, moves_kv
+from headway.policy.placement.combinations import PoolShape
+from headway.runtime.cluster.cluster_file import ClusterFile, InstancePool
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.model.config import check_dtype
 from headway.serving.settings import EndpointSettings, ServerSettings
@@ -285,12 +286,11 @@ def instance_configs(
     and memory are divided equally among its instances, where the settings do not divide them. Raises ConfigError.
     """
     configs: list[EngineConfig] = []
-    prefill_sizes: dict[int, int] = {}
-    """First pool that prefills, by tensor-parallel size."""
+    shapes: list[PoolShape] = []
     for i, pool in enumerate(file.pools):
         engine = _pool_config(file, pool, f"{where}: pools[{i}]", model, settings)
-        if pool.role != "decode":
-            prefill_sizes.setdefault(engine.tensor_parallel_size, i)
+        cut = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.kv_parallel_size
+        shapes.append(PoolShape(pool.role, pool.count, *cut))
         on_host = sum(other.count for other in file.pools if other.host == pool.host)
         host_cores = cores[pool.host] if cores else len(CORES)
         threads = engine.threads or max(1, host_cores // (on_host * _workers(engine)))
@@ -298,13 +298,8 @@ def instance_configs(
             # One log per instance: FILE.0, FILE.1, ... in the order of the pools.
             log = engine.event_log and f"{engine.event_log}.{len(configs)}"
             configs.append(msgspec.structs.replace(engine, threads=threads, memory_share=1.0 / on_host, event_log=log))
-    if len(prefill_sizes) > 1 and not computes_alone(file):
-        (one, first), (other, second), *_ = prefill_sizes.items()
-        raise ConfigError(
-            f"{where}: tensor-parallel-size is {one} in pools[{first}] and {other} in pools[{second}]: instances that "
-            "compute a prompt together must be of the same. Others go under jsq, under fifo, priority or reservation "
-            "with `long_sp: 1`, under fixed-sp with `sp: 1`, and under tetris with `sizes: [1]`"
-        )
+    if (refusal := replace(file.combination, pools=shapes).refusal()) is not None:
+        raise ConfigError(f"{where}: {refusal}")
     return configs
 
 
@@ -341,14 +336,7 @@ def _pool_config(
     merged = overlay(settings, own)
     if merged.standby and file.hosts != {0}:
         raise ConfigError(f"{where}: standby is for instances that are all on one host: leave it out")
-    engine = merged.engine_config(model)
-    # KV moves between instances whose ranks are cut by heads only.
-    if _workers(engine) > engine.tensor_parallel_size and (moves_kv(file) or pool.role != "mixed"):
-        raise ConfigError(
-            f"{where} is of instances with pipeline stages or KV groups (pipeline- or kv-parallel-size above 1): these "
-            "serve whole requests, of role mixed, under jsq, or under fifo, priority or reservation with `long_sp: 1`"
-        )
-    return engine
+    return merged.engine_config(model)
 
 
 def _workers(engine: EngineConfig) -> int:

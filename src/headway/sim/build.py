@@ -353,18 +353,27 @@ def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpe
         # (longest prompt, longest request): the first bounds activations, the second KV
         longest = (max(r.prompt_tokens for r in requests), max(r.prompt_tokens + r.output_tokens for r in requests))
         kv_tokens = plan_memory(device, shape, layout, config, longest, scenario.memory.utilisation).kv_tokens
+    return shaped_instance(scenario, config, layout, kv_tokens)
+
+
+def shaped_instance(
+    scenario: Scenario, config: SchedulerConfig, layout: ParallelLayout, kv_tokens: int
+) -> InstanceSpec:
+    """Return an instance of a layout, alone or of a cluster. kv_tokens: of each of its KV groups."""
+    device, shape = named(scenario)
     between = link(scenario.layout.link) if scenario.layout.link else layout.stage_link(device)
     devices = layout.accelerators
     latency = latency_of(scenario.latency, device, shape, layout, scenario.engine)
     serving = serving_of(latency)
     return InstanceSpec(
-        config=config,
+        config=replace(config, stages=layout.stages, kv_parallel=layout.kvp),
         latency=latency,
         actual_latency=hosted(latency, serving),
         serving=serving or ServingOverhead(),
         kv_tokens=kv_tokens,
         block_tokens=scenario.memory.block_tokens,
-        prefix_cache=prefix_cache_of(scenario, shape),
+        # instances of several KV groups cache no prefixes
+        prefix_cache=prefix_cache_of(scenario, shape) if layout.kvp == 1 else None,
         link=StageLink(
             between.latency_s,
             # each rank sends 1 / tp of a row's activations over its own link
@@ -428,15 +437,14 @@ def run_of(scenario: Scenario, seed: int, keep_iterations: bool = False) -> RunS
 
 
 def lead_pool(cluster: ClusterSection) -> PoolSection:
-    """Return the first of a cluster's pools that prefills, or the first one: its layout is that of spans."""
-    return next((pool for pool in cluster.pools if pool.role != "decode"), cluster.pools[0])
+    """Return the first of a cluster's pools that prefills: its layout is that of spans."""
+    return next(pool for pool in cluster.pools if pool.role != "decode")
 
 
 def layout_of(scenario: Scenario) -> ParallelLayout:
     """Return the layout of a scenario's instance; of a cluster with pools, that of its `lead_pool`."""
     if scenario.cluster.pools:
-        lead = lead_pool(scenario.cluster)
-        return ParallelLayout(tp=lead.tp, stages=lead.stages)
+        return lead_pool(scenario.cluster).layout
     return ParallelLayout(tp=scenario.layout.tp, stages=scenario.layout.stages, kvp=scenario.layout.kvp)
 
 

@@ -322,8 +322,13 @@ class SimulatedEngine:
         """Return (request, prompt tokens computed by its end, whether the prompt is then complete) for each chunk; none
         when the batch is not in flight."""
         run = self._in_flight.get(batch_id)
-        chunks = run.batch.parts[0].prefills if run is not None else ()
-        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for chunk in chunks]
+        parts = run.batch.parts if run is not None else ()
+        return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for part in parts for chunk in part.prefills]
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the KV blocks in use, over all KV groups."""
+        return sum(manager.used_tokens for manager in self.block_managers)
 
     def busy_until_s(self) -> float:
         """Return the virtual time at which the last batch in flight ends; 0.0: there is none."""
@@ -401,8 +406,7 @@ class SimulatedEngine:
             if op.start and op.request in self.tracks:
                 self._counts.join(now, self.index, part.group, op)
         if part.kv_ops:
-            used = sum(manager.used_tokens for manager in self.block_managers)
-            self._counts.kv_peak = max(self._counts.kv_peak, used)
+            self._counts.kv_peak = max(self._counts.kv_peak, self.used_tokens)
 
     def _enter(self, batch: Batch, at_s: float, stage_s: float) -> list[tuple[float, float]]:
         parts = batch.parts

@@ -26,7 +26,9 @@ from headway.core.file_sections import (
 )
 from headway.core.parse import size as memory_size
 from headway.core.parse import tokens
+from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
+from headway.policy.placement.combinations import Combination, PoolShape
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
@@ -55,8 +57,16 @@ class PoolSection(FileSection):
     count: Machines = Field(description="instances")
     tp: Count = Field(default=1, description="tensor-parallel ranks of each")
     stages: Count = Field(default=1, description="pipeline stages of each")
+    kvp: Machines = Field(default=1, description="KV groups of each, of `layout.shard_tokens`")
     per_node: Count | None = Field(default=None, description="instances on a node; null: as many as its devices allow")
-    kv_tokens: Count | None = Field(default=None, description="tokens of each one's KV cache; null: what memory leaves")
+    kv_tokens: Count | None = Field(
+        default=None, description="tokens that each of its KV groups holds; null: what memory leaves"
+    )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How each instance is cut."""
+        return ParallelLayout(tp=self.tp, stages=self.stages, kvp=self.kvp)
 
 
 class SpansSection(FileSection):
@@ -360,6 +370,8 @@ class Scenario(FileSection):
             raise ValueError("`run.refuse_late` is of Headway's own engine without `cluster.placement`: leave it out")
         if self.prefix_cache is not None and (self.engine == "vllm" or self.layout.kvp > 1):
             raise ValueError("`prefix_cache` is of Headway's own engine with one KV group: leave it out")
+        if self.cluster.placement is not None and (refusal := self.combination.refusal()) is not None:
+            raise ValueError(refusal)
         if self.engine == "headway":
             if "vllm" in given:
                 raise ValueError("`vllm` needs `engine: vllm`")
@@ -371,6 +383,13 @@ class Scenario(FileSection):
         if self.layout.stages > 1 or self.layout.kvp > 1:
             raise ValueError("`engine: vllm` is simulated with one stage and one KV group: set layout.tp only")
         return self
+
+    @property
+    def combination(self) -> Combination:
+        """What the cluster combines; with a `cluster.placement` only."""
+        cluster = self.cluster
+        shapes = [PoolShape(pool.role, pool.count, pool.tp, pool.stages, pool.kvp) for pool in cluster.pools]
+        return Combination(cluster.placement or DEFAULT, cluster.options, shapes, self.engine == "vllm")
 
 
 def parse_scenario(data: Any, where: str = "scenario") -> Scenario:

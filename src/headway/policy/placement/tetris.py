@@ -180,11 +180,6 @@ class TetrisPlacement(LoadAwareRates, PlacementPolicy):
         if not_before_s:
             queue_s = [max(pair) for pair in zip(queue_s, not_before_s, strict=True)]
         tokens, rate = request.prompt_tokens - request.cached_tokens, self.rates.rate(view)
-        if self._context.whole_prompts:
-            # without the planner's fit: what servers are predicted to take changes as it is learned
-            at = min(range(len(queue_s)), key=queue_s.__getitem__)
-            alone_s = self._latency.prefill_s(request.cached_tokens, tokens, GroupShape(1))
-            return ChunkAllocation((ChunkPlan(tokens, (at,)),), queue_s[at] + alone_s)
         # One chunk for what no instance holds alone: a chunk's KV lies beside the layout that the next chunk gives it.
         single = self._options.single_chunk or least > 1
         return self._planners[least].plan(tokens, queue_s, rate, request.cached_tokens, single=single)

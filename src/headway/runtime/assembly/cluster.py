@@ -22,9 +22,10 @@ from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost
 from headway.perf.utilisation import mean_base
 from headway.policy.iteration.groups import GroupedScheduler
+from headway.policy.placement.combinations import WHOLE_REQUESTS
 from headway.policy.placement.contract import ClusterInstance, longest_request
 from headway.runtime.cluster.client import ClusterRules, merged_info
-from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools, moves_kv, nodes_of, whole_prompts
+from headway.runtime.cluster.cluster_file import ClusterFile, first_of, nodes_of
 from headway.runtime.cluster.instances import initial_instance
 from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.engine.config import EngineConfig
@@ -72,21 +73,20 @@ def sink(log: LineWriter) -> Callable[[bytes], None]:
 
 def check_moves(file: ClusterFile, infos: Sequence[EngineInfo]) -> None:
     """Raise ConfigError when the policy moves KV and a started instance cannot."""
-    if not moves_kv(file) and all(pool.role == "mixed" for pool in file.pools):
+    if not file.combination.moves_kv:
         return
     for number, info in enumerate(infos):
         if info.peer_address is None:
             raise ConfigError(
                 f"instance {number} computes on {info.device}: KV moves between pools in host memory only, so that "
-                "such instances serve whole requests, of role mixed, under jsq, or under fifo, priority or reservation "
-                "with `long_sp: 1`"
+                f"such instances {WHOLE_REQUESTS}"
             )
 
 
 def live_rules(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None) -> ClusterRules:
     """Return `rules_of` started instances, after `check_moves`; warn once of unused and of small pools."""
     check_moves(file, infos)
-    for warning in (*idle_pools(file), *_shortened(file, infos)):
+    for warning in (*file.combination.idle_pools(), *_shortened(file, infos)):
         logging.getLogger("headway.cluster").warning("%s", warning)
     return rules_of(file, model, infos, log)
 
@@ -97,17 +97,13 @@ def _shortened(file: ClusterFile, infos: Sequence[EngineInfo]) -> list[str]:
     pools = [info.kv_tokens_total for info in infos]
     each = zip(range(len(infos)), roles, pools, strict=True)
     instances = [ClusterInstance(id=i, node=0, role=role, capacity=tokens) for i, role, tokens in each]
-    served = merged_info(infos, longest_request(file.placement, file.options, _whole(file), instances))
+    longest = longest_request(file.placement, file.options, file.combination.whole_prompts, instances)
+    served = merged_info(infos, longest)
     if served.max_model_len == served.context_tokens:
         return []
     held = ", ".join(f"pools[{i}] {pools[first]:,}" for i, first in enumerate(first_of(file)))
     said = f"requests of up to {served.max_model_len:,} tokens are served, output included"
     return [f"{said}, not of the model's {served.context_tokens:,}: an instance's KV pool holds {held}"]
-
-
-def _whole(file: ClusterFile) -> bool:
-    """Return whether the policy gives each prompt whole to one instance (`PolicyContext.whole_prompts`)."""
-    return file.placement == "ladder" and whole_prompts(file)
 
 
 def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: LineWriter | None = None) -> ClusterRules:
@@ -134,7 +130,7 @@ def rules_of(file: ClusterFile, model: str, infos: Sequence[EngineInfo], log: Li
         latency=context.latency,
         latency_of=lambda info: context.latency if info is None or info.latency is None else context_of(info).latency,
         shape=context.shape,
-        longest=partial(longest_request, file.placement, file.options, _whole(file)),
+        longest=partial(longest_request, file.placement, file.options, file.combination.whole_prompts),
         rows=file.span_rows,
         log=None if log is None else DecisionLog(sink(log), about),
     )
@@ -179,7 +175,7 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
         rows=file.span_rows,
         pads_heads=False,
         copies_prefixes=False,
-        whole_prompts=_whole(file),
+        whole_prompts=file.combination.whole_prompts,
     )
 
 
@@ -262,7 +258,7 @@ def cluster_plan(
         links=links(file),
         backends=file.backends,
         rows=rules.rows,
-        whole_prompts=_whole(file),
+        whole_prompts=file.combination.whole_prompts,
         longest=merged_info([info for info, _ in measured], rules.longest(instances)).max_model_len,
         utilisation_base=mean_base([info.utilisation for info, _ in measured]),
     )

@@ -27,7 +27,7 @@ from headway.policy.placement.contract import (
 from headway.runtime.assembly.cluster import ClusterPlan, InstanceMeasurement, cluster_plan, measurement
 from headway.runtime.assembly.engine import assemble
 from headway.runtime.assembly.facts import summary
-from headway.runtime.cluster.cluster_file import ClusterFile, first_of, idle_pools
+from headway.runtime.cluster.cluster_file import ClusterFile, first_of
 from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.core import EngineCore
 from headway.sim.cluster.simulation import simulate_cluster
@@ -121,7 +121,7 @@ def cluster_report(file: ClusterFile, model: str, configs: Sequence[EngineConfig
         lines += described(core, prefills=pool.role != "decode")
         yield "\n".join(lines)
         measured += [measurement(core, configs[first])] * pool.count
-    idle = idle_pools(file)
+    idle = file.combination.idle_pools()
     if idle:
         yield "\n".join(["", *idle])
     plan = cluster_plan(file, model, configs, measured)

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
-from headway.policy.placement.contract import HTTP_CAPABILITIES, Role, missing_for
+from headway.policy.placement.combinations import Combination, PoolShape
+from headway.policy.placement.contract import Role
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.runtime.kv_transfer.connector import check_connector
 from headway.sim.scenario import RunSection, SloSection
@@ -20,13 +21,8 @@ from headway.sim.workload.section import WorkloadSection
 
 SPAN_ROWS = 512
 LARGEST_POOL = 1024
-_WHOLE = ("jsq", "fifo", "priority", "reservation")
-"""Policies that give every request whole to one instance, where `long_sp` is 1."""
-_DECODES_WITHIN = ("fifo", "priority", "reservation")
 _IN_PLACE = ("pecsched", "loongserve")
 """Policies whose papers let a long request decode where it was prefilled, over the KV of its whole group."""
-_SIZES = ("sp", "long_sp", "reserved")
-"""Options that are numbers of instances that prefill."""
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -92,8 +88,8 @@ class InstancePool(FileSection):
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")
-        if self.backend == "vllm" and (self.role == "decode" or self.host or self.per_node is not None):
-            raise ValueError("backend vllm: leave out role (unless it is prefill), host and per_node")
+        if self.backend == "vllm" and (self.host or self.per_node is not None):
+            raise ValueError("backend vllm: leave out host and per_node")
         return self
 
     @property
@@ -161,6 +157,12 @@ class ClusterFile(FileSection):
         return self.pools[0].backend == "vllm"
 
     @property
+    def combination(self) -> Combination:
+        """What the file combines, as far as it tells: instances may be of several processes (`instance_configs`)."""
+        shapes = [PoolShape(pool.role, pool.size) for pool in self.pools]
+        return Combination(self.placement, self.options, shapes, self.behind_http)
+
+    @property
     def in_place(self) -> bool:
         """Whether groups decode where their KV lies, instead of gathering it on one instance."""
         return self.group_decode == "in-place" or (self.group_decode is None and self.placement in _IN_PLACE)
@@ -189,49 +191,17 @@ def cluster_file(data: Any, where: str) -> ClusterFile:
         check_connector(file.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    _check_placement(file, where)
+    try:
+        check_options(file.placement, file.options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if (refusal := file.combination.refusal()) is not None:
+        raise ConfigError(f"{where}: {refusal}")
+    if file.group_times is not None:
+        _check_group_times(file, where)
     # What arrives by default only measured instances tell: any source will do here.
     workload_of(file, {"preset": "azure-conv-like"}, where)
     return file
-
-
-def _check_placement(file: ClusterFile, where: str) -> None:
-    name, roles = file.placement, {pool.role for pool in file.pools}
-    try:
-        check_options(name, file.options)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    if file.behind_http:
-        if roles == {"prefill"}:
-            raise ConfigError(f"{where}: pools: all are of role prefill; one has to decode (leave out its role)")
-        # Policies place requests on the others.
-        roles = {"mixed"}
-        missing = missing_for(name, file.options, HTTP_CAPABILITIES)
-        if missing is not None:
-            raise ConfigError(f"{where}: on instances of backend vllm, which serve whole requests, {name} {missing}")
-    if roles == {"decode"}:
-        raise ConfigError(f"{where}: pools: all are of role decode; one has to prefill (role prefill or mixed)")
-    if file.group_times is not None:
-        _check_group_times(file, where)
-    prefill = sum(pool.count for pool in file.pools if pool.role != "decode")
-    for option in _SIZES:
-        size = file.options.get(option)
-        if isinstance(size, int) and size > prefill:
-            raise ConfigError(f"{where}: options.{option} is {size}, and of the pools' instances {prefill} can prefill")
-    sizes = file.options.get("sizes")
-    if sizes and min(sizes) > prefill:
-        raise ConfigError(
-            f"{where}: options.sizes names none up to {prefill}, and of the pools' instances {prefill} can prefill"
-        )
-    if name == "jsq" and roles != {"mixed"}:
-        raise ConfigError(
-            f"{where}: jsq gives whole requests to instances of role mixed; pools of other roles do nothing"
-        )
-    if "decode" not in roles and _disaggregates(file):
-        raise ConfigError(
-            f"{where}: pecsched decodes elsewhere than it prefills: give a pool the role decode, or say "
-            "`disaggregate: false`"
-        )
 
 
 def _check_group_times(file: ClusterFile, where: str) -> None:
@@ -252,37 +222,6 @@ def _check_group_times(file: ClusterFile, where: str) -> None:
         raise ConfigError(f"{where}: group_times: {error}") from None
 
 
-def _disaggregates(file: ClusterFile) -> bool:
-    return file.placement == "pecsched" and bool(file.options.get("disaggregate", True))
-
-
-def idle_pools(file: ClusterFile) -> list[str]:
-    """Return a sentence for each pool that the policy never uses. They are allowed: a comparison of policies wants the
-    same instances under all of them."""
-    policy = file.placement
-    if policy == "pecsched" and not _disaggregates(file):
-        policy = "pecsched with `disaggregate: false`"
-    elif policy not in _DECODES_WITHIN:
-        return []
-    decodes = (i for i, pool in enumerate(file.pools) if pool.role == "decode")
-    return [f"pools[{i}] is of role decode and does nothing: {policy} decodes where it prefills" for i in decodes]
-
-
-def moves_kv(file: ClusterFile) -> bool:
-    """Whether the policy spreads prompts over several instances, or moves KV between them: it needs instances without
-    pipeline stages and KV groups."""
-    if file.placement == "jsq":
-        return False
-    if file.placement == "ladder":
-        return not whole_prompts(file)
-    return file.placement not in _WHOLE or file.options.get("long_sp") != 1
-
-
-def whole_prompts(file: ClusterFile) -> bool:
-    """Whether `ladder` gives each prompt whole to one instance: where none has another role than mixed."""
-    return file.behind_http or all(pool.role == "mixed" for pool in file.pools)
-
-
 def check_hosts(file: ClusterFile, where: str, nnodes: int) -> None:
     """Raise ConfigError where the pools' hosts are not numbered without gaps, or `nnodes` is asked for besides."""
     if nnodes != 1:
@@ -290,17 +229,6 @@ def check_hosts(file: ClusterFile, where: str, nnodes: int) -> None:
     idle = sorted(set(range(1, max(file.hosts))) - file.hosts)
     if idle:
         raise ConfigError(f"{where}: there is a host {max(file.hosts)}, but no pool says `host: {idle[0]}`")
-
-
-def computes_alone(file: ClusterFile) -> bool:
-    """Whether each prompt is computed by one instance alone, though its KV may go on to another: they may then be of
-    different tensor-parallel sizes."""
-    options = file.options
-    if file.placement == "tetris":
-        return list(options.get("sizes", ())) == [1]
-    if file.placement == "fixed-sp":
-        return options.get("sp") == 1
-    return not moves_kv(file)
 
 
 def first_of(file: ClusterFile) -> list[int]:

@@ -519,7 +519,7 @@ class SimulatedBackend(InstanceBackend):
             queued += engine.queued_tokens / share
             # a group's KV takes blocks of its members' pools (`SimulatedKvRoom.settle`)
             if share == 1 or self.kv is None:
-                used += engine.replica.block_manager.used_tokens // share
+                used += engine.replica.used_tokens // share
             running += len(engine.resident)
         # no span occupies the instance, so a scheduler that was stopped for one may go on
         if not self.simulation.controller.queues.running[instance]:
@@ -594,8 +594,8 @@ class SimulatedBackend(InstanceBackend):
             spec = self.spec.engine([simulation.state.instances[i] for i in group])
             run = simulation.run_spec
             noise = NoiseSource(run.noise, f"noise {run.seed} {group}", spec.serving.spread)
-            # repeated decodes are cut short by `end_repeats`, which handles engines of one stage only
-            fast = simulation.run_spec.fast_forward and spec.config.stages == 1
+            # repeated decodes are cut short by `end_repeats`, which handles engines of one stage and KV group only
+            fast = simulation.run_spec.fast_forward and spec.config.stages == spec.config.kv_parallel == 1
             engine = self.engines[group] = SimulatedInstance(
                 index, group, SimulatedEngine(index, spec, noise, fast, None)
             )

@@ -14,23 +14,21 @@ from headway.core.errors import ConfigError
 from headway.perf.hardware import AcceleratorSpec, ModelShape, link
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import GroupLatency, RingLatency, ShardedDecode, ShardExchangeCost
-from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy, longest_request
-from headway.policy.placement.registry import DEFAULT, make_placement
+from headway.policy.placement.registry import make_placement
 from headway.sim.build import (
     InfeasibleError,
     config_of,
     hosted,
-    latency_of,
     lead_pool,
     named,
     plan_memory,
-    prefix_cache_of,
     run_of,
     serving_of,
+    shaped_instance,
     workload_of,
 )
 from headway.sim.cluster.simulation import simulate_cluster
@@ -166,57 +164,56 @@ def placement_of(scenario: Scenario, spec: ClusterSpec) -> PlacementPolicy:
 def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterSpec:
     """Return the cluster that a scenario describes. Raises InfeasibleError where an instance's memory is too small."""
     device, shape = named(scenario)
-    cluster = scenario.cluster
+    cluster, combination = scenario.cluster, scenario.combination
     longest = max(r.prompt_tokens + r.output_tokens for r in requests)
     config = config_of(scenario)
     kv_tokens = [pool.kv_tokens or _kv_tokens(scenario, device, shape, pool, config, longest) for pool in cluster.pools]
-    layouts = {(p.tp, p.stages): ParallelLayout(tp=p.tp, stages=p.stages) for p in cluster.pools}
-    models = {key: latency_of(scenario.latency, device, shape, layout) for key, layout in layouts.items()}
+    each = zip(cluster.pools, kv_tokens, strict=True)
+    pools = [shaped_instance(scenario, config, pool.layout, tokens) for pool, tokens in each]
+    specs = [spec for pool, spec in zip(cluster.pools, pools, strict=True) for _ in range(pool.count)]
     # spans run on instances that prefill: the first such pool sets the span's layout
     lead = lead_pool(cluster)
+    lead_spec = pools[cluster.pools.index(lead)]
     links = ClusterLinks(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
-    ring = RingLatency(models[lead.tp, lead.stages], shape, links.inside, links.across, lead.tp)
+    ring = RingLatency(lead_spec.latency, shape, links.inside, links.across, lead.tp)
 
     def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        head = group[0]
-        latency: LatencyModel = models[head.tp, head.stages]
-        serving = serving_of(latency)
-        if len(group) > 1:
-            # a group across nodes exchanges over the slower link
-            link = links.inside if len({instance.node for instance in group}) == 1 else links.across
-            # LoongServe's masters compute the layers outside attention; "all" spreads them over the group
-            masters = len(group) if cluster.masters == "all" else 1
-            latency = ShardedDecode(latency, len(group), shape.layers, link, masters)
-        return InstanceSpec(
-            config=replace(config, stages=head.stages),
+        spec = specs[group[0].id]
+        if len(group) == 1:
+            return spec
+        # a group across nodes exchanges over the slower link
+        link = links.inside if len({instance.node for instance in group}) == 1 else links.across
+        # LoongServe's masters compute the layers outside attention; "all" spreads them over the group
+        masters = len(group) if cluster.masters == "all" else 1
+        latency = ShardedDecode(spec.latency, len(group), shape.layers, link, masters)
+        return replace(
+            spec,
             latency=latency,
-            actual_latency=hosted(latency, serving),
-            serving=serving or ServingOverhead(),
+            actual_latency=hosted(latency, serving_of(spec.latency)),
             kv_tokens=sum(instance.capacity for instance in group),
-            block_tokens=scenario.memory.block_tokens,
-            prefix_cache=prefix_cache_of(scenario, shape),
         )
 
     instances = tuple(_instances(cluster.pools, kv_tokens, device))
     return ClusterSpec(
         instances=instances,
-        longest=longest_request(cluster.placement or DEFAULT, cluster.options, False, instances),
+        longest=longest_request(combination.placement, combination.options, combination.whole_prompts, instances),
         engine=engine,
         spans=_spans(scenario, ring, device, shape, lead),
-        serving=serving_of(models[lead.tp, lead.stages]) or ServingOverhead(),
+        serving=lead_spec.serving,
         shape=shape,
         links=links,
         backends=cluster.backends,
         sends_layers=cluster.sends_layers,
         rows=cluster.span_rows,
         kv_reservations=cluster.kv_reservations,
+        whole_prompts=combination.whole_prompts,
         utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )
 
 
 def _utilisation_base(pools: Sequence[PoolSection], device: AcceleratorSpec, shape: ModelShape) -> UtilisationBase:
     """Return the peaks of an instance in the mean over all: pools may differ in size."""
-    devices = sum(pool.count * pool.tp * pool.stages for pool in pools) / sum(pool.count for pool in pools)
+    devices = sum(pool.count * pool.layout.accelerators for pool in pools) / sum(pool.count for pool in pools)
     return UtilisationBase(shape=shape, peak_flops=device.flops * devices, peak_bandwidth=device.bandwidth * devices)
 
 
@@ -226,13 +223,13 @@ def _instances(
     """Yield the instances of all pools, on nodes that no two pools share. kv_tokens: of each pool's instances."""
     count, node = 0, 0
     for pool, capacity in zip(pools, kv_tokens, strict=True):
-        each = pool.per_node or max(1, device.per_node // (pool.tp * pool.stages))
+        each = pool.per_node or max(1, device.per_node // pool.layout.accelerators)
         for number in range(pool.count):
             # a node is full
             if number and number % each == 0:
                 node += 1
             yield ClusterInstance(
-                id=count, node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=capacity
+                id=count, node=node, role=pool.role, tp=pool.tp, stages=pool.stages, capacity=capacity * pool.kvp
             )
             count += 1
         node += 1
@@ -266,9 +263,8 @@ def _kv_tokens(
     """Return the KV tokens that fit beside the weights and the activations of one chunk."""
     if scenario.memory.kv_tokens is not None:
         return scenario.memory.kv_tokens
-    layout = ParallelLayout(tp=pool.tp, stages=pool.stages)
     # a whole prompt is spread over a group as spans, so no instance holds activations of all its rows
     chunked = replace(config, chunking="static:8192") if config.chunking == "whole" else config
     # only a decode instance must hold the longest request alone
     needed = longest if pool.role == "decode" else 1
-    return plan_memory(device, shape, layout, chunked, (1, needed), scenario.memory.utilisation).kv_tokens
+    return plan_memory(device, shape, pool.layout, chunked, (1, needed), scenario.memory.utilisation).kv_tokens
