@@ -112,10 +112,10 @@ audit: ## known vulnerabilities of the locked packages, looked up in PyPI's advi
 sbom: setup ## the packages that a server needs, with versions and licences (CycloneDX), in build/sbom.json
 	@$(BIN)/python scripts/make_lock.py --sbom build/sbom.json
 
-package: setup ## a source distribution, a wheel for all platforms and one with compiled kernels, in dist/
-	@$(BIN)/python -m build --outdir dist
+package: setup ## a source distribution, a wheel for all platforms, and one with machine code for this one, in dist/
+	@HEADWAY_COMPILED=0 $(BIN)/python -m build --outdir dist
 	@rm -rf build/lib* build/bdist*
-	@HEADWAY_PREBUILT=1 HEADWAY_COMPILED=1 $(BIN)/python -m build --wheel --no-isolation --outdir dist
+	@HEADWAY_PREBUILT=1 $(BIN)/python -m build --wheel --no-isolation --outdir dist
 	@rm -rf build/lib* build/bdist*
 
 embedded: setup ## make the embedded model again

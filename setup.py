@@ -1,14 +1,15 @@
-"""What pyproject.toml cannot say of a wheel: the examples are in it, and compiled libraries where they are asked for.
+"""What pyproject.toml cannot say of a wheel: the examples are in it, and machine code.
 
-HEADWAY_PREBUILT=1 compiles `core.native_build.LIBRARIES` for x86-64; the wheel is then of that platform, of any Python.
-HEADWAY_COMPILED=1 adds policies and simulator as machine code (scripts/compiled_modules.py) for the Python that builds it;
-any other runs them interpreted.
+Policies and simulator are compiled for the Python that builds the wheel (scripts/compiled_modules.py). Where that is
+not possible, and with HEADWAY_COMPILED=0, they stay interpreted, and the wheel is of any Python. HEADWAY_PREBUILT=1
+compiles `core.native_build.LIBRARIES` for x86-64 too; the wheel is then of that platform.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
 PREBUILT = os.environ.get("HEADWAY_PREBUILT", "0") != "0"
-COMPILED = os.environ.get("HEADWAY_COMPILED", "0") != "0"
+COMPILED = os.environ.get("HEADWAY_COMPILED", "1") != "0"
 
 
 class BuildWithExamples(build_py):
-    """Copies the examples into the package, and compiles where asked."""
+    """Copies the examples into the package, and compiles."""
+
+    # Whether the modules are compiled.
+    compiled = False
 
     def run(self) -> None:
         if self.editable_mode:
@@ -55,25 +59,31 @@ class BuildWithExamples(build_py):
         from compiled_modules import can_compile, compile_modules
 
         if not can_compile():
-            raise SystemExit(
-                "HEADWAY_COMPILED=1 needs a C compiler, and here, with --no-build-isolation: "
-                "pip install 'setuptools>=77' mypy numpy msgspec"
-            )
-        compile_modules(Path(self.build_lib))
+            print("Policies stay interpreted: to compile them install a C compiler, mypy, numpy and msgspec.")
+            return
+        try:
+            compile_modules(Path(self.build_lib))
+        except (subprocess.CalledProcessError, OSError) as error:
+            print(f"Policies stay interpreted, since they could not be compiled here: {error}")
+        else:
+            self.compiled = True
 
 
 class PlatformDistribution(Distribution):
-    """Says that there is machine code, without which the wheel would be one for all platforms."""
+    """Says that there may be machine code; `PlatformWheel` knows."""
 
     def has_ext_modules(self) -> bool:
         return PREBUILT or COMPILED
 
 
 class PlatformWheel(bdist_wheel):
-    """Names the platform, and no Python: libraries are called through ctypes, and modules are loaded where they fit."""
+    """Is for one Python where modules are compiled; other libraries are called through ctypes, from any Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2]) if PREBUILT or COMPILED else super().get_tag()
+        python, abi, platform = super().get_tag()
+        if self.get_finalized_command("build_py").compiled:
+            return python, abi, platform
+        return "py3", "none", platform if PREBUILT else "any"
 
 
 setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithExamples, "bdist_wheel": PlatformWheel})

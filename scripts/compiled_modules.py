@@ -1,8 +1,8 @@
 """Machine code for the modules through which every decision and every simulated iteration goes.
 
-mypyc makes it from the modules' own source; only wheels that are built with HEADWAY_COMPILED=1 hold it (setup.py): not
-those for an index, nor the container's. A checkout, and a Python other than the wheel's, runs the same modules
-interpreted, with the same results. Compiled, counts have to be Python's own integers: NumPy's are a TypeError.
+mypyc makes it from the modules' own source whenever a wheel is built (setup.py). A checkout, an editable install and a
+machine without a C compiler run the same modules interpreted, with the same results. Compiled, counts have to be
+Python's own integers: NumPy's are a TypeError.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ MODULES = (
             "tbt_targets",
         )
     ),
+    "policy/ladder",
     "sim/cohorts",
     "sim/engine",
 )
@@ -50,9 +51,10 @@ SUBCLASSED = {"CoupledLatency", "LatencyModel", "SimulatedEngine"}
 """Compiled classes that have subclasses in interpreted modules."""
 INTERPRETED_BASES = {"msgspec.Struct", "Protocol", "NamedTuple"}
 """Classes with such bases stay interpreted: mypyc drops the options of a class statement (`frozen=True`), and
-interpreted classes inherit from protocols. A compiled class may inherit from compiled ones only: one that inherited
-from a protocol crashed in the garbage collector."""
+interpreted classes inherit from protocols."""
 COMPILED_BASES = {"ABC", "LatencyModel", "PrefillState", "WaitingQueue"}
+"""A compiled class inherits from compiled ones only, and from `ABC` only as source. mypyc gives heirs of interpreted
+classes a `__weakref__` that the garbage collector frees while it is in use."""
 _MYPY_SETTINGS = """[mypy]
 follow_imports = silent
 ignore_missing_imports = True
@@ -80,7 +82,7 @@ def can_compile() -> bool:
 def compile_modules(library: Path) -> None:
     """Compile `MODULES` of this package into `library`, the folder that holds the package `headway` of a wheel.
 
-    Takes about a minute. Raises CalledProcessError when a module does not compile."""
+    Takes one to two minutes. Raises CalledProcessError, and changes nothing, when a module does not compile or load."""
     with tempfile.TemporaryDirectory() as folder:
         build = Path(folder)
         shutil.copytree(PACKAGE, build / "headway", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -89,6 +91,9 @@ def compile_modules(library: Path) -> None:
         (build / "mypy.ini").write_text(_MYPY_SETTINGS)
         subprocess.run([sys.executable, "-c", _SETUP, *map(str, files)], cwd=build, check=True)
         shutil.rmtree(build / "build")
+        # Those of `sim` import what a build environment has not.
+        loaded = [f"import headway.{module.replace('/', '.')}" for module in MODULES if not module.startswith("sim/")]
+        subprocess.run([sys.executable, "-c", "\n".join(loaded)], cwd=build, check=True)
         made += [path.relative_to(build) for path in build.rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}")]
         for file in made:
             shutil.copy(build / file, library / file)
@@ -108,7 +113,9 @@ def split_types(root: Path, file: Path) -> Path | None:
                 moved.append(node)
             elif bases - COMPILED_BASES:
                 raise InvariantError(f"{node.name} in {file} inherits from an interpreted class: it cannot be compiled")
-            elif node.name in SUBCLASSED:
+            elif "ABC" in bases:
+                lines[node.lineno - 1] = lines[node.lineno - 1].replace("(ABC)", "")
+            if node.name in SUBCLASSED:
                 lines[node.lineno - 1] = "@_mypyc_attr(allow_interpreted_subclasses=True)\n" + lines[node.lineno - 1]
     begin = max(
         node.end_lineno or 0 for node in body if isinstance(node, ast.Import | ast.ImportFrom) or _is_typing(node)

@@ -1,4 +1,4 @@
-"""Modules that wheels may hold as machine code decide as they do interpreted."""
+"""Modules that wheels hold as machine code decide as they do interpreted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ for seed, (policy, chunking, tokens, stages, groups) in enumerate((
     ("lars", "adaptive", 40_000, 2, 1),
     ("fcfs", "static:512", 60_000, 1, 1),
     ("srpt", "whole", 60_000, 1, 1),
-    ("lars", "adaptive", 30_000, 1, 2),
+    ("ladder", "adaptive", 30_000, 1, 2),
+    ("ladder", "adaptive", 40_000, 1, 1),
 )):
     requests = preset("azure-conv-like").draw(np.random.default_rng(seed), PoissonArrivals(12.0), 250)
     config = SchedulerConfig(policy=policy, chunking=chunking, stages=stages, kv_parallel=groups)
@@ -67,6 +68,13 @@ def test_classes_that_cannot_be_compiled_move_to_a_module_beside(tmp_path: Path)
     code = "import one; print(one.Facts.__module__, one.Queue.__module__, one.Queue.facts.limit)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.split() == ["one_types", "one", "3"]
+
+
+def test_a_compiled_class_has_no_abstract_base(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text('"""One."""\nfrom abc import ABC\nclass LatencyModel(ABC):\n    pass\n')
+    assert split_types(tmp_path, Path("one.py")) is None
+    text = (tmp_path / "one.py").read_text()
+    assert "@_mypyc_attr(allow_interpreted_subclasses=True)\nclass LatencyModel:" in text
 
 
 def test_a_class_that_inherits_from_an_interpreted_one_is_not_compiled(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class MachineFinding:
 
 
 def is_compiled() -> bool:
-    """Return whether scheduler and simulator run as machine code (a wheel built with HEADWAY_COMPILED=1)."""
+    """Return whether policies and simulator run as machine code (`scripts/compiled_modules.py`)."""
     module = importlib.util.find_spec("headway.sim.engine")
     return module is not None and str(module.origin).endswith(".so")
 
