@@ -28,3 +28,27 @@ def test_a_lone_long_prompt_takes_as_long_in_a_cluster_as_on_one_instance(placem
     assert tbt_s(clustered) == pytest.approx(tbt_s(alone))
     (plain,) = lone_prompt(cluster={"placement": placement, "pools": [{"count": 2}]}).records
     assert ttft_s(clustered) < 0.8 * ttft_s(plain)
+
+
+CHATS = {
+    "engine": "vllm",
+    "memory": {"kv_tokens": 20_000},
+    "workload": {
+        "qps": 8.0,
+        "requests": 120,
+        "mix": [{"prompt": "lognormal:median=2000,p90=6000", "output": "uniform:30-200"}],
+    },
+}
+
+
+def test_vllm_servers_are_simulated_under_a_placement_with_their_own_blocks() -> None:
+    alone = run_scenario(parse_scenario(CHATS), 0).sim
+    one = run_scenario(parse_scenario({**CHATS, "cluster": {"placement": "jsq", "pools": [{"count": 1}]}}), 0).sim
+    assert [record.token_s for record in one.records] == [record.token_s for record in alone.records]
+    assert one.replicas[0].preemptions == alone.replicas[0].preemptions > 0
+    for placement in ("jsq", "ladder"):
+        cluster = {"placement": placement, "pools": [{"count": 3}]}
+        three = run_scenario(parse_scenario({**CHATS, "cluster": cluster}), 0).sim
+        assert all(record.ok and len(record.token_s) == record.output_tokens for record in three.records)
+        assert all(use.iterations for use in three.replicas)
+        assert three.duration_s < alone.duration_s

@@ -46,8 +46,8 @@ class ClusterScenarios:
         file = cluster_file(data, where)
         if file.behind_http:
             raise ConfigError(
-                f"{where}: pools of backend vllm have their own engines, which are not measured here: simulate one "
-                "with `engine: vllm` in a scenario (examples/vllm-convoy.yaml)"
+                f"{where}: pools of backend vllm have their own engines, which are not measured here: simulate them "
+                "by a scenario with `engine: vllm` (examples/vllm-convoy.yaml) and `cluster.pools`"
             )
         settings = resolve(ServeSettings, environment=self._environment, file=file.serve, origin=f"{where}: serve")
         model = model_folder(model_of(file, self._path.parent))

@@ -320,7 +320,10 @@ def prefix_cache_of(scenario: Scenario, shape: ModelShape) -> PrefixCacheSpec | 
 
 
 def config_of(scenario: Scenario) -> SchedulerConfig:
-    """Return the scheduler's settings. Raises ConfigError on an impossible value."""
+    """Return the scheduler's settings; of vLLM, the plugged policy's, by which memory is planned. Raises ConfigError on
+    an impossible value."""
+    if scenario.engine == "vllm":
+        return _vllm_config_of(scenario)
     # fields that are not given keep the defaults of the mode
     given: dict[str, Any] = scenario.policy.model_dump(exclude_none=True)
     mode = given.pop("mode", "default")
@@ -345,7 +348,7 @@ def hosted(latency: LatencyModel, serving: ServingOverhead | None) -> LatencyMod
 
 def instance_of(scenario: Scenario, requests: list[TraceRequest]) -> InstanceSpec:
     """Return one instance, with the KV cache that memory leaves. Raises InfeasibleError when it does not fit."""
-    config = vllm_config_of(scenario) if scenario.engine == "vllm" else config_of(scenario)
+    config = config_of(scenario)
     device, shape = named(scenario)
     layout = layout_of(scenario)
     kv_tokens = scenario.memory.kv_tokens
@@ -389,8 +392,7 @@ def shaped_instance(
     )
 
 
-def vllm_config_of(scenario: Scenario) -> SchedulerConfig:
-    """Return the plugged policy's settings, by which memory is planned. Raises ConfigError on an impossible value."""
+def _vllm_config_of(scenario: Scenario) -> SchedulerConfig:
     section = scenario.vllm
     try:
         return section.headway.scheduler_config(

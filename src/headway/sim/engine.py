@@ -325,6 +325,9 @@ class SimulatedEngine:
         parts = run.batch.parts if run is not None else ()
         return [(chunk.request, chunk.start + chunk.tokens, chunk.last) for part in parts for chunk in part.prefills]
 
+    def __contains__(self, request: str) -> bool:
+        return request in self.scheduler
+
     @property
     def used_tokens(self) -> int:
         """Tokens of the KV blocks in use, over all KV groups."""

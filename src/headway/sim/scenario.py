@@ -378,10 +378,12 @@ class Scenario(FileSection):
             return self
         if "policy" in given:
             raise ValueError("`policy` is of Headway's own engine; with `engine: vllm` write `vllm.headway`")
-        if self.cluster.placement is not None:
-            raise ValueError("a `cluster.placement` simulates Headway's own engine only, not `engine: vllm`")
-        if self.layout.stages > 1 or self.layout.kvp > 1:
-            raise ValueError("`engine: vllm` is simulated with one stage and one KV group: set layout.tp only")
+        pools = self.cluster.pools
+        if self.cluster.placement not in (None, "ladder", "jsq") or any(pool.role != "mixed" for pool in pools):
+            raise ValueError("`engine: vllm` is simulated under ladder and jsq, without pools of role prefill")
+        cuts: list[LayoutSection | PoolSection] = [self.layout, *pools]
+        if any(cut.stages > 1 or cut.kvp > 1 for cut in cuts):
+            raise ValueError("`engine: vllm` is simulated with one stage and one KV group: set tp only")
         return self
 
     @property

@@ -23,6 +23,7 @@ from headway.sim.loop import EventKind
 from headway.sim.prefix_cache import PrefixCacheUse
 from headway.sim.result import SpanWork
 from headway.sim.spec import NoiseSource
+from headway.sim.vllm.engine import SimulatedVllm
 from headway.sim.workload import TraceRequest
 
 if TYPE_CHECKING:
@@ -461,6 +462,7 @@ class SimulatedBackend(InstanceBackend):
 
     def __init__(self, simulation: ClusterSimulation) -> None:
         self.simulation, self.spec = simulation, simulation.spec
+        self.capabilities = simulation.spec.capabilities
         self.engines: dict[tuple[int, ...], SimulatedInstance] = {}
         self.noise = NoiseSource(
             simulation.run_spec.noise, f"noise {simulation.run_spec.seed} spans", self.spec.serving.spread
@@ -485,7 +487,7 @@ class SimulatedBackend(InstanceBackend):
         # None: KV outside of schedulers takes no blocks, and nothing waits for it
         self.kv: SimulatedKvRoom | None = None
         if simulation.spec.kv_reservations:
-            self.kv = SimulatedKvRoom(lambda i: self._engine((i,)).replica.block_manager, self._freed, self._granted)
+            self.kv = SimulatedKvRoom(lambda i: _pool(self._engine((i,))), self._freed, self._granted)
         # start of the current hold of an instance, and of the current pause of a request's span; for Gantt bars
         self._held_s: dict[int, float] = {}
         self._paused_s: dict[str, float] = {}
@@ -596,9 +598,12 @@ class SimulatedBackend(InstanceBackend):
             noise = NoiseSource(run.noise, f"noise {run.seed} {group}", spec.serving.spread)
             # repeated decodes are cut short by `end_repeats`, which handles engines of one stage and KV group only
             fast = simulation.run_spec.fast_forward and spec.config.stages == spec.config.kv_parallel == 1
-            engine = self.engines[group] = SimulatedInstance(
-                index, group, SimulatedEngine(index, spec, noise, fast, None)
-            )
+            replica: SimulatedEngine | SimulatedVllm
+            if spec.vllm is not None:
+                replica = SimulatedVllm(index, spec, spec.vllm, noise, None)
+            else:
+                replica = SimulatedEngine(index, spec, noise, fast, None)
+            engine = self.engines[group] = SimulatedInstance(index, group, replica)
             for i in group:
                 self._on[i].append(engine)
         return engine
@@ -664,7 +669,7 @@ class SimulatedBackend(InstanceBackend):
             if not other.queued_tokens:
                 # KV outside of its scheduler, such as its part of a group's, is not read by its decodes
                 outside = self.kv.outside(other.group[0]) if self.kv is not None and len(other.group) == 1 else 0
-                used = other.replica.block_manager.used_tokens - outside
+                used = other.replica.used_tokens - outside
                 fused_s += other.replica.latency.decode_s(len(other.resident), used)
         if engine.queued_tokens:
             return fused_s, 0.0
@@ -680,7 +685,7 @@ class SimulatedBackend(InstanceBackend):
         """Yield the claims of the requests in the schedulers of single instances, in blocks."""
         for engine in self.engines.values():
             if len(engine.group) == 1:
-                pool, at = engine.replica.block_manager, engine.group[0]
+                pool, at = _pool(engine), engine.group[0]
                 for name, track in engine.resident.items():
                     has = pool.held_blocks(track.request.id)
                     tokens = track.request.prompt_tokens + track.left
@@ -721,6 +726,12 @@ class SimulatedBackend(InstanceBackend):
     def released(self, holder: str, instances: Iterable[int], now: float) -> None:
         for i in instances:
             self.simulation.bar("hold", i, self._held_s.pop(i, now), holder)
+
+
+def _pool(engine: SimulatedInstance) -> BlockManager:
+    """Return the KV blocks of an instance of Headway's own."""
+    assert isinstance(engine.replica, SimulatedEngine)
+    return engine.replica.block_manager
 
 
 def _sharing(engine: SimulatedInstance, on: Sequence[list[SimulatedInstance]]) -> list[SimulatedInstance]:

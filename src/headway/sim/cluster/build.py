@@ -17,7 +17,14 @@ from headway.perf.latency.groups import GroupLatency, RingLatency, ShardedDecode
 from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
-from headway.policy.placement.contract import ClusterInstance, ClusterLinks, PlacementPolicy, longest_request
+from headway.policy.placement.contract import (
+    ALL_CAPABILITIES,
+    HTTP_CAPABILITIES,
+    ClusterInstance,
+    ClusterLinks,
+    PlacementPolicy,
+    longest_request,
+)
 from headway.policy.placement.registry import make_placement
 from headway.sim.build import (
     InfeasibleError,
@@ -205,7 +212,9 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         backends=cluster.backends,
         sends_layers=cluster.sends_layers,
         rows=cluster.span_rows,
-        kv_reservations=cluster.kv_reservations,
+        # servers have their own blocks, and move none
+        kv_reservations=cluster.kv_reservations and not combination.over_http,
+        capabilities=HTTP_CAPABILITIES if combination.over_http else ALL_CAPABILITIES,
         whole_prompts=combination.whole_prompts,
         utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )

@@ -16,13 +16,14 @@ from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.table import NO_OVERHEAD, ServingOverhead
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.budget import reference_aim_s
-from headway.policy.placement.contract import ClusterInstance, ClusterLinks
+from headway.policy.placement.contract import ALL_CAPABILITIES, Capability, ClusterInstance, ClusterLinks
 from headway.policy.placement.registry import PolicyContext
 from headway.sim.cohorts import DecodeTrack
 from headway.sim.engine import SimulatedEngine
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.result import SimResult, later, record_of
 from headway.sim.spec import InstanceSpec
+from headway.sim.vllm.engine import SimulatedVllm
 from headway.sim.workload import TraceRequest
 
 FOREVER = float("inf")
@@ -31,7 +32,7 @@ FOREVER = float("inf")
 class SimulatedInstance:
     """The engine of an instance, or of a group that works as one, with its prefill backlog in tokens and seconds."""
 
-    def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine) -> None:
+    def __init__(self, index: int, group: tuple[int, ...], replica: SimulatedEngine | SimulatedVllm) -> None:
         self.index, self.group, self.replica = index, group, replica
         self.resident: dict[str, DecodeTrack] = {}
         """Unfinished requests by id (`DecodeTrack.owner`), in order of their arrival at this engine."""
@@ -47,7 +48,7 @@ class SimulatedInstance:
     def add(self, track: DecodeTrack, now: float, coming: int = 0) -> None:
         """Admit a request, of whose prompt another instance sends `coming` tokens' KV. Raises RequestError when it can
         never be served here."""
-        while track.request.id in self.replica.scheduler:
+        while track.request.id in self.replica:
             # Back before its last iteration here, which goes on without it, has ended: under another id, as live.
             track.request = msgspec.structs.replace(track.request, id=f"{track.request.id}'")
         self.replica.add(track, now)
@@ -208,6 +209,8 @@ class ClusterSpec:
 
     kv_reservations: bool = True
     """Whether KV outside of schedulers takes blocks too, and spans and transfers wait for them as in live clusters."""
+    capabilities: frozenset[Capability] = ALL_CAPABILITIES
+    """See `InstanceBackend.capabilities`."""
     pads_heads: bool = True
     """See `PolicyContext.pads_heads`."""
     copies_prefixes: bool = True

@@ -156,7 +156,10 @@ class SimulatedVllm:
         iterations: list[IterationRecord] | None,
         stopwatch: Callable[[], float] | None = None,
     ) -> None:
-        self.index = index
+        self.index, self.spec = index, spec
+        self.prefixes = None
+        # of a cluster's engines that share instances, which servers do not
+        self.fused_s = self.fused_until_s = 0.0
         self.tracks: dict[str, DecodeTrack] = {}
         self.scheduler = VllmScheduler(vllm)
         self.latency: LatencyModel = CorrectedLatency(spec.latency, TRUST_PROFILE) if spec.learns else spec.latency
@@ -226,6 +229,41 @@ class SimulatedVllm:
         for track in tracks:
             self._end(track, now, None)
         return tracks
+
+    def __contains__(self, request: str) -> bool:
+        """Whether a request is here, or has left before the end of a step that computes it."""
+        return request in self.tracks or any(request in flying.step.tokens for flying in self._in_flight)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the KV blocks that requests hold."""
+        return self.scheduler.pool.used_blocks * self._vllm.block_size
+
+    def is_in_flight(self, batch_id: int) -> bool:
+        """Return whether a step is in flight."""
+        return any(flying.step.number == batch_id for flying in self._in_flight)
+
+    def busy_until_s(self) -> float:
+        """Return the virtual time at which the last step in flight ends; 0.0: there is none."""
+        return self._free_s if self._in_flight else 0.0
+
+    def end_repeats(self, now: float) -> tuple[float, int] | None:
+        """As of `SimulatedEngine`: no steps are repeated."""
+        return None
+
+    def prompt_progress(self, batch_id: int) -> list[tuple[str, int, bool]]:
+        """As of `SimulatedEngine`."""
+        steps = [flying.step for flying in self._in_flight if flying.step.number == batch_id]
+        return [
+            (
+                name,
+                step.past[name] + tokens,
+                step.past[name] + tokens >= self.scheduler.requests[name].num_prompt_tokens,
+            )
+            for step in steps
+            for name, tokens in step.tokens.items()
+            if name in self.tracks and not self._decodes(step, name)
+        ]
 
     # -- steps --------------------------------------------------------------------------------------------------
 
