@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 from tests.cli.test_command_line import headway
+
+from headway.cli.command_parser import fitting
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIO = """
@@ -31,6 +34,7 @@ SENTENCES = {
     ("reproduce", "medha"): r"\d+ claims, each once: \d+ hold",
     ("reproduce", "--list"): "id +cost",
     ("doctor",): ". headway ",
+    ("serve", "--dry-run"): "model +headway-embedded",
     ("examples",): "accel/paper.yaml +Case study 1",
 }
 
@@ -74,6 +78,21 @@ def test_the_slowest_request_comes_last_with_the_command_that_explains_it(tmp_pa
     )
     assert found is not None
     assert found[1] == "document"
-    told = headway(*found[3].split())
+    told = headway(*found[3].split(), COLUMNS="80")
     assert told.returncode == 0
+    assert max(map(len, told.stdout.splitlines())) <= 80
     assert told.stdout.startswith(f"{found[2]}: prompt of ")
+
+
+def test_lines_of_a_terminal_go_on_below_their_last_column_and_piped_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "KV cache      2 GiB for two million tokens, in blocks\nwarning: instances take turns on two cores here"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert fitting(text).splitlines() == [
+        "KV cache      2 GiB for two million",
+        "              tokens, in blocks",
+        "warning: instances take turns on two",
+        "cores here",
+    ]
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda fallback: os.terminal_size(fallback))
+    assert fitting(text) == text

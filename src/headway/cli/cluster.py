@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from headway.cli.command_parser import fitting
 from headway.cli.serve import StartSettings, warn
 from headway.core.errors import ConfigError
 from headway.core.settings import add_options, environment, flag_of, given_flags, resolve, unknown_variables
@@ -85,6 +86,6 @@ def _dry_run(file: ClusterFile, where: str, model: str, settings: ServeSettings)
     from headway.runtime.assembly.dry_run import cluster_report
 
     for warning in shared_cores(file, configs):
-        print(f"warning: {warning}\n")
+        print(fitting(f"warning: {warning}"), end="\n\n")
     for part in cluster_report(file, model, configs):
-        print(part, flush=True)
+        print(fitting(part), flush=True)

@@ -1,4 +1,4 @@
-"""Argument parser of all commands: no abbreviated flags, one-line errors."""
+"""Argument parser of all commands (no abbreviated flags, one-line errors), and lines that fit the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -132,3 +133,24 @@ class CommandParser(argparse.ArgumentParser):
             close = begun[:1] or get_close_matches(flag, shown, 1, 0.7)
             hints += [f"{flag}: did you mean {found}?" for found in close]
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints) + advice)
+
+
+def hanging(head: str, text: str, width: int = 0) -> str:
+    """Return a line of a table of two columns, whose text goes on below itself at the terminal's width, or `width`."""
+    width = max(width or shutil.get_terminal_size().columns, len(head) + 20)
+    lines = textwrap.wrap(text, width - len(head), break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * len(head)}".join([head + lines[0], *lines[1:]]) if lines else head.rstrip()
+
+
+def fitting(text: str) -> str:
+    """Return lines that fit the terminal: a longer one goes on below its last column. What is piped stays as it is."""
+    width = shutil.get_terminal_size((0, 0)).columns
+    if not width:
+        return text
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        if len(line) > width:
+            # Columns are apart by two blanks, or more.
+            start = max((found.end() for found in re.finditer(r"  +", line[: width - 20])), default=0)
+            lines[place] = hanging(line[:start], line[start:], width)
+    return "\n".join(lines)

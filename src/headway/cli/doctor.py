@@ -11,13 +11,13 @@ import logging
 import os
 import platform
 import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from headway import __version__
+from headway.cli.command_parser import hanging
 from headway.core.errors import ConfigError
 from headway.core.machine import CORES
 from headway.perf.device import available_bytes, gib, processor_name
@@ -61,13 +61,6 @@ def show(found: Sequence[MachineFinding]) -> None:
         print(hanging(f"{marks[one.state]} {one.subject:<{width}}  ", one.what))
         if one.advice:
             print(hanging(f"{' ' * (width + 4)}→ ", one.advice))
-
-
-def hanging(head: str, text: str) -> str:
-    """Return a line of a table of two columns, whose text goes on below itself at the terminal's width."""
-    width = max(shutil.get_terminal_size().columns, len(head) + 20)
-    lines = textwrap.wrap(text, width - len(head), break_long_words=False, break_on_hyphens=False)
-    return f"\n{' ' * len(head)}".join([head + lines[0], *lines[1:]]) if lines else head.rstrip()
 
 
 # What this machine can do for Headway: processor, memory, kernels, devices, packages, ports. For `headway doctor`.

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from headway.cli.doctor import hanging
+from headway.cli.command_parser import hanging
 from headway.core.errors import ConfigError
 
 

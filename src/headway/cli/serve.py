@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from pydantic import Field
 
+from headway.cli.command_parser import fitting
 from headway.core.errors import ConfigError
 from headway.core.settings import Text, add_options, environment, given_flags, print_config, resolve, unknown_variables
 from headway.runtime.engine.config import settle
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         from headway.serving.launch import load_tokenizer
 
         load_tokenizer(model, settings.server_settings())
-        print(report(config))
+        print(fitting(report(config)))
         return 0
     from headway.serving.launch import serve_model
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.cli.command_parser import fitting
 from headway.core.errors import ConfigError, reading
 from headway.core.files import check_outputs, write_output
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_picture(arguments.picture)
     told, simulated = _explanation(arguments)
     if arguments.json is None or str(arguments.json) != "-":
-        print(why_text(told, simulated))
+        print(fitting(why_text(told, simulated)))
     if arguments.json is not None:
         body = msgspec.json.format(msgspec.json.encode(why_json(told, simulated)), indent=1) + b"\n"
         if str(arguments.json) == "-":

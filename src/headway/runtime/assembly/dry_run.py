@@ -67,7 +67,7 @@ def described(core: EngineCore, prefills: bool = True) -> list[str]:
     lines = summary(info, groups)
     if not prefills:
         return lines
-    lines += ["", "context so far   next chunk   prompt of this length takes, alone (error bar: P90)"]
+    lines += ["", "context so far   next chunk   prompt of this length, alone (error bar: P90)"]
     times = PrefillCache(latency, budget, max(scheduler.config.min_chunk, 16))
     past = 0
     while past < info.max_model_len:

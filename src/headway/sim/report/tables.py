@@ -392,14 +392,14 @@ def convoy_table(data: Mapping[str, Any], wide: bool = False) -> Table:
     for run in data["runs"]:
         short, long = run["short"], run["long"]
         ttft, tbt = ([duration(short[key][p]) for p in ("p50", "p90", "p99", "max")] for key in ("ttft_s", "tbt_s"))
-        name = " / ".join(word for word in (run["policy"], run["chunking"]) if word)
+        name = " / ".join(dict.fromkeys(word for word in (run["policy"], run["chunking"]) if word))
         first, ratio, failed = duration(long["ttft_s"]["p50"]), number(long["slowdown"], 2), str(short["failed"])
         cells = [ttft[0], ttft[2], tbt[2], first, ratio, failed]
         if wide:
             alone = [duration(short["alone_ttft_s"]), first, duration(long["alone_s"]), ratio]
             cells = [*ttft[:3], tbt[0], *tbt[2:], failed, *alone]
         table.add_row(name, str(short["n"]), *cells)
-    return table
+    return _folded(table)
 
 
 def ratio_table(data: Mapping[str, Any]) -> Table:
@@ -409,6 +409,12 @@ def ratio_table(data: Mapping[str, Any]) -> Table:
     table = _table(title, "server", *(name.replace("_", " ") for name in names))
     for row in data["ratios"]:
         table.add_row(row["policy"], *(number(row[name], 2) for name in names))
+    return _folded(table)
+
+
+def _folded(table: Table) -> Table:
+    """Let the first column, of servers' addresses, take several lines where the terminal is narrow."""
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     return table
 
 
