@@ -20,6 +20,7 @@ from headway.core.files import read_lines
 from headway.core.logs import LineWriter
 from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost
+from headway.perf.latency.table import ServingOverhead
 from headway.perf.utilisation import mean_base
 from headway.policy.iteration.groups import GroupedScheduler
 from headway.policy.placement.combinations import WHOLE_REQUESTS
@@ -31,8 +32,10 @@ from headway.runtime.cluster.policies import PlacementChain
 from headway.runtime.engine.config import EngineConfig
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.protocol import EngineInfo
-from headway.sim.cluster.build import MeasuredCluster, MeasuredEngine
+from headway.sim.build import hosted, serving_of
+from headway.sim.cluster.build import MeasuredCluster
 from headway.sim.prefix_cache import PrefixCacheSpec
+from headway.sim.spec import InstanceSpec
 
 if TYPE_CHECKING:
     from headway.perf.hardware import ModelShape
@@ -213,7 +216,7 @@ class InstanceMeasurement(NamedTuple):
 
     info: EngineInfo
     """As a started instance reports it, with its latency model."""
-    engine: MeasuredEngine
+    engine: InstanceSpec
 
 
 class ClusterPlan(NamedTuple):
@@ -228,9 +231,15 @@ def measurement(core: EngineCore, config: EngineConfig) -> InstanceMeasurement:
     scheduler = core.scheduler
     info = msgspec.structs.replace(core.info, latency=describe(scheduler.latency))
     exchange = scheduler.exchange if isinstance(scheduler, GroupedScheduler) else ShardExchangeCost()
-    engine = MeasuredEngine(
+    latency = restore(info.latency)[0]
+    serving = serving_of(latency)
+    engine = InstanceSpec(
         config=scheduler.config,
-        latency=restore(info.latency)[0],
+        latency=latency,
+        actual_latency=hosted(latency, serving),
+        serving=serving or ServingOverhead(),
+        # the capacity is that of all KV groups
+        kv_tokens=info.kv_tokens_total // scheduler.config.kv_parallel,
         block_tokens=info.kv_block_tokens,
         exchange=exchange,
         prefix_cache=PrefixCacheSpec(eviction=config.prefix_cache_policy) if config.prefix_cache else None,

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import AcceleratorSpec, ModelShape, link
-from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.groups import GroupLatency, RingLatency, ShardedDecode, ShardExchangeCost
-from headway.perf.latency.table import ServingOverhead
+from headway.perf.latency.groups import GroupLatency, RingLatency, ShardedDecode
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import (
@@ -41,24 +40,9 @@ from headway.sim.build import (
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult, ClusterSpec
 from headway.sim.loop import OnProgress
-from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.scenario import PoolSection, Scenario
 from headway.sim.spec import InstanceSpec
 from headway.sim.workload import TraceRequest
-
-
-@dataclass(frozen=True)
-class MeasuredEngine:
-    """One engine, as it was loaded."""
-
-    config: SchedulerConfig
-    latency: LatencyModel
-    """Of one pipeline stage, measured."""
-    block_tokens: int
-    exchange: ShardExchangeCost
-    """Between its KV groups."""
-    prefix_cache: PrefixCacheSpec | None = None
-    """None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +50,8 @@ class MeasuredCluster:
     """A described cluster whose instances are not started. It can be sent to other processes."""
 
     instances: tuple[ClusterInstance, ...]
-    engines: tuple[MeasuredEngine, ...]
-    """By instance: that of its pool."""
+    engines: tuple[InstanceSpec, ...]
+    """By instance: that of its pool, with measured latencies."""
     spans: GroupLatency
     """What the policy predicts spans with."""
     shape: ModelShape
@@ -96,10 +80,10 @@ class MeasuredCluster:
         """Return the inputs of its simulation."""
         return ClusterSpec(
             instances=self.instances,
-            engine=self._engine,
+            engine=partial(_engine_of, self.engines, self.links, self.shape.layers, 1),
             spans=self.spans,
             shape=self.shape,
-            serving=serving_of(self.engines[0].latency) or ServingOverhead(),
+            serving=self.engines[0].serving,
             links=self.links,
             backends=self.backends,
             # A live scheduler's prompt leaves when it is complete.
@@ -110,25 +94,6 @@ class MeasuredCluster:
             whole_prompts=self.whole_prompts,
             longest=self.longest,
             utilisation_base=self.utilisation_base,
-        )
-
-    def _engine(self, group: Sequence[ClusterInstance]) -> InstanceSpec:
-        head = self.engines[group[0].id]
-        latency, serving = head.latency, serving_of(head.latency)
-        if len(group) > 1:
-            link = self.links.between(group[0], group[-1])
-            # A group of several instances decodes with its KV spread over them, at the cost of their link.
-            latency = ShardedDecode(latency, len(group), self.shape.layers, link, 1)
-        return InstanceSpec(
-            config=head.config,
-            latency=latency,
-            actual_latency=hosted(latency, serving),
-            serving=serving or ServingOverhead(),
-            # An instance's capacity is that of all its KV groups.
-            kv_tokens=sum(each.capacity for each in group) // head.config.kv_parallel,
-            block_tokens=head.block_tokens,
-            exchange=head.exchange,
-            prefix_cache=head.prefix_cache,
         )
 
 
@@ -184,27 +149,13 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
     links = ClusterLinks(inside=device.inside, across=link(cluster.network) if cluster.network else device.across)
     ring = RingLatency(lead_spec.latency, shape, links.inside, links.across, lead.tp)
 
-    def engine(group: Sequence[ClusterInstance]) -> InstanceSpec:
-        spec = specs[group[0].id]
-        if len(group) == 1:
-            return spec
-        # a group across nodes exchanges over the slower link
-        link = links.inside if len({instance.node for instance in group}) == 1 else links.across
-        # LoongServe's masters compute the layers outside attention; "all" spreads them over the group
-        masters = len(group) if cluster.masters == "all" else 1
-        latency = ShardedDecode(spec.latency, len(group), shape.layers, link, masters)
-        return replace(
-            spec,
-            latency=latency,
-            actual_latency=hosted(latency, serving_of(spec.latency)),
-            kv_tokens=sum(instance.capacity for instance in group),
-        )
-
     instances = tuple(_instances(cluster.pools, kv_tokens, device))
     return ClusterSpec(
         instances=instances,
         longest=longest_request(combination.placement, combination.options, combination.whole_prompts, instances),
-        engine=engine,
+        engine=lambda group: _engine_of(
+            specs, links, shape.layers, len(group) if cluster.masters == "all" else 1, group
+        ),
         spans=_spans(scenario, ring, device, shape, lead),
         serving=lead_spec.serving,
         shape=shape,
@@ -218,6 +169,21 @@ def cluster_of(scenario: Scenario, requests: Sequence[TraceRequest]) -> ClusterS
         whole_prompts=combination.whole_prompts,
         utilisation_base=_utilisation_base(cluster.pools, device, shape),
     )
+
+
+def _engine_of(
+    alone: Sequence[InstanceSpec], links: ClusterLinks, layers: int, masters: int, group: Sequence[ClusterInstance]
+) -> InstanceSpec:
+    """Return the engine of an instance, or of a group. alone: of each instance. masters: members of a group that
+    compute the layers outside attention, as LoongServe has it."""
+    spec = alone[group[0].id]
+    if len(group) == 1:
+        return spec
+    # a group across nodes exchanges over the slower link
+    link = links.inside if len({instance.node for instance in group}) == 1 else links.across
+    latency = ShardedDecode(spec.latency, len(group), layers, link, masters)
+    kv_tokens = sum(instance.capacity for instance in group)
+    return replace(spec, latency=latency, actual_latency=hosted(latency, serving_of(spec.latency)), kv_tokens=kv_tokens)
 
 
 def _utilisation_base(pools: Sequence[PoolSection], device: AcceleratorSpec, shape: ModelShape) -> UtilisationBase:
