@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from scripts.headless_browser import browser, missing_browser
 from tests.helpers.report_pages import ReportPage
 
 from headway.cli.main import main
@@ -161,3 +162,23 @@ def test_a_folder_is_refused_before_the_work(
     given = [str(scenario) if word == "SCENARIO" else word for word in words]
     assert main([*given, "--report", str(tmp_path)]) == 2
     assert "it is a folder; name a file in it" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(missing_browser() is not None, reason=str(missing_browser()))
+def test_a_browser_draws_it_from_the_file_at_two_widths(scenario: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    assert main(["compare", str(scenario), "--set", "run.window_s=9", "--report", str(file)]) == 0
+    with browser() as opened:
+        for width in (1280, 400):
+            opened.open(file.as_uri(), width)
+            assert opened.wait("return document.querySelectorAll('canvas').length") == 2
+            # Colours beside the axes' grey: something is drawn.
+            drawn = (
+                "const c = document.querySelector('canvas'); const p = c.getContext('2d')"
+                ".getImageData(0, 0, c.width, c.height).data; let n = 0;"
+                "for (let i = 0; i < p.length; i += 4) n += p[i + 2] > p[i] + 60 && p[i + 3] > 200; return n"
+            )
+            assert opened.run(drawn) > 50
+            assert opened.run("return document.documentElement.scrollWidth") <= width
+        assert opened.run("return document.querySelector('h1').textContent") == HOSTILE
+        assert opened.complaints() == []
