@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headway.sim.build import run_scenario
+from headway.sim.cluster.build import run_cluster
 from headway.sim.metrics import tbt_s, ttft_s
 from headway.sim.result import SimResult
 from headway.sim.scenario import parse_scenario
@@ -52,3 +53,16 @@ def test_vllm_servers_are_simulated_under_a_placement_with_their_own_blocks() ->
         assert all(record.ok and len(record.token_s) == record.output_tokens for record in three.records)
         assert all(use.iterations for use in three.replicas)
         assert three.duration_s < alone.duration_s
+
+
+def test_the_ladder_gives_mixed_instances_whole_prompts_and_refuses_what_none_holds_as_live() -> None:
+    mix = [{"prompt": f"fixed:{tokens}", "output": "fixed:9"} for tokens in (30_000, 60_000)]
+    data = {"workload": {"qps": 0.01, "requests": 12, "mix": mix}, "memory": {"kv_tokens": 40_000}}
+    for roles, grouped in ((["mixed"], False), (["prefill", "decode"], True)):
+        pools = [{"count": 4, "role": role} | ({"kv_tokens": 80_000} if role == "decode" else {}) for role in roles]
+        result = run_cluster(parse_scenario({**data, "cluster": {"pools": pools}}), 0)
+        refused = [record for record in result.sim.records if not record.ok]
+        assert (result.spans > 0) == grouped
+        assert {record.prompt_tokens for record in refused} == ({60_000} if not grouped else set())
+        for record in refused:
+            assert "this cluster's instances hold requests of up to 40000" in str(record.error)
