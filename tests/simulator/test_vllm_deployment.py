@@ -56,6 +56,17 @@ def test_stock_serves_running_prompts_first_and_fills_the_step() -> None:
     assert tokens_of(scheduler(a=300, b=100), 3) == [{"a": 256}, {"a": 44, "b": 100}, {"a": 1, "b": 1}]
 
 
+def test_prefills_wait_for_their_interval_while_requests_decode_unless_some_queue() -> None:
+    made = scheduler(replace(SPEC, prefill_schedule_interval=3), a=10)
+    assert tokens_of(made, 1) == [{"a": 10}]
+    made.add(VllmRequestState(Request(id="b", arrival_s=1, prompt_tokens=300, max_output_tokens=64), 64))
+    assert tokens_of(made, 2) == [{"a": 1}, {"a": 1}]
+    # once a step with prefills has left nothing to wait, further chunks are held too
+    assert tokens_of(made, 4) == [{"a": 1, "b": 255}, {"a": 1}, {"a": 1}, {"a": 1, "b": 45}]
+    crowded = scheduler(replace(SPEC, prefill_schedule_interval=3), a=10, b=300, c=300)
+    assert tokens_of(crowded, 2) == [{"a": 10, "b": 246}, {"a": 1, "b": 54, "c": 201}]
+
+
 def test_a_threshold_caps_a_prompt_unless_it_is_alone() -> None:
     spec = replace(SPEC, long_prefill_token_threshold=50)
     assert tokens_of(scheduler(spec, a=300), 1) == [{"a": 256}]

@@ -408,7 +408,7 @@ def vllm_of(section: VllmSection, kv_tokens: int, config: SchedulerConfig) -> Vl
     Raises ConfigError for a cache that is too small."""
     same = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "async_scheduling",
             "enable_prefix_caching", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "watermark",
-            "priorities")  # fmt: skip
+            "prefill_schedule_interval", "priorities")  # fmt: skip
     by_priority, threshold = stock_flags(section.scheduler)
     return VllmSpec(
         num_blocks=kv_tokens // section.block_size,

@@ -181,6 +181,8 @@ class VllmSpec:
     """A request begins only if the whole of its known tokens fits in the free blocks."""
     watermark: float = 0.0
     """Share of the blocks that a request which begins must leave free."""
+    prefill_schedule_interval: int = 1
+    """Steps from one with prefills to the next, while requests decode and none waited longer (vLLM 0.33)."""
     plugged: SchedulerConfig | None = None
     """Headway's policy inside (`VllmSettings.scheduler_config`); None: vLLM's stock scheduler."""
     priorities: Mapping[str, int] = field(default_factory=dict)

@@ -92,6 +92,7 @@ class VirtualEngine:
         drafts: int = 0,
         max_loras: int = 0,
         graphs: Sequence[int] = (),
+        prefill_interval: int = 1,
     ) -> None:
         """`windows`: of each group of layers, tokens; 0: full attention. `drafts`: speculative tokens a step. `graphs`:
         tokens of captured CUDA graphs, to which steps are padded."""
@@ -102,6 +103,7 @@ class VirtualEngine:
             max_num_batched_tokens=batched_tokens,
             max_num_seqs=max_num_seqs,
             enable_chunked_prefill=True,
+            prefill_schedule_interval=prefill_interval,
             async_scheduling=asynchronous,
             policy=policy,
             long_prefill_token_threshold=threshold,

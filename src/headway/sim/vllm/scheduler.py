@@ -3,7 +3,8 @@
 Rules of vLLM 0.32 (`v1/core/sched`): running requests get their tokens first, in the order in which they began; a step
 has `max_num_batched_tokens`, and one request at most the threshold of them unless it is alone. KV is allocated for the
 tokens of the step; where it lacks, the last running request (or the least urgent one, by priority) is preempted and
-later computed again. If none was, waiting requests begin in the order of their queue, until one does not fit.
+later computed again. If none was, waiting requests begin in the order of their queue, until one does not fit. Of 0.33:
+`prefill_schedule_interval`, which acts without data parallelism from that version on.
 
 Not modelled: speculative decoding, LoRA, encoder inputs, KV connectors, several KV groups, data and pipeline
 parallelism. `max_num_partial_prefills` no longer exists in 0.32.
@@ -288,7 +289,12 @@ class VllmScheduler:
         self.plugin: SchedulerPlugin | None = None
         self.recomputed_tokens = 0
         self._watermark_blocks = int(spec.watermark * spec.num_blocks)
-        self._steps = 0
+        self._steps = self._executed = 0
+        # number of the last executed step with a prefill; a full interval back: the first one is not held
+        self._prefilled = -spec.prefill_schedule_interval
+        self._prefills = False
+        # whether the last step that might begin requests left some waiting: nothing is held then
+        self._backlog = False
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -314,10 +320,13 @@ class VllmScheduler:
             self.plugin.before(now)
         self._steps += 1
         step = VllmStep(self._steps)
-        threshold = self._threshold()
-        budget = self._schedule_running(step, self.spec.max_num_batched_tokens, threshold)
+        threshold, held, self._prefills = self._threshold(), self._holds_prefills(), False
+        budget = self._schedule_running(step, self.spec.max_num_batched_tokens, threshold, held)
         if not step.preempted:
-            self._schedule_waiting(step, budget, threshold)
+            self._schedule_waiting(step, budget, threshold, held)
+        self._executed += bool(step.tokens)
+        if self._prefills:
+            self._prefilled = self._executed
         for name, tokens in step.tokens.items():
             self._advance(step, self.requests[name], tokens)
         self.ended = []
@@ -356,12 +365,19 @@ class VllmScheduler:
             threshold = max(threshold, self.spec.max_num_batched_tokens // count)
         return threshold
 
-    def _schedule_running(self, step: VllmStep, budget: int, threshold: int) -> int:
+    def _holds_prefills(self) -> bool:
+        """Whether prefills wait for a later step: the interval since the last of them has not passed, requests decode,
+        and the waiting queue was emptied then."""
+        early = self._executed + 1 - self._prefilled < self.spec.prefill_schedule_interval
+        return early and not self._backlog and any(not request.is_prefill_chunk for request in self.running)
+
+    def _schedule_running(self, step: VllmStep, budget: int, threshold: int, held: bool) -> int:
         """Schedule running requests. Return the tokens that are left of the budget."""
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            tokens = 0 if self._has_all_output(request) else self._wanted(request, budget, threshold)
+            waits = self._has_all_output(request) or (held and request.is_prefill_chunk)
+            tokens = 0 if waits else self._wanted(request, budget, threshold)
             if tokens == 0:
                 index += 1
                 continue
@@ -379,6 +395,7 @@ class VllmScheduler:
                 if victim is request:
                     return budget
             self._take(step, request, tokens)
+            self._prefills |= request.is_prefill_chunk
             budget -= tokens
             index += 1
         return budget
@@ -430,7 +447,7 @@ class VllmScheduler:
 
     # -- waiting requests ---------------------------------------------------------------------------------------
 
-    def _schedule_waiting(self, step: VllmStep, budget: int, threshold: int) -> None:
+    def _schedule_waiting(self, step: VllmStep, budget: int, threshold: int, held: bool) -> None:
         skipped: list[VllmRequestState] = []
         while budget > 0 and self.waiting and len(self.running) < self.spec.max_num_seqs:
             request = self.waiting.peek_request()
@@ -440,6 +457,8 @@ class VllmScheduler:
                 continue
             hit = self.cached_tokens(request)
             tokens = request.num_tokens - hit
+            if held and tokens > 1:
+                break
             if 0 < threshold < tokens:
                 tokens = threshold
             tokens = min(tokens, budget)
@@ -447,6 +466,7 @@ class VllmScheduler:
                 tokens = self.plugin.cap(request, tokens)
             if tokens == 0 or not self._admits(request, hit + tokens):
                 break
+            self._prefills |= request.num_tokens - hit > 1
             request.num_computed_tokens = hit
             self.waiting.pop_request()
             self.running.append(request)
@@ -455,6 +475,8 @@ class VllmScheduler:
             request.lost_tokens = 0
             self._take(step, request, tokens)
             budget -= tokens
+        if not held:
+            self._backlog = bool(self.waiting)
         self.waiting.prepend_requests(reversed(skipped))
 
     def cached_tokens(self, request: VllmRequestState) -> int:

@@ -40,6 +40,9 @@ class VllmSection(FileSection):
     watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="share of the blocks that a request which begins leaves free"
     )
+    prefill_schedule_interval: Count = Field(
+        default=1, description="steps from one with prefills to the next, while requests decode (vLLM 0.33)"
+    )
 
     @model_validator(mode="after")
     def _known_scheduler(self) -> VllmSection:
@@ -47,6 +50,8 @@ class VllmSection(FileSection):
             stock_flags(self.scheduler)
         except ConfigError as error:
             raise ValueError(f"`scheduler`: {error}") from None
+        if self.scheduler == "plugged" and self.prefill_schedule_interval > 1:
+            raise ValueError("`prefill_schedule_interval`: Headway decides in every step which prefills get tokens")
         if self.headway.profile is not None:
             raise ValueError("`headway.profile`: step times come from the scenario's `latency`")
         if self.headway.log is not None:
