@@ -342,9 +342,9 @@ def test_deployment_that_falls_behind_is_no_plan_whatever_its_percentiles(monkey
             "model": "llama-3-70b",
             # the weights leave KV for a few thousand tokens, so that decodes wait for it and not prefills
             "accelerators": [{"name": "h100-80gb", "most": 6}],
-            "workload": {"qps": 6, "requests": 300, "mix": [{"prompt": "fixed:1000", "output": "fixed:200"}]},
+            "workload": {"qps": 9, "requests": 300, "mix": [{"prompt": "fixed:1000", "output": "fixed:200"}]},
             "demands": {"all": {"ttft_p99_s": 5.0, "tbt_p50_s": 0.1}},
-            "search": {"tp": [1], "stages": [2], "t_target_s": [0.05]},
+            "search": {"tp": [2], "stages": [1], "t_target_s": [0.05]},
             "latency": {"source": "roofline"},
         }
     )
