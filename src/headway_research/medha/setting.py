@@ -61,12 +61,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "Sarathi-512": {"policy": "fcfs", "chunking": "static:512", "pipeline_schedule": "microbatch", "medha": PLAIN},
     "Sarathi-2048": {"policy": "fcfs", "chunking": "static:2048", "pipeline_schedule": "microbatch", "medha": PLAIN},
     "non-preemptive": {"policy": "fcfs", "chunking": "whole", "medha": PLAIN},
+    "ladder": {"policy": "ladder"},
     "LoongServe": {},
     "LoongServe+Reserv": {},
 }
 """FCFS to LARS: Medha's mechanisms under another order, without multi-prefill batching. Sarathi: TP8-PP2, static
 chunks, a prompt's next chunk waits until the previous one has left all stages. non-preemptive: whole prompts in order
 of arrival on two instances of TP8, an approximation of LoongServe (no elastic parallelism, no separate decode pool).
+ladder: Headway's default, which is not the paper's, under the same targets; in default mode only.
 
 LoongServe: the policy of that name over eight instances of TP2 (Medha §6.2's TP-2, and §6.5's eight CP instances), in
 its own modes; +Reserv: two of them for prompts below 8,192 tokens (§6.5)."""
@@ -109,6 +111,8 @@ class MedhaResult:
     completed: int
     soon: float
     """Share of requests whose first token came within `ENOUGH_S`."""
+    in_time: float
+    """Share of requests whose first token came before it was due."""
     longs_done: float | None
     """Share of long requests that completed; None without any."""
 
@@ -173,13 +177,14 @@ def measure(result: SimResult) -> MedhaResult:
     end_s = result.duration_s
     waits: dict[str, list[float]] = {"short": [], "long": []}
     done = {"short": 0, "long": 0}
-    soon = 0
+    soon = in_time = 0
     for record in result.records:
         first = metrics.ttft_s(record)
         # a lower bound for requests still without a first token
         waits[record.klass].append(first if first is not None else end_s - record.arrival_s)
         done[record.klass] += record.ok
         soon += first is not None and first <= ENOUGH_S
+        in_time += first is not None and first <= (record.slo.ttft_s or 0.0)
     ok = [record for record in result.records if record.ok]
     return MedhaResult(
         ttft_s=percentiles(waits["short"] + waits["long"]),
@@ -189,6 +194,7 @@ def measure(result: SimResult) -> MedhaResult:
         requests=len(result.records),
         completed=len(ok),
         soon=soon / len(result.records),
+        in_time=in_time / len(result.records),
         longs_done=done["long"] / len(waits["long"]) if waits["long"] else None,
     )
 
