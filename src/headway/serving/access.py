@@ -1,9 +1,8 @@
-"""Who may do what: keys of clients and operators, web pages kept out, and the outermost ASGI layer that checks and logs
-each request.
+"""Access control: keys of clients and operators, checks of a browser's origin, and the outermost ASGI layer, which
+checks and logs each request.
 
-Without a key only programs of this machine are meant to be served. A page of any site that a user of this machine has
-open can send requests to loopback as well, so its origin is checked, and the host that was asked for: a name that its
-owner lets point to 127.0.0.1 ("DNS rebinding") is refused.
+Without a key the server is for programs on its own machine. A web page in a browser there can send requests to loopback
+too, so the headers Origin and Host are checked. A foreign name that resolves to 127.0.0.1 ("DNS rebinding") is refused.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _ADMINISTRATION = "/v1/cluster"
 
 @dataclass(frozen=True, slots=True)
 class RequestOwner:
-    """The sender of a request, as far as its key says."""
+    """The client that sent a request, identified by its key."""
 
     id: str = ""
-    """A hash of the key; empty without one. Journaled requests belong to it."""
+    """A hash of the key; empty without one. Its journaled requests and prepared documents carry it."""
     admin: bool = False
-    """Whether it was the administration's key: it reads and deletes the requests of all."""
+    """Whether the key is `--admin-key`, which may read and delete the requests of all owners."""
 
     def may_use(self, owner: str) -> bool:
         """Whether a request of that owner may be read and deleted."""
@@ -85,7 +84,7 @@ class AccessControl:
             raise ApiError(403, "without --admin-key a cluster is administered from its own machine only")
 
     def _check_page(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse web pages of other sites, and names that are none of this machine's. Raises ApiError 403."""
+        """Refuse web pages of other sites, and foreign host names on loopback. Raises ApiError 403."""
         host = headers.get(b"host", b"").decode("latin-1")
         name = urlsplit(f"//{host}").hostname or ""
         known = is_loopback(name) or name.endswith(".localhost") or name in self._settings.allowed_hosts
@@ -102,10 +101,6 @@ def _refusal(why: str) -> ApiError:
     return ApiError(401, why, headers={"WWW-Authenticate": "Bearer"})
 
 
-# Outermost ASGI layer: request id, authorisation, log line, uncaught errors.
-#
-# A plain ASGI wrapper instead of framework middleware, so that streams pass through unbuffered.
-
 log = logging.getLogger("headway.server")
 
 _HEADS = ("/", "/health", "/ready", "/version", "/metrics", "/v1/models")
@@ -113,14 +108,16 @@ _HEADS = ("/", "/health", "/ready", "/version", "/metrics", "/v1/models")
 
 
 class AuthMiddleware:
-    """ASGI middleware. access: which requests pass."""
+    """Outermost ASGI layer: request ids, HEAD of `_HEADS`, authorisation, errors as responses, and the log line.
+
+    A plain ASGI wrapper, not the framework's middleware, so that streams pass unbuffered."""
 
     def __init__(self, app: ASGIApp, access: AccessControl) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request: authorise, forward, log."""
+        """Handle one request. An exception is raised on only if the response has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

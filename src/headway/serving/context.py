@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DOCUMENTS_AT_ONCE = 4
-"""Prepared documents that the engine has at one time and has not computed: enough for one to follow another."""
+"""Prepared documents that the engine may compute or queue at once: one begins as soon as another ends."""
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class ServerContext:
     in_flight: int = 0
     """Generation requests between the last byte of their body and that of their answer."""
     in_flight_of: Counter[str] = field(default_factory=Counter)
-    """The same, by the owner."""
+    """`in_flight` by owner."""
     preparing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_DOCUMENTS_AT_ONCE))
-    """Held by prepared documents while they are computed; the others wait for it here, and fill no queue of chats."""
+    """Limits the prepared documents in the engine; the others wait here, so that they do not fill its queue."""
     failure: HeadwayError | None = None
     """The error that kept the engine from starting."""
     journal: JournalWriter | None = None
@@ -114,7 +114,7 @@ class ServerContext:
         raise ApiError(404, f"no context {name[:200]!r} is known: POST /v1/contexts makes one", "context_id")
 
     def release_contexts(self) -> None:
-        """Let prepared documents go, also those that are still to be computed."""
+        """Cancel the tasks of prepared documents. Returns before they end."""
         for kept in self.contexts.values():
             if kept.task is not None:
                 kept.task.cancel()
@@ -170,7 +170,7 @@ class ServerContext:
     def check_room(self, owner: str | None) -> None:
         """Raise OverloadedError where a new request is refused, UnavailableError while the journal cannot be written.
 
-        owner: the request's; None: is there room for any? Asked before a body is read, and again once it is there.
+        Called before the body is read (owner None: only the server's limits) and after it (also the owner's limit).
         """
         settings = self.settings
         if self.journal is not None:

@@ -128,8 +128,8 @@ class EngineSettings(SettingsModel):
     )
     event_log: Text | None = Field(
         None,
-        description="write what the scheduler saw and decided to this JSON-lines file; what is there stays, as "
-        "FILE.until-TIME",
+        description="write what the scheduler saw and decided to this JSON-lines file; an older file is renamed "
+        "to FILE.until-TIME",
         json_schema_extra=_shown_as("FILE"),
     )
 
@@ -192,7 +192,7 @@ _GROUPS = {
 
 
 def group_of(name: str) -> str:
-    """Return the title under which `--help` shows a setting; those of the scheduler are in no list."""
+    """Return the title under which `--help` shows a setting; "scheduling" for one in no list."""
     return next((title for title, names in _GROUPS.items() if name in names), "scheduling")
 
 
@@ -238,7 +238,7 @@ class ServeSettings(EndpointSettings, SchedulerSettings, EngineSettings):
     def engine_config(self, model: str) -> EngineConfig:
         """Return the configuration of an engine for the checkpoint in folder `model`.
 
-        Raises ConfigError on values that contradict each other.
+        Raises ConfigError for scheduler settings that contradict each other.
         """
         SchedulerConfig.named(self.mode, **self.scheduler)
         return EngineConfig(
@@ -280,10 +280,10 @@ _CLUSTER_WIDE = frozenset(("nnodes", "ray_address")).union(EndpointSettings.mode
 def instance_configs(
     file: ClusterFile, where: str, model: str, settings: ServeSettings, cores: Sequence[int] = ()
 ) -> list[EngineConfig]:
-    """Return one engine's settings for each instance, in the order of the pools.
+    """Return the engine configuration of each instance, in the order of the pools.
 
-    settings: of the whole cluster; cores: number of cores of each host, by default that of this host. A host's cores
-    and memory are divided equally among its instances, where the settings do not divide them. Raises ConfigError.
+    settings: of the whole cluster; cores: number of cores of each host, by default that of this host. Threads
+    and memory that the settings do not give are equal shares of the host's. Raises ConfigError.
     """
     configs: list[EngineConfig] = []
     shapes: list[PoolShape] = []

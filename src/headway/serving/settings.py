@@ -69,7 +69,8 @@ class EndpointSettings(SettingsModel):
         300.0, ge=0, description="seconds that a SIGTERM waits for accepted requests to finish"
     )
     journal: Text | None = Field(
-        None, description="folder of a journal from which the next server takes up accepted requests; it holds prompts"
+        None,
+        description="folder of a journal of accepted requests, which a restarted server finishes; it holds prompts",
     )
     chat_template: Text | None = Field(
         None,

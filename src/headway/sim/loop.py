@@ -1,4 +1,4 @@
-"""The event loop of all simulations, and `simulate`: equal instances behind one queue.
+"""The event loop of all simulations, and `simulate`: equal instances, of which an arrival joins the least loaded.
 
 Events are taken in order of (time, kind, order of scheduling). At one instant scheduled events come first, by kind,
 then arrivals; only then are batches, spans and transfers started. This order is part of the result: it makes a run
@@ -71,7 +71,7 @@ class EventLoop(ABC):
             if request.waits:
                 self._turns.setdefault((request.session, request.thread), deque()).append(request)
         self.closed_loop = bool(self._turns)
-        """Whether there are requests that follow an answer."""
+        """Whether some requests arrive only after the answer to an earlier one of their session."""
         self._due: list[float] = []  # times of the events in the heap that bring a request, as a heap of its own
         # index into `arrivals` of the next one
         self._arrived = 0
@@ -88,7 +88,7 @@ class EventLoop(ABC):
 
     @property
     def quiet_until_s(self) -> float:
-        """Virtual seconds up to which no request arrives or leaves and the window does not end.
+        """Virtual time of the next arrival, departure or end of the window.
 
         Engines repeat decode steps without consulting the scheduler until then.
         """
@@ -159,7 +159,7 @@ class EventLoop(ABC):
     # -- shared by subclasses -------------------------------------------------------------------------------------
 
     def request_of(self, source: TraceRequest, number: int) -> Request:
-        """Return the scheduler's request for the `number`-th arrival."""
+        """Return the scheduler's request `r{number}` for an arrival. At least its last prompt token is not cached."""
         run = self.run_spec
         targets = run.targets.get(source.klass, NO_TARGETS)
         return Request(
@@ -189,7 +189,9 @@ class EventLoop(ABC):
             self.schedule(self.now + wait_s, EventKind.CLIENT_LEAVES, (departing, why))
 
     def schedule_next_turn(self, ended: TraceRequest) -> None:
-        """Schedule the request that follows the answer to one that ends now, well or badly, if there is any."""
+        """Schedule the next request of a session whose last one has ended now, with success or not.
+
+        Does nothing if there is none, or if it would arrive after the window."""
         waiting = self._turns.get((ended.session, ended.thread))
         if not waiting:
             return
@@ -210,9 +212,6 @@ class EventLoop(ABC):
         return last_s, last_s - (self.arrivals[0].arrival_s if self.arrivals else 0.0)
 
 
-# Simulation of equal instances behind one queue: `simulate`.
-
-
 def simulate(
     instance: InstanceSpec,
     workload: Iterable[TraceRequest],
@@ -225,7 +224,7 @@ def simulate(
     """Run a workload to its end, or to the end of the window. Deterministic.
 
     `stopwatch` (such as time.perf_counter) is read around every decision, for `ReplicaUse.scheduling_s`; it changes
-    nothing else. `log`: receives the event log of the one replica; raises ConfigError where there are several.
+    nothing else. `log`: receives the event log; raises ConfigError for several replicas or a simulated vLLM.
     """
     simulation = InstanceSimulation(instance, workload, run, stopwatch, log)
     simulation.run_events(on_progress)

@@ -36,7 +36,7 @@ from headway.sim.workload.section import WorkloadSection
 
 
 class ModelSection(FileSection):
-    """A decoder that has no name here. `mlp_matrices` is 3 for gated MLPs; `dtype_bytes` is of weights and KV."""
+    """The shape of a decoder. `mlp_matrices` is 3 for gated MLPs; `dtype_bytes` is of weights and KV."""
 
     layers: Count
     hidden: Count
@@ -97,7 +97,7 @@ class ClusterSection(FileSection):
     placement: str | None = Field(
         default=None,
         description="a cluster policy (headway.policy.placement.registry); null: `ladder`, or without "
-        "`pools` one queue before `replicas`",
+        "`pools`: `replicas`, least loaded first",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="settings of that policy")
     pools: tuple[PoolSection, ...] = Field(default=(), description="instances by kind; each pool begins on a new node")
@@ -121,9 +121,7 @@ class ClusterSection(FileSection):
     )
     network: str | None = Field(default=None, description="link across nodes; null: the accelerator's")
     accelerator: str = Field(default="a100-80gb", description="name of an accelerator (headway.perf.hardware)")
-    replicas: Machines = Field(
-        default=1, description="instances behind one queue; arrivals join the one with fewest requests"
-    )
+    replicas: Machines = Field(default=1, description="equal instances; an arrival joins the one with fewest requests")
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +146,7 @@ class ClusterSection(FileSection):
 
 
 class LayoutSection(FileSection):
-    """How one instance is cut."""
+    """The parallel layout of one instance."""
 
     tp: Count = Field(default=1, description="tensor-parallel ranks")
     stages: Count = Field(default=1, description="pipeline stages")
@@ -162,15 +160,15 @@ class LayoutSection(FileSection):
 
 
 class RooflineSection(FileSection):
-    """What of the data sheet is reached, and what is fixed."""
+    """Shares of the data sheet's rates that are reached, and fixed costs."""
 
     linear: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.7, description="share of peak FLOP/s in matrix products"
     )
     attention: Annotated[float, Field(gt=0, le=1)] = Field(default=0.6, description="share of peak FLOP/s in attention")
     bandwidth: Annotated[float, Field(gt=0, le=1)] = Field(default=0.85, description="share of peak memory bandwidth")
-    fixed_s: SecondsOrZero = Field(default=5e-4, description="seconds a stage takes for nothing")
-    per_layer_s: SecondsOrZero = Field(default=2.5e-5, description="seconds a layer takes for nothing")
+    fixed_s: SecondsOrZero = Field(default=5e-4, description="fixed seconds of a stage in each iteration")
+    per_layer_s: SecondsOrZero = Field(default=2.5e-5, description="fixed seconds of a layer in each iteration")
     per_decode_s: SecondsOrZero = Field(default=2e-8, description="seconds a decode and layer beside KV traffic")
 
 
@@ -250,7 +248,7 @@ class PrefixCacheSection(FileSection):
 
 
 class SloSection(FileSection):
-    """What requests of a class are judged by, in seconds. tbt_s bounds every gap, tpot_s their mean."""
+    """Targets of a class, in seconds; the scheduler gets the first two. tbt_s bounds every gap, tpot_s their mean."""
 
     ttft_s: Seconds | None = None
     tbt_s: Seconds | None = None
@@ -278,7 +276,7 @@ class RunSection(FileSection):
     timeout_s: Seconds | None = Field(default=None, description="clients leave so long after arrival")
     patience_s: Seconds | None = Field(default=None, description="clients leave after an exponential time of this mean")
     max_output: Count | None = Field(
-        default=None, description="output that clients ask for at most; null: what they will get"
+        default=None, description="max_tokens that clients send if their answer is not longer; null: its length"
     )
     send_slo: bool = Field(
         default=True, description="requests carry their SLOs to the scheduler; else its own deadlines apply"

@@ -249,7 +249,7 @@ class RunSpec:
     """Settings of a run. Times in seconds."""
 
     replicas: int = 1
-    """Instances behind one queue; an arrival joins the one with the fewest unfinished requests."""
+    """Number of equal instances; an arrival joins the one with the fewest unfinished requests."""
     seed: int = 0
     targets: Mapping[str, SloTargets] = field(default_factory=dict)
     """Objectives of the requests of each class."""

@@ -1,6 +1,6 @@
 """What differs between versions of vLLM, or is read from its configuration: one function each.
 
-`version_check.KNOWN` says which versions these functions hold for.
+`plugin.KNOWN` says which versions these functions hold for.
 """
 
 from __future__ import annotations

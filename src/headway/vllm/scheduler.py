@@ -1,6 +1,6 @@
 """The scheduler class that vLLM loads, and all that depends on vLLM's internals.
 
-Written for the seams of the versions in `version_check.KNOWN`. vLLM's `schedule()` runs unchanged: before it, the
+Written for the seams of the versions in `plugin.KNOWN`. vLLM's `schedule()` runs unchanged: before it, the
 waiting queue shows the policy's choice only and prefills get quotas; after it, the policy's cursors follow vLLM's.
 """
 

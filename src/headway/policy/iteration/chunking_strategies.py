@@ -1,5 +1,5 @@
 """The setting `chunking`: chunks of whole prompts, of a fixed budget of tokens, or as large as fits a time. Which
-prefills get them is decided in `policy.iteration.chunks`."""
+prefills get them is decided in `policy.iteration.decision`."""
 
 from __future__ import annotations
 

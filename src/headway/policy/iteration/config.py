@@ -60,7 +60,7 @@ class SchedulerConfig:
     chunking: str = _f("adaptive", "tokens of a prompt per iteration: adaptive (by time), static:N (tokens), whole")
     t_target_s: float | None = _f(
         None,
-        "longest gap between tokens of running requests, seconds: given, no iteration beside them is aimed beyond it; "
+        "longest gap between tokens of running requests, seconds; if set, no iteration with them is planned longer; "
         "default: 55 ms, or what an efficient chunk takes on this machine, up to 200 ms",
     )
     min_chunk: int = _f(MIN_CHUNK, "smallest chunk of a prompt that is worth an iteration, tokens")

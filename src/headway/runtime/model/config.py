@@ -1,7 +1,4 @@
-"""Configuration of a decoder, read from a model folder: family, shape, position encoding, and a fingerprint. No torch.
-
-No torch.
-"""
+"""Configuration of a decoder, read from a model folder: family, shape, position encoding, fingerprint. No torch."""
 
 from __future__ import annotations
 

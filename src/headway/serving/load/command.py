@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a replay, and the sub-command `convoy`."""
     load.add_arguments(parser)
     commands = parser.add_subparsers(dest="bench_command", metavar="convoy", required=False)
-    convoy = commands.add_parser("convoy", help="one long prompt and a beat of short ones: the waits of both")
+    convoy = commands.add_parser("convoy", help="one long prompt and short ones at a fixed rate: the waits of both")
     convoy_command.add_arguments(convoy)
 
 
