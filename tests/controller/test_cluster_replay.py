@@ -172,8 +172,14 @@ def test_losses_closings_and_joins_replay_exactly(seed: int) -> None:
     lines: list[bytes] = []
     chaos = Chaos(seed)
     policy = chaos.policy
-    chaos.machine = RecordingController(
-        chaos.machine.cluster, chaos, policy, layers=LAYERS, receive_backends=2, sink=lines.append, about={"seed": seed}
+    chaos.controller = RecordingController(
+        chaos.controller.cluster,
+        chaos,
+        policy,
+        layers=LAYERS,
+        receive_backends=2,
+        sink=lines.append,
+        about={"seed": seed},
     )
     for _ in range(150):
         chaos.step()

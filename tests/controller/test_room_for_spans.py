@@ -43,58 +43,58 @@ class Room(QuietBackend):
         return False
 
 
-def machine_of(backend: Room, count: int = 3) -> ClusterController:
-    book = ClusterState(
+def controller_of(backend: Room, count: int = 3) -> ClusterController:
+    cluster = ClusterState(
         [ClusterInstance(id=i, node=0, role="mixed") for i in range(count)], ClusterLinks(inside=LINK, across=LINK)
     )
-    return ClusterController(book, backend, Told(), layers=LAYERS)
+    return ClusterController(cluster, backend, Told(), layers=LAYERS)
 
 
-def ask(machine: ClusterController, name: str, group: tuple[int, ...]) -> None:
+def ask(controller: ClusterController, name: str, group: tuple[int, ...]) -> None:
     request = Request(id=name, arrival_s=0.0, prompt_tokens=100, max_output_tokens=9)
-    machine.arrive(request, 0.0)
+    controller.arrive(request, 0.0)
     span = Span(request=request, start=0, end=100, group=group)
-    machine.do(CommitSpans(name, (span,), machine.cluster.version))
+    controller.do(CommitSpans(name, (span,), controller.cluster.version))
 
 
-def prefilled(machine: ClusterController, backend: Room, name: str, *group: int) -> None:
-    machine.span_done(backend.running.pop(name), 1.0)
-    machine.do(EnqueueRequest(name, group, "decode"))
-    machine.settle(1.0)
-    check(machine)
+def prefilled(controller: ClusterController, backend: Room, name: str, *group: int) -> None:
+    controller.span_done(backend.running.pop(name), 1.0)
+    controller.do(EnqueueRequest(name, group, "decode"))
+    controller.settle(1.0)
+    check(controller)
 
 
 def test_decodes_overtake_a_span_that_lacks_kv_blocks() -> None:
     backend = Room(2)
-    machine = machine_of(backend)
+    controller = controller_of(backend)
     for name in "abc":
-        ask(machine, name, (0, 1))
-    machine.settle(0.0)
+        ask(controller, name, (0, 1))
+    controller.settle(0.0)
     assert backend.began == ["a"]
-    prefilled(machine, backend, "a", 0, 1)
+    prefilled(controller, backend, "a", 0, 1)
     assert (backend.began, backend.entered) == (["a", "b"], []), "while there is room spans go in their order"
-    prefilled(machine, backend, "b", 0, 1)
+    prefilled(controller, backend, "b", 0, 1)
     assert (backend.began, backend.entered) == (["a", "b"], ["a", "b"]), "in the order in which they were computed"
-    machine.left_scheduler(machine.requests["a"], 9, True, 2.0)
-    machine.settle(2.0)
+    controller.left_scheduler(controller.requests["a"], 9, True, 2.0)
+    controller.settle(2.0)
     assert backend.began == ["a", "b"], "the other one decodes there"
-    machine.left_scheduler(machine.requests["b"], 9, True, 3.0)
-    machine.settle(3.0)
+    controller.left_scheduler(controller.requests["b"], 9, True, 3.0)
+    controller.settle(3.0)
     assert backend.began == ["a", "b", "c"]
-    check(machine)
+    check(controller)
 
 
 def test_decode_on_another_instance_overtakes_a_waiting_span_too() -> None:
     """A decode behind a waiting span overtakes it on any instance: its KV may lie where the span needs blocks."""
     backend = Room(1)
-    machine = machine_of(backend)
-    ask(machine, "a", (0, 1))
-    ask(machine, "b", (0, 1))
-    ask(machine, "c", (1, 2))
-    machine.settle(0.0)
-    prefilled(machine, backend, "a", 2)
+    controller = controller_of(backend)
+    ask(controller, "a", (0, 1))
+    ask(controller, "b", (0, 1))
+    ask(controller, "c", (1, 2))
+    controller.settle(0.0)
+    prefilled(controller, backend, "a", 2)
     assert (backend.began, backend.entered) == (["a"], ["a"])
-    machine.left_scheduler(machine.requests["a"], 9, True, 2.0)
-    machine.changed((0, 1), 2.0)  # they have told of their room
-    machine.settle(2.0)
+    controller.left_scheduler(controller.requests["a"], 9, True, 2.0)
+    controller.changed((0, 1), 2.0)  # they have told of their room
+    controller.settle(2.0)
     assert backend.began == ["a", "b"]

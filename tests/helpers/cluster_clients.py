@@ -97,14 +97,14 @@ async def all_quiet(client: ClusterClient, fake: FakeCluster) -> None:
             break
         await pause(0.002)
     assert not live.requests.asked
-    assert not live.machine.requests
+    assert not live.controller.requests
     assert not list(live.requests.attempts)
-    assert live.hands.moves.under_way == 0
-    live.machine.queues.check()
-    assert all(not lane for lane in live.machine.queues.waiting)
-    assert not any(live.machine.state.residents)
-    assert not any(client.fleet.kv.on(number) for number in fake.processes)
-    assert not live.hands.rooms.waiting
+    assert live.backend.moves.under_way == 0
+    live.controller.queues.check()
+    assert all(not lane for lane in live.controller.queues.waiting)
+    assert not any(live.controller.state.residents)
+    assert not any(client.registry.kv.on(number) for number in fake.processes)
+    assert not live.backend.rooms.waiting
     assert [(p.number, p.requests, p.runs, p.scheduled) for p in fake.processes.values() if p.alive] == [
         (p.number, {}, {}, {}) for p in fake.processes.values() if p.alive
     ]

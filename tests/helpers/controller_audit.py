@@ -7,25 +7,25 @@ from headway.control.entries import SchedulerEntry, SpanEntry
 from headway.core.errors import InvariantError
 
 
-def check(machine: ClusterController) -> None:
+def check(controller: ClusterController) -> None:
     """Raise InvariantError unless queues, counts and transfers are those of the requests that have not ended, each of
     them runs once at most, and nothing is left on instances that are gone."""
-    machine.queues.check()
-    _check_lanes(machine)
-    _check_journeys(machine)
-    _check_counts(machine)
-    state = machine.state
+    controller.queues.check()
+    _check_lanes(controller)
+    _check_journeys(controller)
+    _check_counts(controller)
+    state = controller.state
     for i in state.gone:
-        if not machine.queues.empty(i) or state.residents[i]:
+        if not controller.queues.empty(i) or state.residents[i]:
             raise InvariantError(f"something is left on instance {i}, which is gone")
         for piece in state.transfers.under_way():
             if i in (piece.source, piece.target):
                 raise InvariantError(f"a piece of {piece.request} is under way at instance {i}, which is gone")
 
 
-def _check_lanes(machine: ClusterController) -> None:
+def _check_lanes(controller: ClusterController) -> None:
     """Whoever waits or runs belongs to a request that has not ended."""
-    queues = machine.queues
+    queues = controller.queues
     present = [entry for queue in queues.waiting for entry in queue] + [
         entry for entry in queues.running if entry is not None
     ]
@@ -39,33 +39,33 @@ def _check_lanes(machine: ClusterController) -> None:
             raise InvariantError(f"{entry.owner} has ended, and a {entry.kind} of it is in the queues")
 
 
-def _check_journeys(machine: ClusterController) -> None:
-    for name, controlled in machine.requests.items():
+def _check_journeys(controller: ClusterController) -> None:
+    for name, controlled in controller.requests.items():
         if controlled.ended or controlled.request.id != name:
             raise InvariantError(f"{name} has ended and is still known")
         if sum(entry.state == "running" for entry in controlled.entries) > 1:
             raise InvariantError(f"{name} runs on two spans at once")
         for entry in controlled.entries:
             lead = entry.batch_leader or entry
-            if entry.state == "running" and any(machine.queues.running[i] is not lead for i in entry.group):
+            if entry.state == "running" and any(controller.queues.running[i] is not lead for i in entry.group):
                 raise InvariantError(f"{name} runs on instances that do not know of it")
-            if entry.state == "waiting" and any(lead not in machine.queues.waiting[i] for i in entry.group):
+            if entry.state == "waiting" and any(lead not in controller.queues.waiting[i] for i in entry.group):
                 raise InvariantError(f"{name} waits where it is in no queue")
         if controlled.scheduler_entry is not None and controlled.resident:
             raise InvariantError(f"{name} is in a scheduler and on its way to one")
 
 
-def _check_counts(machine: ClusterController) -> None:
-    state = machine.state
+def _check_counts(controller: ClusterController) -> None:
+    state = controller.state
     load, tokens = [0] * len(state.residents), [0.0] * len(state.residents)
-    for controlled in machine.requests.values():
+    for controlled in controller.requests.values():
         if controlled.resident:
             for i in controlled.group:
                 load[i] += 1
         if controlled.scheduler_entry is not None:
             for i in controlled.scheduler_entry.group:
                 tokens[i] += controlled.scheduler_entry.tokens / len(controlled.scheduler_entry.group)
-    for entry in _open_spans(machine):
+    for entry in _open_spans(controller):
         for i in entry.group:
             tokens[i] += (entry.span.end - entry.span.start) / len(entry.group)
     if load != state.residents:
@@ -75,9 +75,9 @@ def _check_counts(machine: ClusterController) -> None:
             raise InvariantError(f"{true} tokens wait on instance {i}, counted {counted}")
 
 
-def _open_spans(machine: ClusterController) -> list[SpanEntry]:
+def _open_spans(controller: ClusterController) -> list[SpanEntry]:
     """Spans that are not done, of those in a batch with one whose request has ended too."""
-    found = {id(e): e for j in machine.requests.values() for e in j.entries if e.state != "done"}
+    found = {id(e): e for j in controller.requests.values() for e in j.entries if e.state != "done"}
     for entry in list(found.values()):
         if entry.batch_leader is not None:
             found[id(entry.batch_leader)] = entry.batch_leader

@@ -182,7 +182,7 @@ class Chaos(QuietBackend):
         self.rng = random.Random(seed)
         self.policy = Restless(seed)
         every = [ClusterInstance(id=i, node=i // 2, capacity=1000) for i in range(instances)]
-        self.machine = ClusterController(
+        self.controller = ClusterController(
             ClusterState(every, ClusterLinks(inside=LINK, across=LINK)),
             self,
             self.policy,
@@ -208,7 +208,7 @@ class Chaos(QuietBackend):
         return request.prompt_tokens, request.prompt_tokens / 100
 
     def refresh(self, instance: int) -> SchedulerStats:
-        return SchedulerStats(0.0, 0, 0, self.machine.state.residents[instance])
+        return SchedulerStats(0.0, 0, 0, self.controller.state.residents[instance])
 
     def soon(self, word: str, what: Any, most: float = 2.0) -> int:
         self.serial += 1
@@ -218,7 +218,7 @@ class Chaos(QuietBackend):
     def begin(self, entry: SpanEntry, now: float) -> None:
         assert not entry.controlled.ended or entry.batched_with
         for i in entry.group:
-            assert i not in self.machine.state.gone
+            assert i not in self.controller.state.gone
         entry.backend_state = self.soon("done", entry)
 
     def pause(self, entry: SpanEntry, now: float) -> None:
@@ -264,7 +264,7 @@ class Chaos(QuietBackend):
             first, _, attempt = name.partition("#")
             name = f"{first}#{int(attempt) + 1}"
         request = Request(id=name, arrival_s=self.now, prompt_tokens=prompt, max_output_tokens=self.rng.randint(1, 5))
-        self.machine.arrive(request, self.now)
+        self.controller.arrive(request, self.now)
 
     def step(self) -> None:
         """One thing happens, then the machine settles."""
@@ -275,64 +275,66 @@ class Chaos(QuietBackend):
             self.arrive()
         else:
             self.now += 1.0
-        if self.rng.random() < self.leavers and self.machine.requests:
-            name = self.rng.choice(sorted(self.machine.requests))
-            self.machine.drop(self.machine.requests[name], "left", self.now)
+        if self.rng.random() < self.leavers and self.controller.requests:
+            name = self.rng.choice(sorted(self.controller.requests))
+            self.controller.drop(self.controller.requests[name], "left", self.now)
         if self.rng.random() < self.losses:
             self.shake()
         self.settle()
 
     def settle(self) -> None:
-        wake = self.machine.settle(self.now)
-        check(self.machine)
+        wake = self.controller.settle(self.now)
+        check(self.controller)
         if wake is not None and self.valid.get(0) != wake:
             self.valid[0] = wake  # type: ignore[assignment]
             self.serial += 1
             heapq.heappush(self.heap, (max(wake, self.now), self.serial, "woken", None))
 
     def happen(self, serial: int, word: str, what: Any) -> None:
-        machine, now = self.machine, self.now
+        controller, now = self.controller, self.now
         if word == "woken":
             self.valid.pop(0, None)
-            machine.woken(now)
+            controller.woken(now)
         elif word == "sent":
-            machine.sent(what, now)
+            controller.sent(what, now)
         elif word == "stayed":
             controlled, phase = what
             if self.stays.get(controlled.request.id) == serial:
                 del self.stays[controlled.request.id]
                 whole = phase != "prefill" or controlled.request.max_output_tokens <= 1
-                machine.left_scheduler(controlled, controlled.request.max_output_tokens if whole else 1, whole, now)
+                controller.left_scheduler(controlled, controlled.request.max_output_tokens if whole else 1, whole, now)
         elif what.backend_state == serial:
             if word == "paused":
-                machine.span_paused(what, self.rng.randrange(what.layer, LAYERS), now)
+                controller.span_paused(what, self.rng.randrange(what.layer, LAYERS), now)
             else:
                 members = (what, *what.batched_with)
-                machine.span_done(what, now, {m.owner for m in members if m.controlled.request.max_output_tokens == 1})
+                controller.span_done(
+                    what, now, {m.owner for m in members if m.controlled.request.max_output_tokens == 1}
+                )
 
     def shake(self) -> None:
         """An instance comes or goes."""
-        machine, state = self.machine, self.machine.state
+        controller, state = self.controller, self.controller.state
         i, way = self.rng.randrange(len(state.residents)), self.rng.random()
         away = sorted(state.gone | state.closed)
         if way < 0.45:
-            for request in machine.lost(i, self.now):
+            for request in controller.lost(i, self.now):
                 self.arrive(request.id, request.prompt_tokens)
         elif way < 0.6:
-            machine.close(i, self.now)
+            controller.close(i, self.now)
         elif away:
-            machine.open(msgspec.structs.replace(machine.cluster.instances[self.rng.choice(away)]), self.now)
+            controller.open(msgspec.structs.replace(controller.cluster.instances[self.rng.choice(away)]), self.now)
         elif len(state.residents) < self.grown + 3:
-            machine.open(ClusterInstance(id=len(state.residents), node=9, capacity=1000), self.now)
+            controller.open(ClusterInstance(id=len(state.residents), node=9, capacity=1000), self.now)
 
     def end(self) -> None:
         """No more trouble: all instances are there, and every request comes to an end."""
         self.losses = self.leavers = 0.0
-        for i in sorted(self.machine.state.gone | self.machine.state.closed):
-            self.machine.open(self.machine.cluster.instances[i], self.now)
+        for i in sorted(self.controller.state.gone | self.controller.state.closed):
+            self.controller.open(self.controller.cluster.instances[i], self.now)
         self.settle()
         for _ in range(20_000):
-            if not self.machine.requests and not self.heap:
+            if not self.controller.requests and not self.heap:
                 return
             self.step()
-        raise AssertionError(f"stuck: {list(self.machine.requests)[:5]}")
+        raise AssertionError(f"stuck: {list(self.controller.requests)[:5]}")

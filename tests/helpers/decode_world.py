@@ -39,10 +39,11 @@ class DecodeWorld:
     """One decode, of a prompt of `prompt` tokens."""
 
     def __init__(self, *rooms: int, in_place: bool = True, prompt: int = 100) -> None:
-        self.fleet, self.attempts, self.sent = RecordingInstances(*rooms), AttemptTable(), list[KvSlice]()
-        self.moves, steps = LiveKvMigrations(self.fleet, self.attempts, self.sent.append), GroupDecodeSteps(self.fleet)
+        self.registry, self.attempts, self.sent = RecordingInstances(*rooms), AttemptTable(), list[KvSlice]()
+        self.moves = LiveKvMigrations(self.registry, self.attempts, self.sent.append)
+        steps = GroupDecodeSteps(self.registry)
         self.stays = LiveResidency(
-            self.fleet, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
+            self.registry, self.attempts, self.moves, steps, in_place, lambda a, n: None, lambda a: None
         )
         asked = ClusterRequest(
             SubmitRequest(id="r", prompt_tokens=prompt, params=SamplingParams(max_tokens=50), received_s=0.0), b""
@@ -57,7 +58,7 @@ class DecodeWorld:
     def token(self) -> list[ComputeSpan]:
         """All of the group under way are done; what follows is told."""
         attempt = self.attempt
-        (run,) = {message.run for _, message in self.fleet.take(ComputeSpan)}
+        (run,) = {message.run for _, message in self.registry.take(ComputeSpan)}
         assert set(run.group) == attempt.running
         for number in run.group:
             index = attempt.step or 0
@@ -65,7 +66,7 @@ class DecodeWorld:
             self.stays.computed(
                 number, attempt, SpanTaskDone(id="r", index=index, began_s=0.0, ended_s=0.0, delta=delta)
             )
-        return [message for _, message in self.fleet.told if isinstance(message, ComputeSpan)]
+        return [message for _, message in self.registry.told if isinstance(message, ComputeSpan)]
 
     def wants(self, *group: int) -> None:
         """The policy enqueues it on a group."""

@@ -129,7 +129,7 @@ def test_a_long_run_pauses_for_a_short_one() -> None:
             long = asyncio.create_task(ask(client, "long", prompt(0, 400)))
             await eventually(lambda: fake.said(ComputeSpan))
             assert client._live is not None
-            (entry,) = client._live.machine.requests["long#1"].entries
+            (entry,) = client._live.controller.requests["long#1"].entries
             assert await ask(client, "short", prompt(1, 20)) == answer(prompt(1, 20), 4)
             assert await long == answer(prompt(0, 400), 4)
             edges = cut(0, 400, 1, 32)

@@ -27,13 +27,13 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
             raise RuntimeError("a bug")
         return done(runs, number, attempt, message)
 
-    def bad_span_done(machine: ClusterController, entry: Any, now: float, over: Any = ()) -> None:
-        span_done(machine, entry, now, over)
+    def bad_span_done(controller: ClusterController, entry: Any, now: float, over: Any = ()) -> None:
+        span_done(controller, entry, now, over)
         if entry.owner.startswith("bad"):
             raise KeyError(entry.owner)
 
-    def bad_drop(machine: ClusterController, controlled: Any, why: str, now: float) -> None:
-        drop(machine, controlled, why, now)
+    def bad_drop(controller: ClusterController, controlled: Any, why: str, now: float) -> None:
+        drop(controller, controlled, why, now)
         if where == "letting go" and controlled.request.id.startswith("bad"):
             raise RuntimeError("another bug")
 
@@ -51,7 +51,7 @@ def test_a_controller_error_fails_the_request_and_not_the_instance(
             assert isinstance(found[1], InvariantError | RuntimeError)
             assert "failed at this request" in str(found[1]) or where == "letting go"
             assert [found[i] for i in (0, 2, 3)] == [answer(prompt(i, 50), 4) for i in (0, 2, 3)]
-            assert [each.state for each in client.fleet] == ["ready", "ready"]
+            assert [each.state for each in client.registry] == ["ready", "ready"]
             assert client.stats.engine_restarts_total == 0
 
     virtual_time.run(run())
@@ -77,12 +77,12 @@ def test_an_error_while_settling_is_attributed_to_no_request(
 ) -> None:
     settle, calls = ClusterController.settle, 0
 
-    def sometimes(machine: ClusterController, now: float) -> float | None:
+    def sometimes(controller: ClusterController, now: float) -> float | None:
         nonlocal calls
         calls += 1
         if calls % 3 == 0:
             raise KeyError("somebody's")
-        return settle(machine, now)
+        return settle(controller, now)
 
     monkeypatch.setattr(ClusterController, "settle", sometimes)
 
@@ -101,10 +101,10 @@ def test_an_error_while_settling_is_attributed_to_no_request(
 def test_a_request_that_cannot_be_placed_blocks_no_other(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     real = getattr(ClusterController, where)
 
-    def fails(machine: ClusterController, what: Any, *more: Any) -> Any:
+    def fails(controller: ClusterController, what: Any, *more: Any) -> Any:
         if str(getattr(what, "id", None) or getattr(what, "request", None)).startswith("bad"):
             raise RuntimeError("a bug")
-        return real(machine, what, *more)
+        return real(controller, what, *more)
 
     monkeypatch.setattr(ClusterController, where, fails)
 

@@ -35,7 +35,7 @@ def test_a_group_grows_without_moving_anything_and_shrinks_with_a_token() -> Non
     assert attempt.spread == (0, 1, 2)
     follows = world.token()[0]
     assert (follows.run.group, attempt.spread) == ((2, 1), (1, 2))
-    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
+    assert world.registry.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
     assert attempt.admitted == {1, 2}
     assert attempt.left == {0}
     assert (world.steps.grown, world.steps.shrunk) == (1, 1)
@@ -46,12 +46,12 @@ def test_a_group_shrinks_when_the_remaining_instances_have_room() -> None:
     attempt = world.attempt
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
-    cast(Any, world.fleet[1].stats).kv_tokens_used = 400
+    cast(Any, world.registry[1].stats).kv_tokens_used = 400
     world.wants(0, 1)
     for _ in range(2):
         waits = world.token()[0].run
         assert (waits.keepers, attempt.spread) == ((), (0, 1, 2)), "50 tokens and some more do not fit instance 1"
-    cast(Any, world.fleet[1].stats).kv_tokens_used = 300
+    cast(Any, world.registry[1].stats).kv_tokens_used = 300
     assert world.token()[0].run.keepers == (0, 1)
     assert world.token()[0].run.keepers == ()
     assert (attempt.spread, world.steps.shrunk) == ((0, 1), 1)
@@ -63,7 +63,7 @@ def test_a_master_without_room_is_replaced_by_the_instance_with_most_free_tokens
     attempt.runs, attempt.spread = [SpanTask(0, 100, (0, 1))], (0, 1)
     world.stays.enter(attempt, (0, 1), "decode")
     assert world.token()[0].run.group == (0, 1)
-    cast(Any, world.fleet[0].stats).kv_tokens_used = 470
+    cast(Any, world.registry[0].stats).kv_tokens_used = 470
     assert world.token()[0].run.group == (1, 0)
     assert world.token()[0].run.group == (1, 0)
 
@@ -97,7 +97,7 @@ def test_kv_by_heads_is_laid_out_by_tokens_when_a_group_grows_and_there_is_room(
     waits = world.token()[0]
     assert (waits.run.group, waits.run.strategy.attn, attempt.running) == ((2, 0), "ulysses", {0, 2})
     assert attempt.places() == {0, 2}, "instance 1 has no part in it yet"
-    cast(Any, world.fleet[2].info).kv_tokens_total = 100
+    cast(Any, world.registry[2].info).kv_tokens_total = 100
     grown = world.token()[0]
     assert (grown.run.group, grown.run.strategy.attn, grown.run.keepers) == ((1, 0, 2), "ring", ())
     assert grown.before == (*attempt.runs, SpanTask(100, 102, (2, 0), Strategy("ulysses"), in_place=True))
@@ -115,17 +115,17 @@ def test_kv_by_heads_of_a_shrinking_group_moves_to_the_remaining_instances() -> 
     first = world.token()[0]
     assert (first.run.group, first.run.keepers, first.run.strategy.attn) == ((1, 0, 2), (1, 2), "ring")
     assert world.token()[0].run.group == (1, 2)
-    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
+    assert world.registry.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
 
 
 def test_kv_by_heads_leaves_an_instance_that_is_full() -> None:
     world = _by_heads(400, 500, 300)
-    cast(Any, world.fleet[2].stats).kv_tokens_used = 240
+    cast(Any, world.registry[2].stats).kv_tokens_used = 240
     run = world.token()[0].run
     assert (run.group, run.keepers, run.strategy.attn) == ((0, 2), (0,), "ring")
     assert world.token()[0].run.group == (0, 2)
     world = _by_heads(120, 500, 300)
-    cast(Any, world.fleet[2].stats).kv_tokens_used = 240
+    cast(Any, world.registry[2].stats).kv_tokens_used = 240
     assert world.token()[0].run.strategy.attn == "ulysses", "nobody has room for all of it"
 
 
@@ -138,7 +138,7 @@ def test_a_group_of_one_gathers_where_all_kv_fits() -> None:
     world.wants(0)
     world.token()
     assert attempt.gathers
-    assert world.fleet.take(ReserveKv) == [(0, ReserveKv(attempt.wire, 101, list(attempt.room.values())[-1].serial))]
+    assert world.registry.take(ReserveKv) == [(0, ReserveKv(attempt.wire, 101, list(attempt.room.values())[-1].serial))]
 
 
 def test_a_decode_leaves_its_scheduler_to_continue_on_a_group() -> None:
@@ -146,13 +146,13 @@ def test_a_decode_leaves_its_scheduler_to_continue_on_a_group() -> None:
     attempt = world.attempt
     attempt.at, attempt.whole, attempt.wanted = 1, {1}, (1,)
     world.wants(1)
-    assert not world.fleet.take(PauseRequest), "it is where it is wanted"
+    assert not world.registry.take(PauseRequest), "it is where it is wanted"
     world.wants(0, 1)
     world.wants(0, 1)
-    assert world.fleet.take(PauseRequest) == [(1, PauseRequest(attempt.wire))]
+    assert world.registry.take(PauseRequest) == [(1, PauseRequest(attempt.wire))]
     attempt.asked.told += [7, 7]
     world.stays.staged(attempt, 1)
-    message = next(message for _, message in world.fleet.told if isinstance(message, ComputeSpan))
+    message = next(message for _, message in world.registry.told if isinstance(message, ComputeSpan))
     assert (message.run.start, message.run.group) == (102, (0, 1))
     assert (message.home, message.before) == (1, (SpanTask(0, 102, (1,)),))
     assert world.token()[0].home is None
@@ -168,22 +168,22 @@ def test_a_migrated_decode_stops_first_and_all_its_kv_is_sent() -> None:
     piece = KvSlice(attempt.request.id, 0, 1, 0, known)
     assert not world.moves.ready(piece), "it goes on until it has stopped"
     world.stays.pump()
-    assert [type(message) for _, message in world.fleet.told] == [PauseRequest]
+    assert [type(message) for _, message in world.registry.told] == [PauseRequest]
     attempt.asked.told += [7, 7, 7]
     world.stays.staged(attempt, 0)
     assert not world.moves.ready(piece)
     world.moves.reserved(attempt, 1, attempt.room[1].serial)
     assert world.moves.ready(piece)
     world.moves.send(piece, 0.0)
-    (room,) = [message for _, message in world.fleet.told if isinstance(message, ReserveKv)]
-    ((source, send),) = world.fleet.take(SendKv)
+    (room,) = [message for _, message in world.registry.told if isinstance(message, ReserveKv)]
+    ((source, send),) = world.registry.take(SendKv)
     assert (room.tokens, source, send.end) == (103, 0, 103)
     attempt.moving[send.piece].then()
     assert len(world.sent) == 1
     attempt.controlled.kv_at = {1}
     world.stays.enter(attempt, (1,), "decode")
     assert attempt.at == 1
-    assert world.fleet.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
+    assert world.registry.take(AbortRequest) == [(0, AbortRequest(attempt.wire, for_good=False))]
 
 
 def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
@@ -197,7 +197,7 @@ def test_a_decode_that_ended_while_it_was_to_stop_has_nothing_to_send() -> None:
     assert world.moves.ready(piece)
     world.moves.send(piece, 0.0)
     assert len(world.sent) == 1
-    assert not world.fleet.take(SendKv)
+    assert not world.registry.take(SendKv)
 
 
 def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
@@ -211,10 +211,10 @@ def test_a_prefill_that_moves_reserves_room_under_its_new_id() -> None:
     before = attempt.wire
     world.stays.leave(attempt)
     world.stays.enter(attempt, (1,), "prefill")
-    world.fleet.take(AbortRequest)
+    world.registry.take(AbortRequest)
     world.moves.reserve(attempt, 2)
     assert attempt.wire != before
-    assert world.fleet.take(ReserveKv) == [(2, ReserveKv(attempt.wire, 100, list(attempt.room.values())[-1].serial))]
+    assert world.registry.take(ReserveKv) == [(2, ReserveKv(attempt.wire, 100, list(attempt.room.values())[-1].serial))]
     assert not attempt.room[2].granted, "what was kept under the old name is not there any more"
 
 

@@ -44,7 +44,7 @@ class _Instances:
         """What they have just been told."""
         before: dict[int, KvLayout] = {}
         run: SpanTask | None = None
-        for number, message in self.world.fleet.told:
+        for number, message in self.world.registry.told:
             if isinstance(message, AbortRequest):
                 self.held.pop(number, None)
             elif isinstance(message, ComputeSpan):
@@ -80,7 +80,7 @@ class _Instances:
             more = size if anew else size - had.get(number, 0)
             kept = not run.keepers or number in run.keepers
             if kept and more > 1:
-                assert more <= self.world.fleet.kv.free(number), "there was no room to lay it out anew"
+                assert more <= self.world.registry.kv.free(number), "there was no room to lay it out anew"
 
 
 @st.composite
@@ -125,6 +125,6 @@ def test_all_instances_of_a_group_agree_on_the_kv_layout(
             world.token()
             instances.take()
         elif event[0] == "room":
-            cast(Any, world.fleet[event[1]].info).kv_tokens_total = event[2]
+            cast(Any, world.registry[event[1]].info).kv_tokens_total = event[2]
         else:
             world.wants(*event)

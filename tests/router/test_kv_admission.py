@@ -21,10 +21,10 @@ class World:
         self.now = 0.0
         self.stats = [SimpleNamespace(kv_tokens_used=0) for _ in range(count)]
         info = SimpleNamespace(kv_tokens_total=POOL)
-        fleet = InstanceRegistry(
+        registry = InstanceRegistry(
             cast(Any, SimpleNamespace(number=i, info=info, stats=stats)) for i, stats in enumerate(self.stats)
         )
-        self.rooms = KvAdmission(fleet.kv, lambda: self.now)
+        self.rooms = KvAdmission(registry.kv, lambda: self.now)
 
     def spans(self, name: str, tokens: int, *groups: tuple[int, ...]) -> list[SpanEntry]:
         """A prompt in equal spans on these groups."""

@@ -38,9 +38,11 @@ class _Fleet:
 
 
 def _moves(attempt: RequestAttempt, sent: list[KvSlice] | None = None) -> tuple[_Fleet, LiveKvMigrations]:
-    fleet, attempts = _Fleet(), AttemptTable()
+    registry, attempts = _Fleet(), AttemptTable()
     attempts.add(attempt)
-    return fleet, LiveKvMigrations(cast(InstanceRegistry, fleet), attempts, [].append if sent is None else sent.append)
+    return registry, LiveKvMigrations(
+        cast(InstanceRegistry, registry), attempts, [].append if sent is None else sent.append
+    )
 
 
 def _attempt() -> RequestAttempt:
@@ -54,7 +56,7 @@ def _attempt() -> RequestAttempt:
 @pytest.mark.parametrize("since", [0, 1, 3])
 def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) -> None:
     attempt = _attempt()
-    fleet, moves = _moves(attempt)
+    registry, moves = _moves(attempt)
     attempt.asked.told += [1] * 5
     known = attempt.request.prompt_tokens + attempt.said
     moves.reserve(attempt, 1)
@@ -63,7 +65,7 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
     moves.send(KvSlice(attempt.request.id, 0, 1, 0, known), 0.0)
     attempt.asked.told += [1] * since
     moves.send(KvSlice(attempt.request.id, 2, 1, 0, known), 0.0)
-    room, *sends = fleet.told
+    room, *sends = registry.told
     assert isinstance(room, ReserveKv)
     assert room.tokens == 104
     assert [send.end for send in sends if isinstance(send, SendKv)] == [104, 104]
@@ -73,11 +75,11 @@ def test_kv_of_a_growing_decode_is_sent_up_to_the_reserved_tokens(since: int) ->
 def test_all_kv_of_a_prompt_that_a_scheduler_computed_is_sent_afterwards(overlapped: bool) -> None:
     """Under PecSched too, whose paper sends it layer by layer (docs/concepts/placement.md says so)."""
     attempt = _attempt()
-    fleet, moves = _moves(attempt)
+    registry, moves = _moves(attempt)
     moves.reserve(attempt, 1)
     moves.reserved(attempt, 1, attempt.room[1].serial)
     moves.send(KvSlice(attempt.request.id, 0, 1, 0, 100, overlapped=overlapped), 0.0)
-    (send,) = [told for told in fleet.told if isinstance(told, SendKv)]
+    (send,) = [told for told in registry.told if isinstance(told, SendKv)]
     assert (send.start, send.end) == (0, attempt.kv_tokens)
     assert {"layer", "layers"}.isdisjoint(SendKv.__struct_fields__), "a message without a layer is of all"
 
@@ -86,7 +88,7 @@ def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     """Of a span on instance 0, of which instance 1 has a part by the time instance 2 has room."""
     sent: list[KvSlice] = []
     attempt = _attempt()
-    fleet, moves = _moves(attempt, sent)
+    registry, moves = _moves(attempt, sent)
     attempt.at, attempt.whole = None, set()
     entries: list[Any] = [SimpleNamespace(index=index, state="done") for index in range(2)]
     attempt.controlled = cast(Any, SimpleNamespace(entries=entries))
@@ -101,7 +103,7 @@ def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
     for piece in pieces:
         assert moves.ready(piece)
         moves.send(piece, 0.0)
-    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
+    assert [(one.start, one.end, one.to) for one in registry.told if isinstance(one, SendKv)] == [(0, 40, 2)] * 2
     (movement,) = attempt.moving.values()
     movement.then()
     assert sent == pieces, "one movement stands for both"
@@ -111,37 +113,37 @@ def test_a_slice_waiting_for_room_is_sent_by_all_holders_of_its_kv() -> None:
 
 def test_a_slice_is_sent_as_soon_as_there_is_room() -> None:
     attempt = _attempt()
-    fleet, moves = _moves(attempt)
+    registry, moves = _moves(attempt)
     entry: Any = SimpleNamespace(index=0, state="running")
     attempt.controlled = cast(Any, SimpleNamespace(entries=[entry]))
     attempt.runs, attempt.running = [cast(Any, SimpleNamespace(group=(0,)))], {0}
     piece = KvSlice(attempt.request.id, 0, 2, 0, 40, entry=entry)
     assert not moves.ready(piece)
-    assert [type(message) for message in fleet.told] == [ReserveKv]
+    assert [type(message) for message in registry.told] == [ReserveKv]
     moves.reserved(attempt, 2, attempt.room[2].serial)
     assert moves.ready(piece)
     moves.send(piece, 0.0)
-    assert [(one.start, one.end, one.to) for one in fleet.told if isinstance(one, SendKv)] == [(0, 40, 2)]
+    assert [(one.start, one.end, one.to) for one in registry.told if isinstance(one, SendKv)] == [(0, 40, 2)]
 
 
 def test_room_of_an_earlier_attempt_is_not_counted_for_a_later_one() -> None:
     """A word that was on its way while the request left an instance and was asked to come there again."""
     attempt = _attempt()
-    fleet, moves = _moves(attempt)
+    registry, moves = _moves(attempt)
     moves.reserve(attempt, 1)
     moves.settled(attempt)
     moves.bring(attempt, 1, (0,), 0, 100, lambda: None)
-    first, second = (message.serial for message in fleet.told if isinstance(message, ReserveKv))
+    first, second = (message.serial for message in registry.told if isinstance(message, ReserveKv))
     moves.reserved(attempt, 1, first)
-    assert not [message for message in fleet.told if isinstance(message, SendKv)]
+    assert not [message for message in registry.told if isinstance(message, SendKv)]
     moves.reserved(attempt, 1, second)
-    assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [1]
+    assert [message.to for message in registry.told if isinstance(message, SendKv)] == [1]
 
 
 def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     """All of its KV is on instance 1 when instance 2 has not even answered."""
     attempt = _attempt()
-    fleet, moves = _moves(attempt)
+    registry, moves = _moves(attempt)
     attempt.at, attempt.controlled = None, cast(Any, SimpleNamespace(kv_at={1}, priority=0))
     attempt.asked.told += [1]
     assert not moves.ready(KvSlice(attempt.request.id, 0, 2, 0, 100))
@@ -149,10 +151,10 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     late = attempt.room[2].serial
     nobody: Any = None
     LiveResidency(
-        cast(InstanceRegistry, fleet),
+        cast(InstanceRegistry, registry),
         nobody,
         moves,
-        GroupDecodeSteps(cast(InstanceRegistry, fleet)),
+        GroupDecodeSteps(cast(InstanceRegistry, registry)),
         False,
         nobody,
         nobody,
@@ -162,7 +164,7 @@ def test_a_decode_in_place_waits_for_no_reservation_elsewhere() -> None:
     moves.reserved(attempt, 2, late)  # it had answered already
     moves.bring(attempt, 3, (1,), 0, 100, lambda: None)
     moves.reserved(attempt, 3, attempt.room[3].serial)
-    assert [message.to for message in fleet.told if isinstance(message, SendKv)] == [3]
+    assert [message.to for message in registry.told if isinstance(message, SendKv)] == [3]
     assert not moves.waiting
     moves.forget(attempt)
     assert moves.under_way == 0

@@ -32,42 +32,42 @@ def test_a_new_reservation_replaces_the_one_of_the_same_purpose(made: list[tuple
 
 def test_reserved_room_is_not_given_to_others_before_a_snapshot_shows_it() -> None:
     world = DecodeWorld(500, 500)
-    moves, fleet, attempt = world.moves, world.fleet, world.attempt
+    moves, registry, attempt = world.moves, world.registry, world.attempt
     moves.reserve(attempt, 0)
-    ((_, asked),) = fleet.take(ReserveKv)
-    assert fleet.kv.room(0) == 500 - asked.tokens
-    assert fleet.kv.free(0) == 500
-    assert fleet.kv.roomiest((0, 1)) == 1
-    fleet[0].stats.kv_tokens_used = asked.tokens
+    ((_, asked),) = registry.take(ReserveKv)
+    assert registry.kv.room(0) == 500 - asked.tokens
+    assert registry.kv.free(0) == 500
+    assert registry.kv.roomiest((0, 1)) == 1
+    registry[0].stats.kv_tokens_used = asked.tokens
     moves.reserved(attempt, 0, asked.serial)
-    assert fleet.kv.room(0) == 500 - asked.tokens, "once"
+    assert registry.kv.room(0) == 500 - asked.tokens, "once"
     moves.settled(attempt)
-    assert fleet.kv.on(0) == 0
+    assert registry.kv.on(0) == 0
 
 
 def test_a_shrinking_group_reserves_room_until_its_token_arrives() -> None:
     world = DecodeWorld(500, 500, 500)
-    attempt, fleet = world.attempt, world.fleet
+    attempt, registry = world.attempt, world.registry
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1, 2))], (0, 1, 2), {0, 1, 2}
     world.stays.enter(attempt, (0, 1, 2), "decode")
     world.wants(0, 1)
     assert world.token()[0].run.keepers == (0, 1)
-    assert fleet.kv.room(0) == fleet.kv.room(1) < 500 - attempt.kv_tokens // 2
-    assert fleet.kv.room(2) == 500
+    assert registry.kv.room(0) == registry.kv.room(1) < 500 - attempt.kv_tokens // 2
+    assert registry.kv.room(2) == 500
     assert world.token()[0].run.keepers == ()
-    assert [fleet.kv.on(number) for number in range(3)] == [0] * 3
+    assert [registry.kv.on(number) for number in range(3)] == [0] * 3
 
 
 def test_a_decode_without_room_is_gathered_when_blocks_are_free() -> None:
     world = DecodeWorld(500, 500, in_place=False)
-    attempt, fleet = world.attempt, world.fleet
+    attempt, registry = world.attempt, world.registry
     attempt.runs, attempt.spread, attempt.admitted = [SpanTask(0, 100, (0, 1))], (0, 1), {0, 1}
     for number in (0, 1):
-        fleet.kv.make(number, "another", "move", 400)
+        registry.kv.make(number, "another", "move", 400)
     world.stays.enter(attempt, (0, 1), "decode")
     assert world.token()[0].run.group == (0, 1), "another's KV is on its way to either"
-    fleet.kv.forget("another")
+    registry.kv.forget("another")
     assert world.token() == []
     assert attempt.gathers
-    ((to, asked),) = [(number, message) for number, message in fleet.told if isinstance(message, ReserveKv)]
+    ((to, asked),) = [(number, message) for number, message in registry.told if isinstance(message, ReserveKv)]
     assert (to, asked.tokens) == (0, attempt.kv_tokens)

@@ -31,7 +31,7 @@ def _instance(number: int, info: EngineInfo) -> LiveInstance:
 
 def test_each_instance_is_predicted_by_its_own_current_table() -> None:
     infos = [msgspec.structs.replace(INFO, latency={"times": times}) for times in (2.0, 3.0, 4.0)]
-    fleet = InstanceRegistry([_instance(0, infos[0]), _instance(1, infos[1])])
+    registry = InstanceRegistry([_instance(0, infos[0]), _instance(1, infos[1])])
     asked: list[EngineInfo | None] = []
 
     def latency_of(info: EngineInfo | None) -> GroupLatency:
@@ -39,15 +39,15 @@ def test_each_instance_is_predicted_by_its_own_current_table() -> None:
         return PerToken() if info is None or info.latency is None else _Slower(info.latency["times"])
 
     nobody: Any = None
-    hands = LiveBackend(fleet, nobody, latency_of, SHAPE, False, 0, lambda: 0.0)
+    backend = LiveBackend(registry, nobody, latency_of, SHAPE, False, 0, lambda: 0.0)
     request = Request(id="r", arrival_s=0.0, prompt_tokens=1000, max_output_tokens=1)
     alone_s = PerToken().prefill_s(0, 1000, GroupShape(1))
-    assert hands.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)
-    assert hands.prefill_estimate(request, (1,)) == (1000, 3.0 * alone_s)
+    assert backend.prefill_estimate(request, (0,)) == (1000, 2.0 * alone_s)
+    assert backend.prefill_estimate(request, (1,)) == (1000, 3.0 * alone_s)
     span = Span(request=request, start=0, end=1000, group=(1, 0))
-    assert hands.span_s([span], 1, ()) == 3.0 * PerToken().prefill_s(0, 1000, GroupShape(2))
+    assert backend.span_s([span], 1, ()) == 3.0 * PerToken().prefill_s(0, 1000, GroupShape(2))
     assert len(asked) == 2
-    fleet.add(_instance(1, infos[2]))  # started again
-    assert hands.prefill_estimate(request, (1,)) == (1000, 4.0 * alone_s)
-    fleet.remove(1)
-    assert hands.prefill_estimate(request, (1,)) == (1000, alone_s)
+    registry.add(_instance(1, infos[2]))  # started again
+    assert backend.prefill_estimate(request, (1,)) == (1000, 4.0 * alone_s)
+    registry.remove(1)
+    assert backend.prefill_estimate(request, (1,)) == (1000, alone_s)

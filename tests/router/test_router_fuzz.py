@@ -140,7 +140,7 @@ class Fuzz:
 
     def _audit(self) -> None:
         if self.client._live is not None:
-            check(self.client._live.machine)
+            check(self.client._live.controller)
 
     async def _ask(self, number: int) -> None:
         """One request; some clients do not stay."""
@@ -183,7 +183,7 @@ class Fuzz:
 
     def _leave(self, number: int) -> None:
         """One that is starting again goes whatever the others can do without it, and takes their requests with it."""
-        instance = self.client.fleet.get(number)
+        instance = self.client.registry.get(number)
         if instance is not None and instance.state == "ready":
             self.client.leave(number)
 

@@ -85,7 +85,7 @@ def serve_cluster(file: ClusterFile, where: str, model: str, settings: ServeSett
                 in_place=file.in_place,
             )
             started = _serve(client, model, server, sockets, allow_public)
-            instances = list(client.fleet)  # includes instances that joined while serving
+            instances = list(client.registry)  # includes instances that joined while serving
         finally:
             for each in instances:
                 each.end()

@@ -123,8 +123,8 @@ pool's other instances; None: there are none). Raises RequestError."""
 class InstanceRoster:
     """All instances of one cluster, with their tasks and the counters of those that have left."""
 
-    def __init__(self, fleet: InstanceRegistry, listener: InstanceEvents, another: Another | None) -> None:
-        self._fleet, self._listener, self._another = fleet, listener, another
+    def __init__(self, registry: InstanceRegistry, listener: InstanceEvents, another: Another | None) -> None:
+        self._registry, self._listener, self._another = registry, listener, another
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._incarnations: dict[int, int] = {}
         self.gone = EngineStats()
@@ -142,7 +142,7 @@ class InstanceRoster:
     def reports(self, membership: LiveMembership | None) -> list[InstanceReport]:
         """Return the reports of all instances."""
         placed = Counter[int]() if membership is None else membership.placed()
-        return [self._report(each, membership, placed) for each in self._fleet]
+        return [self._report(each, membership, placed) for each in self._registry]
 
     def _report(
         self, instance: LiveInstance, membership: LiveMembership | None, all_placed: Counter[int]
@@ -179,25 +179,25 @@ class InstanceRoster:
         if self._another is None:
             raise RequestError("this cluster cannot start more instances", "pool")
         number = 0
-        while self._fleet.get(number) is not None:
+        while self._registry.get(number) is not None:
             number += 1
         try:
             instance = self._another(number, pool, self._incarnations.get(number, 0), self._kv_bytes(pool))
         except OSError as error:
             raise UnavailableError(f"instance {number} cannot be started: {error}", 30.0) from error
-        self._fleet.add(instance)
+        self._registry.add(instance)
         membership.reserve(number)
         self.look_after(instance)
         return self._report(instance, membership, membership.placed())
 
     def _kv_bytes(self, pool: int) -> int | None:
         """Return the largest KV pool of a pool's instances, in bytes; None: none has reported one."""
-        infos = [each.info for each in self._fleet if each.pool == pool and each.info is not None]
+        infos = [each.info for each in self._registry if each.pool == pool and each.info is not None]
         return max((info.kv_bytes for info in infos), default=None)
 
     def leave(self, number: int, membership: LiveMembership, served: int) -> InstanceReport:
         """See `InstanceAdmin.leave`. served: tokens of the longest request that is accepted."""
-        instance = self._fleet[number]
+        instance = self._registry[number]
         # Without a process there is nothing to drain: the instance leaves at once.
         if not instance.serves:
             instance.drain()
@@ -215,7 +215,7 @@ class InstanceRoster:
         self.gone = accumulate_counters(self.gone, accumulate_counters(instance.stats, EngineStats()))
         # A later instance of this number goes on counting, so that its peers can tell it from this one.
         self._incarnations[instance.number] = instance.incarnation + 1
-        self._fleet.remove(instance.number)
+        self._registry.remove(instance.number)
         self._tasks.pop(instance.number, None)
 
 
@@ -230,10 +230,10 @@ class InstanceEvents:
     measured: Callable[[int], None]
     """A new stats snapshot has come."""
 
-    def __init__(self, fleet: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
+    def __init__(self, registry: InstanceRegistry, another: Another | None, is_lost: Callable[[], bool]) -> None:
         """another: see `InstanceRoster`. is_lost: whether no instance can serve, or come."""
-        self._fleet, self._is_lost = fleet, is_lost
-        self.roster = InstanceRoster(fleet, self, another)
+        self._registry, self._is_lost = registry, is_lost
+        self.roster = InstanceRoster(registry, self, another)
         self._live: LiveController | None = None
         # Nothing can be about a request before there is a controller.
         self.said = lambda number, message: None
@@ -248,15 +248,15 @@ class InstanceEvents:
     async def all_ready(self) -> None:
         """Run all instances, and return when each is ready. Raises ConfigError when one has failed."""
         loop = asyncio.get_running_loop()
-        self._ready = {each.number: loop.create_future() for each in self._fleet}
-        for each in list(self._fleet):
+        self._ready = {each.number: loop.create_future() for each in self._registry}
+        for each in list(self._registry):
             self.roster.look_after(each)
         await asyncio.gather(*self._ready.values())
 
     def begin(self, live: LiveController, info: EngineInfo) -> None:
         """Bring events before a controller from now on. info: what instances that join later have to agree with."""
         self._live, self._info = live, info
-        self._least = min((each.info.max_model_len for each in self._fleet if each.info is not None), default=0)
+        self._least = min((each.info.max_model_len for each in self._registry if each.info is not None), default=0)
         self.said, self.heard, self.measured = live.messages.said, live.messages.heard, live.messages.measured
         live.messages.sampled = self.sampled
 
@@ -279,7 +279,7 @@ class InstanceEvents:
         if self._live is None:
             return
         if (why := self._differs(number)) is not None:
-            self._fleet[number].fail(why)
+            self._registry[number].fail(why)
             return
         self._live.membership.joined(number)
 
@@ -297,11 +297,11 @@ class InstanceEvents:
             membership.lost(number, why)
             # Nothing is left on a lost instance: one that was being drained ends instead of restarting.
             if leaves:
-                self._fleet[number].drain()
+                self._registry[number].drain()
 
     def ended(self, number: int) -> None:
         """The instance has left or was given up: nothing follows."""
-        instance = self._fleet[number]
+        instance = self._registry[number]
         ready = self._ready.get(number)
         if ready is not None and not ready.done():
             ready.set_exception(ConfigError(f"instance {number}: {instance.failure or 'it ended while starting'}"))
@@ -316,7 +316,7 @@ class InstanceEvents:
 
     def _differs(self, number: int) -> str | None:
         """Return why an instance that has joined cannot be part of this cluster; None: it can."""
-        info, ours = self._fleet[number].info, self._info
+        info, ours = self._registry[number].info, self._info
         assert info is not None
         assert ours is not None
         try:
@@ -371,10 +371,10 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         groups decode where their KV lies, instead of gathering it on one instance. clock: seconds, of the same clock as
         the event loop's.
         """
-        self.fleet = InstanceRegistry(instances)
+        self.registry = InstanceRegistry(instances)
         self._links, self._make, self._placement = links, make, placement
         self._backends, self._in_place, self._clock = backends, in_place, clock
-        self._events = InstanceEvents(self.fleet, another, lambda: self.state == "lost")
+        self._events = InstanceEvents(self.registry, another, lambda: self.state == "lost")
         self._roster = self._events.roster
         self._live: LiveController | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
@@ -394,7 +394,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         if self._live.requests.not_placeable is None:
             return "ready"
         # instances that are not there may come
-        hopes = any(each.state in ("starting", "lost") for each in self.fleet)
+        hopes = any(each.state in ("starting", "lost") for each in self.registry)
         return "recovering" if hopes else "lost"
 
     @property
@@ -406,7 +406,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         live = self._live
         assert live is not None
         stays = ("starting", "ready", "lost")
-        stay = (each for each in self.fleet if each.state in stays and each.number not in live.membership.leaving)
+        stay = (each for each in self.registry if each.state in stays and each.number not in live.membership.leaving)
         return sum(each.info.max_queued_requests for each in stay if each.info is not None) or (
             self.info.max_queued_requests
         )
@@ -421,7 +421,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
     def stats(self) -> EngineStats:
         """Sums over all instances; requests that are not placed yet count as waiting."""
         live = self._live
-        stats = merged_stats([each.stats for each in self.fleet], 0)
+        stats = merged_stats([each.stats for each in self.registry], 0)
         if live is not None:
             running = stats.running + live.requests.running
             waiting = stats.waiting + live.requests.waiting
@@ -445,7 +445,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
-        instances = list(self.fleet)
+        instances = list(self.registry)
         try:
             await self._events.all_ready()
             infos = [cast(EngineInfo, each.info) for each in instances]
@@ -454,7 +454,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             info = merged_info(infos, rules.longest([each.initial_instance for each in instances]))
             losses = max(each.config.max_restarts for each in instances)
             live = LiveController(
-                self.fleet,
+                self.registry,
                 self._links,
                 rules.policy,
                 rules.latency_of or (lambda info: rules.latency),
@@ -532,7 +532,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
 
     def end(self) -> None:
         """End all instances. For callers without an event loop. Harmless when repeated."""
-        for each in self.fleet:
+        for each in self.registry:
             each.end()
 
     # -- for operators ------------------------------------------------------------------------------------------------
@@ -545,10 +545,10 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             state=self.state,
             requests=0 if live is None else len(live.requests.asked),
             waiting=0 if live is None else live.requests.waiting,
-            transfers=0 if live is None else live.hands.moves.under_way,
-            decodes_moved=0 if live is None else live.hands.stays.halted,
-            groups_grown=0 if live is None else live.hands.steps.grown,
-            groups_shrunk=0 if live is None else live.hands.steps.shrunk,
+            transfers=0 if live is None else live.backend.moves.under_way,
+            decodes_moved=0 if live is None else live.backend.stays.halted,
+            groups_grown=0 if live is None else live.backend.steps.grown,
+            groups_shrunk=0 if live is None else live.backend.steps.shrunk,
             instances=self._roster.reports(None if live is None else live.membership),
         )
 
@@ -564,7 +564,7 @@ class ClusterClient(ImprovementRateAdmin, SampledEngine, InstanceAdmin):
             raise RequestError("the cluster is starting", "points")
         if not self._live.policies.has_rates:
             raise RequestError(f"{self._placement} has no improvement rates: tetris has", "points")
-        self._live.machine.woken(self._clock(), RatesReplaced(table))
+        self._live.controller.woken(self._clock(), RatesReplaced(table))
 
     @override
     def leave(self, number: int) -> InstanceReport:

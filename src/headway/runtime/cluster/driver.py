@@ -54,7 +54,7 @@ class SettlingLoop:
 
     def __init__(
         self,
-        machine: ClusterController,
+        controller: ClusterController,
         working: Callable[[], Iterable[int]],
         follow: Callable[[], bool],
         clock: Callable[[], float],
@@ -62,7 +62,7 @@ class SettlingLoop:
         """working: returns the instances with uncomputed prompt tokens. follow: reports back what came up inside calls
         of the controller, which is not re-entrant, and returns whether there was any. clock: seconds, of the event
         loop's clock."""
-        self._machine, self._working, self._follow, self._clock = machine, working, follow, clock
+        self._controller, self._working, self._follow, self._clock = controller, working, follow, clock
         self._alarm: asyncio.TimerHandle | None = None
         self._settling = False
 
@@ -83,8 +83,8 @@ class SettlingLoop:
                 while True:
                     now = self._clock()
                     # Remaining prefill time shrinks with the clock, not with an event: before policies look.
-                    self._machine.changed(self._working(), now)
-                    wake_s = self._machine.settle(now)
+                    self._controller.changed(self._working(), now)
+                    wake_s = self._controller.settle(now)
                     if not self._follow():
                         break
             except Exception:
@@ -113,7 +113,7 @@ class SettlingLoop:
         self._alarm = None
         try:
             # The timer may fire a clock tick early: a policy must not see a time before the one that it named.
-            self._machine.woken(max(at_s, self._clock()))
+            self._controller.woken(max(at_s, self._clock()))
         except Exception:
             log.exception("the controller has failed at waking its policies")
         self.settle()
@@ -127,14 +127,14 @@ class InstanceMessages:
 
     def __init__(
         self,
-        machine: ClusterController,
-        hands: LiveBackend,
+        controller: ClusterController,
+        backend: LiveBackend,
         requests: LiveRequests,
         membership: LiveMembership,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self._machine, self._hands, self._requests, self._membership = machine, hands, requests, membership
+        self._controller, self._backend, self._requests, self._membership = controller, backend, requests, membership
         self._settle, self._clock = settle, clock
         self.sampled: Callable[[int, EngineSamples], None] = lambda number, samples: None
         """Called with samples of what instances compute outside of their schedulers."""
@@ -165,10 +165,10 @@ class InstanceMessages:
                 case SpanTaskDone():
                     self._task_done(number, attempt, message)
                 case SpanTaskPaused():
-                    entry = self._hands.runs.paused(number, attempt, message)
+                    entry = self._backend.runs.paused(number, attempt, message)
                     if entry is not None:
-                        layer, tokens, share = self._hands.paused(entry)
-                        self._machine.span_paused(entry, layer, self._clock(), tokens, share)
+                        layer, tokens, share = self._backend.paused(entry)
+                        self._controller.span_paused(entry, layer, self._clock(), tokens, share)
                 # Late: the request has gone on without whatever was lost there.
                 case SpanTaskLost() if not attempt.may_lose(number):
                     return
@@ -177,17 +177,17 @@ class InstanceMessages:
                     self._requests.retry(attempt, f"instance {number}: {why}", later=True)
                     self._membership.suspect(number, by, attempt.asked.submit.id, why)
                 case ReserveKv(serial=serial):
-                    self._hands.moves.reserved(attempt, number, serial)
+                    self._backend.moves.reserved(attempt, number, serial)
                 case KvArrived(source=source):
                     self._membership.peers.worked((number, source))
-                    self._hands.moves.arrived(attempt, message)
+                    self._backend.moves.arrived(attempt, message)
         self._settle()
 
     def measured(self, number: int) -> None:
         """See `InstanceEvents`."""
-        self._machine.changed((number,), self._clock())
+        self._controller.changed((number,), self._clock())
         # Snapshots come ten times a second per instance; only a span that waits for free KV can profit from one.
-        if self._hands.rooms.waiting:
+        if self._backend.rooms.waiting:
             self._settle()
 
     def complete(self, entry: SpanEntry | None) -> None:
@@ -195,16 +195,16 @@ class InstanceMessages:
         if entry is None:
             return
         # Reservations shrink first: the controller chooses the next KV target inside `span_done`.
-        self._hands.rooms.done(entry)
+        self._backend.rooms.done(entry)
         # Taken before `span_done`, which may begin the requests' next spans.
         members = [member.controlled.backend_state for member in (entry, *entry.batched_with)]
-        self._machine.span_done(entry, self._clock(), entry.backend_state.over)
+        self._controller.span_done(entry, self._clock(), entry.backend_state.over)
         for attempt in members:
-            self._hands.moves.computed(attempt)
+            self._backend.moves.computed(attempt)
 
     def decoded(self, attempt: RequestAttempt, ended: bool) -> None:
         """Report to the controller that a request has left its scheduler. ended: with its last token."""
-        self._machine.left_scheduler(attempt.controlled, attempt.said, ended, self._clock())
+        self._controller.left_scheduler(attempt.controlled, attempt.said, ended, self._clock())
 
     def _output(self, number: int, attempt: RequestAttempt, delta: OutputDelta) -> bool:
         drains = delta.rejected == "unavailable"
@@ -222,20 +222,20 @@ class InstanceMessages:
         attempt.asked.tell(delta)
         now = self._clock()
         if first:
-            self._hands.load(number).first_token(attempt.request.id)
-            self._machine.changed((number,), now)
+            self._backend.load(number).first_token(attempt.request.id)
+            self._controller.changed((number,), now)
         # A token in the middle of an answer changes no plan: settling for each would cost a policy call per token.
         if delta.finish is None and not first:
             return False
         if delta.finish in ("stop", "length"):
             attempt.finished = True
         elif delta.finish is not None:
-            self._machine.drop(attempt.controlled, delta.error or delta.finish, now)
+            self._controller.drop(attempt.controlled, delta.error or delta.finish, now)
             self._requests.ended(attempt)
             return True
         # A whole prompt in one scheduler is a span too, and completes with its first token.
         if attempt.entry is not None:
-            self.complete(self._hands.runs.first_token(attempt, delta))
+            self.complete(self._backend.runs.first_token(attempt, delta))
         elif attempt.finished and attempt.controlled.resident:
             self.decoded(attempt, True)
         return True
@@ -245,17 +245,17 @@ class InstanceMessages:
         self._membership.peers.worked({number, *attempt.running})
         # With a step number the group is decoding in place: the task was one token, not a span of the prompt.
         if attempt.step is None:
-            self.complete(self._hands.runs.done(number, attempt, message))
-        elif self._hands.stays.computed(number, attempt, message) and attempt.controlled.resident:
+            self.complete(self._backend.runs.done(number, attempt, message))
+        elif self._backend.stays.computed(number, attempt, message) and attempt.controlled.resident:
             self.decoded(attempt, True)
 
     def _staged(self, number: int, attempt: RequestAttempt) -> None:
         # Two causes: a decode that was told to halt, or a prefill-only request with its first token.
         if attempt.halts:
-            self._hands.stays.staged(attempt, number)
+            self._backend.stays.staged(attempt, number)
         else:
             attempt.at, attempt.whole = None, {number}
-            self._hands.load(number).left(attempt.request.id)
+            self._backend.load(number).left(attempt.request.id)
             if attempt.entry is None:
                 self.decoded(attempt, False)
 
@@ -274,7 +274,7 @@ class LiveController:
 
     def __init__(
         self,
-        fleet: InstanceRegistry,
+        registry: InstanceRegistry,
         links: ClusterLinks,
         make: Callable[[], PlacementPolicy],
         latency_of: LatencyOf,
@@ -287,7 +287,7 @@ class LiveController:
         log: DecisionLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open all instances of `fleet`; those that are not ready yet are closed again at once.
+        """Open all instances of `registry`; those that are not ready yet are closed again at once.
 
         make: returns a new policy. shape: of the model. backends: slices of KV that an instance receives at a time.
         most_losses: see `LiveRequests`. in_place: groups decode where their KV lies (`LiveResidency`). rows: see
@@ -296,9 +296,9 @@ class LiveController:
         """
         self._clock = clock
         attempts = AttemptTable()
-        book = ClusterState([each.initial_instance for each in fleet], links)
-        self.hands = LiveBackend(
-            fleet,
+        cluster = ClusterState([each.initial_instance for each in registry], links)
+        self.backend = LiveBackend(
+            registry,
             attempts,
             latency_of,
             shape,
@@ -308,20 +308,20 @@ class LiveController:
         )
         self.policies = PlacementChain(make)
         kind = ClusterController if log is None else partial(RecordingController, sink=log.sink, about=log.about)
-        self.machine: ClusterController = kind(
-            book, self.hands, self.policies, layers=shape.layers, receive_backends=backends
+        self.controller: ClusterController = kind(
+            cluster, self.backend, self.policies, layers=shape.layers, receive_backends=backends
         )
-        self._loop = SettlingLoop(self.machine, self.hands.expecting, self._follow, clock)
+        self._loop = SettlingLoop(self.controller, self.backend.expecting, self._follow, clock)
         self.settle = settle = self._loop.settle
-        self.requests = LiveRequests(self.machine, fleet, attempts, most_losses, settle, clock)
+        self.requests = LiveRequests(self.controller, registry, attempts, most_losses, settle, clock)
         self.membership = LiveMembership(
-            self.machine, book, fleet, self.hands, make, longest, self.requests, settle, clock
+            self.controller, cluster, registry, self.backend, make, longest, self.requests, settle, clock
         )
-        self.messages = InstanceMessages(self.machine, self.hands, self.requests, self.membership, settle, clock)
+        self.messages = InstanceMessages(self.controller, self.backend, self.requests, self.membership, settle, clock)
         # The controller opens every instance of its snapshot; those that are not ready join later through `joined`.
-        for each in fleet:
+        for each in registry:
             if each.state != "ready":
-                self.machine.lost(each.number, clock())
+                self.controller.lost(each.number, clock())
 
     def close(self) -> None:
         """Cancel all timers."""
@@ -343,14 +343,14 @@ class LiveController:
     def _take_events(self) -> bool:
         """Give the controller what its backend has reported, in order; what these calls add is left for the next
         round."""
-        events = self.hands.events
+        events = self.backend.events
         some = False
         for event in [events.popleft() for _ in range(len(events))]:
             match event:
                 case SliceSent(kv_slice):
                     some = True
                     with self._isolate(kv_slice.request):
-                        self.machine.sent(kv_slice, self._clock())
+                        self.controller.sent(kv_slice, self._clock())
                 # It may have been dropped since.
                 case BatchComplete(entry) if entry.state == "running":
                     some = True
@@ -385,8 +385,8 @@ class LiveController:
 
     def _follow_kv_claims(self) -> bool:
         """A request that waits for KV which others, directly or not, would only free after it: it begins again."""
-        kv = self.hands.fleet.kv
-        check = kv.grown and bool(self.hands.moves.waiting)
+        kv = self.backend.registry.kv
+        check = kv.grown and bool(self.backend.moves.waiting)
         found = self.requests.gives_way() if check else None
         # After one has given way, others may still wait for each other.
         kv.grown = found is not None

@@ -27,8 +27,8 @@ _WHAT = "layout"
 class GroupDecodeSteps:
     """The decode steps of groups."""
 
-    def __init__(self, fleet: InstanceRegistry) -> None:
-        self._fleet = fleet
+    def __init__(self, registry: InstanceRegistry) -> None:
+        self._registry = registry
         # How often so far a decoding group has got, and has lost, instances.
         self.grown = self.shrunk = 0
 
@@ -62,9 +62,9 @@ class GroupDecodeSteps:
         order = run.group
         # An instance that joins knows neither the tokens decoded so far nor the layout of the KV before.
         begins = attempt.home is not None or bool(set(order) - held)
-        self._fleet.admit(attempt, order)
+        self._registry.admit(attempt, order)
         for number in self._anew(attempt, run):
-            self._fleet.kv.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
+            self._registry.kv.make(number, attempt.request.id, _WHAT, self._share(attempt, run.keepers or order))
         attempt.running = set(order)
         message = ComputeSpan(
             id=attempt.wire,
@@ -75,7 +75,7 @@ class GroupDecodeSteps:
             last=True,
             home=attempt.home,
         )
-        self._fleet.tell(order, message)
+        self._registry.tell(order, message)
 
     def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> bool:
         """Handle one instance's part of a token; True when all of the group have reported."""
@@ -94,7 +94,7 @@ class GroupDecodeSteps:
         run, held = attempt.token, set(attempt.spread)
         assert run is not None
         assert attempt.step is not None
-        self._fleet.kv.forget(attempt.request.id, _WHAT)
+        self._registry.kv.forget(attempt.request.id, _WHAT)
         attempt.step = attempt.count = attempt.step + 1
         attempt.home = None
         # Tokens that differ in their number only are merged into one task: `before` must not grow with the output.
@@ -109,7 +109,7 @@ class GroupDecodeSteps:
         self.shrunk += bool(held - kept)
         # For now, not for good: the group may grow to those instances again.
         if held - kept:
-            self._fleet.leave(attempt, but=kept)
+            self._registry.leave(attempt, but=kept)
 
     def _run(self, attempt: RequestAttempt, group: tuple[int, ...], known: int) -> SpanTask:
         """Return the span task of token `known - 1`, in the layout that the KV has or gets with it."""
@@ -118,7 +118,7 @@ class GroupDecodeSteps:
         # Holders that are to leave take part in this token; `keepers` (none: all) have the KV after it.
         keepers = tuple(sorted(group)) if held.difference(group) and self._fits(attempt, group) else ()
         if last.strategy.attn == "ulysses" and not keepers:
-            full = {number for number in held if self._fleet.kv.free(number) <= GROUP_SLACK}
+            full = {number for number in held if self._registry.kv.free(number) <= GROUP_SLACK}
             others = tuple(number for number in everybody if number not in full)
             # By heads every instance grows with every token: one full instance stops all, so it has to leave.
             if full and others and self._fits(attempt, others):
@@ -133,7 +133,7 @@ class GroupDecodeSteps:
 
     def _fits(self, attempt: RequestAttempt, group: tuple[int, ...]) -> bool:
         """Whether a group has free tokens for an even layout of all KV, beside what its instances hold already."""
-        return all(self._fleet.kv.room(number) >= self._share(attempt, group) for number in group)
+        return all(self._registry.kv.room(number) >= self._share(attempt, group) for number in group)
 
     def _share(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Return the tokens that each instance needs for an even layout."""
@@ -156,8 +156,8 @@ class GroupDecodeSteps:
             run is not None
             and before == set(group)
             and run.group[0] in before
-            and self._fleet.kv.free(run.group[0]) > GROUP_SLACK
+            and self._registry.kv.free(run.group[0]) > GROUP_SLACK
         ):
             return run.group[0]
-        fresh = [number for number in group if number not in before and self._fleet.kv.free(number) > GROUP_SLACK]
-        return self._fleet.kv.roomiest(fresh or group)
+        fresh = [number for number in group if number not in before and self._registry.kv.free(number) > GROUP_SLACK]
+        return self._registry.kv.roomiest(fresh or group)

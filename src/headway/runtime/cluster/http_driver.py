@@ -143,15 +143,15 @@ class HttpController:
         self._prefill = PrefillServers(instances)
         self.backend = HttpBackend(instances, latency, self._open, clock)
         self._policies = PlacementChain(make)
-        self.machine = ClusterController(state, self.backend, self._policies, layers=layers)
+        self.controller = ClusterController(state, self.backend, self._policies, layers=layers)
 
         def prefilling() -> list[int]:
             return [n for n, each in instances.items() if each.queue.unanswered and each.decodes]
 
-        self._loop = SettlingLoop(self.machine, prefilling, self._follow, clock)
+        self._loop = SettlingLoop(self.controller, prefilling, self._follow, clock)
         self.retries = HttpRetries(len(instances), self._place, self._drop, self.settle)
         for number in range(len(state.instances)):
-            self.machine.lost(number, clock())
+            self.controller.lost(number, clock())
 
     @property
     def able(self) -> bool:
@@ -169,7 +169,7 @@ class HttpController:
             queue = self.instances[number].queue
             return queue.requests, queue.left_s(self._clock())
         placed = sum(request.life.instance == number for request in self.requests.values())
-        return placed, max(0.0, self.machine.cluster.instances[number].free_at_s - self._clock())
+        return placed, max(0.0, self.controller.cluster.instances[number].free_at_s - self._clock())
 
     # -- clients ------------------------------------------------------------------------------------------------------
 
@@ -200,13 +200,13 @@ class HttpController:
         attempt = request.attempt()
         hits = tuple(each.cached_tokens(request, attempt.prompt_tokens) for each in self.instances.values())
         request.cached = hits if any(hits) else ()
-        request.controlled = self.machine.arrive(attempt, self._clock(), request, request.cached)
+        request.controlled = self.controller.arrive(attempt, self._clock(), request, request.cached)
 
     def _drop(self, request: HttpRequest, why: str) -> None:
         """Take the attempt under way from the controller, which closes its stream."""
         controlled, request.controlled = request.controlled, None
         if controlled is not None:
-            self.machine.drop(controlled, why, self._clock())
+            self.controller.drop(controlled, why, self._clock())
 
     def _fail(self, request: HttpRequest, error: Exception | None) -> None:
         """End a request with an error; None: nothing has failed."""
@@ -267,9 +267,9 @@ class HttpController:
         controlled, entry = request.controlled, request.entry
         assert controlled is not None
         if entry is not None and entry.state == "running":
-            self.machine.span_done(entry, now)
+            self.controller.span_done(entry, now)
         elif controlled.resident and controlled.phase == "prefill":
-            self.machine.left_scheduler(controlled, request.attempt_tokens, False, now)
+            self.controller.left_scheduler(controlled, request.attempt_tokens, False, now)
 
     def _finish(
         self, request: HttpRequest, reason: FinishReason, new: tuple[int, ...], stop: int | None, first: bool
@@ -286,9 +286,9 @@ class HttpController:
         controlled, entry, now = request.controlled, request.entry, self._clock()
         if controlled is not None and not controlled.ended:
             if first and entry is not None and entry.state == "running":
-                self.machine.span_done(entry, now, (request.name,))
+                self.controller.span_done(entry, now, (request.name,))
             elif controlled.resident:
-                self.machine.left_scheduler(controlled, request.attempt_tokens, True, now)
+                self.controller.left_scheduler(controlled, request.attempt_tokens, True, now)
             # Else the policy has still to enqueue its decode, which ends as it begins (`HttpBackend.done`).
         self.settle()
 
@@ -325,7 +325,7 @@ class HttpController:
         log.info("instance %d is ready at %s", number, self.instances[number].server.url)
         if not self.instances[number].decodes:
             return
-        self.machine.open(self.instances[number].initial_instance, self._clock())
+        self.controller.open(self.instances[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int) -> None:
@@ -338,9 +338,9 @@ class HttpController:
         if not self.instances[number].decodes:
             return
         known: dict[str, HttpRequest] = {
-            name: controlled.backend_state for name, controlled in self.machine.requests.items()
+            name: controlled.backend_state for name, controlled in self.controller.requests.items()
         }
-        for gone in self.machine.lost(number, self._clock()):
+        for gone in self.controller.lost(number, self._clock()):
             request = known[gone.id]
             if request.life.over:
                 continue
@@ -354,19 +354,19 @@ class HttpController:
     def measured(self, number: int) -> None:
         """See `HttpCluster.measured`."""
         if self.instances[number].decodes:
-            self.machine.changed((number,), self._clock())
+            self.controller.changed((number,), self._clock())
 
     def drain(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
         if self.instances[number].decodes:
-            self.machine.close(number, self._clock())
+            self.controller.close(number, self._clock())
             self.renew()
 
     def quiet(self, number: int) -> bool:
         """Whether no request is or will be on an instance."""
         if not self.instances[number].decodes:
             return not self.instances[number].queue.requests
-        return self.machine.quiet(number)
+        return self.controller.quiet(number)
 
     def renew(self) -> None:
         """Let the controller act on a change of membership, which its policies hear of."""
@@ -386,18 +386,20 @@ class HttpController:
         paused, backend.paused[:] = list(backend.paused), []
         for entry, share in paused:
             if entry.state == "running":
-                self.machine.span_paused(entry, 0, now, share=share)
+                self.controller.span_paused(entry, 0, now, share=share)
         done, backend.done[:] = list(backend.done), []
         for request in done:
             if request.controlled is not None and request.controlled.resident:
-                self.machine.left_scheduler(request.controlled, request.attempt_tokens, True, now)
+                self.controller.left_scheduler(request.controlled, request.attempt_tokens, True, now)
         rejected, backend.rejected[:] = list(backend.rejected), []
         for request, why in rejected:
             request.fail(RequestError(why))
             self.requests.pop(request.submit.id, None)
-        unplaced = [(name, failed) for name, failed in self._policies.unplaced.items() if name in self.machine.requests]
+        unplaced = [
+            (name, failed) for name, failed in self._policies.unplaced.items() if name in self.controller.requests
+        ]
         for name, failed in unplaced:
-            request = self.machine.requests[name].backend_state
+            request = self.controller.requests[name].backend_state
             if failed:
                 self._fail(request, self.retries.stranded(request))
             else:

@@ -144,8 +144,8 @@ class LiveRequests:
 
     def __init__(
         self,
-        machine: ClusterController,
-        fleet: InstanceRegistry,
+        controller: ClusterController,
+        registry: InstanceRegistry,
         attempts: AttemptTable,
         most_losses: int,
         settle: Callable[[], None],
@@ -153,7 +153,7 @@ class LiveRequests:
     ) -> None:
         """most_losses: instances that may be lost with a request on them; with one more the request counts as the
         cause. settle: lets the controller act on what is pending."""
-        self._machine, self._fleet, self._settle, self._clock = machine, fleet, settle, clock
+        self._controller, self._registry, self._settle, self._clock = controller, registry, settle, clock
         self.attempts = attempts
         self.asked: dict[str, ClusterRequest] = {}
         self.retries = RetryQueue(settle, most_losses)
@@ -189,11 +189,11 @@ class LiveRequests:
         if attempt is None:
             return
         try:
-            self._machine.drop(attempt.controlled, why, self._clock())
+            self._controller.drop(attempt.controlled, why, self._clock())
         except Exception:
             # The controller's own clean-up did not finish: free the instances directly, or their KV would leak.
             log.exception("the controller has failed at letting go of %s", attempt.wire)
-            self._fleet.forget(attempt)
+            self._registry.forget(attempt)
             self.attempts.remove(attempt)
         self._settle()
 
@@ -223,9 +223,9 @@ class LiveRequests:
         attempt = RequestAttempt(asked, asked.try_again())
         with self.isolate(attempt, f"placing {asked.submit.id}"):
             # One that failed behind a prefix begins without: its instance may have no room for a copy.
-            attempt.cached = () if asked.prefix_failed else self._fleet.cached_tokens(asked)
+            attempt.cached = () if asked.prefix_failed else self._registry.cached_tokens(asked)
             self.attempts.add(attempt)
-            attempt.controlled = self._machine.arrive(attempt.request, self._clock(), attempt, attempt.cached)
+            attempt.controlled = self._controller.arrive(attempt.request, self._clock(), attempt, attempt.cached)
 
     def retry(self, attempt: RequestAttempt, why: str, later: bool = False) -> None:
         """Drop a failed attempt and queue the next one.
@@ -233,7 +233,7 @@ class LiveRequests:
         later: begin it after a pause, or as soon as membership changes; otherwise in the same settling.
         """
         log.info("%s: %s; it begins again with %d tokens said", attempt.request.id, why, len(attempt.asked.told))
-        self._machine.drop(attempt.controlled, why, self._clock())
+        self._controller.drop(attempt.controlled, why, self._clock())
         attempt.asked.prefix_failed |= bool(attempt.prefix)
         self.retries.count(attempt)
         if later:
@@ -246,7 +246,9 @@ class LiveRequests:
         whether that lets another go on; None: all can go on."""
         age = {name: number for number, name in enumerate(self.asked)}
         attempts = sorted(self.attempts, key=lambda attempt: age.get(attempt.asked.submit.id, -1))
-        found = gives_way([kv_claim(attempt, self._fleet.kv_blocks) for attempt in attempts], self._fleet.kv.total)
+        found = gives_way(
+            [kv_claim(attempt, self._registry.kv_blocks) for attempt in attempts], self._registry.kv.total
+        )
         attempt = None if found is None else self.attempts.named(found[0])
         return None if found is None or attempt is None else (attempt, found[1])
 

@@ -117,19 +117,19 @@ class LiveMembership:
 
     def __init__(
         self,
-        machine: ClusterController,
-        book: ClusterState,
-        fleet: InstanceRegistry,
-        hands: LiveBackend,
+        controller: ClusterController,
+        cluster: ClusterState,
+        registry: InstanceRegistry,
+        backend: LiveBackend,
         make: Callable[[], PlacementPolicy],
         longest: Callable[[Sequence[ClusterInstance]], int],
         requests: LiveRequests,
         settle: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """book: the state that policies see. make: returns a new policy. longest: see `ClusterRules`. settle: lets the
+        """cluster: what policies see. make: returns a new policy. longest: see `ClusterRules`. settle: lets the
         controller act."""
-        self._machine, self._book, self._fleet, self._hands = machine, book, fleet, hands
+        self._controller, self._cluster, self._registry, self._backend = controller, cluster, registry, backend
         self._make, self._longest, self._requests = make, longest, requests
         self._settle, self._clock = settle, clock
         self._watch: asyncio.TimerHandle | None = None
@@ -143,39 +143,39 @@ class LiveMembership:
     def patience_s(self) -> float:
         """Seconds for Retry-After: until the first instance is expected to be free, between 1 and 30."""
         now = self._clock()
-        free = [self._book.instances[number].free_at_s - now for number in self._there()]
+        free = [self._cluster.instances[number].free_at_s - now for number in self._there()]
         return min(30.0, max(1.0, min(free, default=1.0)))
 
     def placed(self) -> Counter[int]:
         """Count, for each instance, the requests that have or will have work or KV there."""
-        planned = self._machine.state.everywhere()
+        planned = self._controller.state.everywhere()
         attempts = self._requests.attempts
         return Counter(i for each in attempts for i in each.places() | planned.get(each.request.id, set()))
 
     def figures(self, number: int) -> tuple[int, float]:
         """Return an instance's uncomputed prompt tokens, and the predicted seconds until they are computed."""
-        if number >= len(self._book.instances):
+        if number >= len(self._cluster.instances):
             return 0, 0.0
-        seen = self._book.instances[number]
+        seen = self._cluster.instances[number]
         return seen.queued, max(0.0, seen.free_at_s - self._clock())
 
     def quiet(self, number: int) -> bool:
         """Whether no request has or will have work or KV on an instance."""
-        return self._machine.quiet(number) and not any(number in each.places() for each in self._requests.attempts)
+        return self._controller.quiet(number) and not any(number in each.places() for each in self._requests.attempts)
 
     def others(self, number: int) -> list[int]:
         """Return the ready, not draining instances but for one."""
         return [one for one in self._there() if one != number]
 
     def _there(self) -> list[int]:
-        return [each.number for each in self._fleet if each.state == "ready" and each.number not in self.leaving]
+        return [each.number for each in self._registry if each.state == "ready" and each.number not in self.leaving]
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
     def joined(self, number: int) -> None:
         """See `InstanceEvents`."""
         log.info("instance %d is ready", number)
-        self._machine.open(self._fleet[number].initial_instance, self._clock())
+        self._controller.open(self._registry[number].initial_instance, self._clock())
         self.renew()
 
     def lost(self, number: int, why: str) -> None:
@@ -183,7 +183,7 @@ class LiveMembership:
         # Taken before the controller forgets the instance, which also ends attempts.
         known = {attempt.request.id: attempt for attempt in self._requests.attempts}
         on_it = [attempt for attempt in known.values() if number in attempt.places()]
-        if on_it or self._fleet[number].state != "left":
+        if on_it or self._registry[number].state != "left":
             log.warning("instance %d is lost: %s", number, why)
         else:
             log.info("instance %d has left", number)
@@ -191,7 +191,7 @@ class LiveMembership:
         innocent = self.peers.gone(number)
         retries = self._requests.retries
         # The controller has dropped these itself; the others with anything there are dropped by `retry` below.
-        for request in self._machine.lost(number, self._clock()):
+        for request in self._controller.lost(number, self._clock()):
             retries.count(known[request.id])
             retries.soon(known[request.id].asked)
         for attempt in on_it:
@@ -200,12 +200,12 @@ class LiveMembership:
             if not innocent and (error := retries.lost_with(attempt.asked)) is not None:
                 self._requests.fail(attempt.asked, error)
         self.leaving.discard(number)
-        self._hands.loads.pop(number, None)
+        self._backend.loads.pop(number, None)
         self.renew()
 
     def close(self, number: int) -> None:
         """Place nothing new on an instance; `quiet` tells when nothing is left there."""
-        self._machine.close(number, self._clock())
+        self._controller.close(number, self._clock())
         self.leaving.add(number)
         self.renew()
 
@@ -214,17 +214,17 @@ class LiveMembership:
         for number in list(self.leaving):
             if self.quiet(number):
                 self.leaving.discard(number)
-                self._fleet[number].drain()
+                self._registry[number].drain()
 
     def reserve(self, number: int) -> None:
         """Extend the cluster state by an instance that is starting under a new number."""
-        if number == len(self._book.instances):
-            self._machine.reserve(self._fleet[number].initial_instance)
+        if number == len(self._cluster.instances):
+            self._controller.reserve(self._registry[number].initial_instance)
 
     def renew(self) -> None:
         """Let the controller act on a change of membership, which its policies hear of."""
         # Peers meet before anything is placed: a span needs its group's connections.
-        self._fleet.meet()
+        self._registry.meet()
         requests = self._requests
         requests.not_placeable = self.refuses(self._there())
         requests.longest = self._held(self._there())
@@ -233,7 +233,7 @@ class LiveMembership:
 
     def _held(self, numbers: Iterable[int]) -> int:
         """Return the tokens of the longest request that these instances hold; 0: not limited."""
-        return self._longest([self._fleet[number].initial_instance for number in numbers])
+        return self._longest([self._registry[number].initial_instance for number in numbers])
 
     def shortens(self, number: int, served: int) -> str | None:
         """Return why requests of up to `served` tokens would not fit without an instance; None: they would."""
@@ -244,7 +244,7 @@ class LiveMembership:
 
     def fail_too_long(self) -> None:
         """Fail the requests that wait for a group which the instances that are there, or will be, cannot make."""
-        coming = [each.number for each in self._fleet if each.state in ("starting", "ready", "lost")]
+        coming = [each.number for each in self._registry if each.state in ("starting", "ready", "lost")]
         if (longest := self._held(coming)) == 0:
             return
         for asked in list(self._requests.asked.values()):
@@ -257,12 +257,12 @@ class LiveMembership:
         if not there:
             return "no instance is there"
         # A copy of the state and a policy of its own: the probe request leaves no trace.
-        book = ClusterState(self._book.instances, self._book.links)
-        for i in set(range(len(book.instances))) - set(there):
-            book.remove(i)
+        cluster = ClusterState(self._cluster.instances, self._cluster.links)
+        for i in set(range(len(cluster.instances))) - set(there):
+            cluster.remove(i)
         probe = Request(id="", arrival_s=0.0, prompt_tokens=1, max_output_tokens=2)
         try:
-            self._make().on_event(contract.RequestArrived(probe), ClusterSnapshot(book, 0.0))
+            self._make().on_event(contract.RequestArrived(probe), ClusterSnapshot(cluster, 0.0))
         except (ConfigError, ValueError, IndexError) as error:
             return str(error)
         return None
@@ -271,7 +271,7 @@ class LiveMembership:
 
     def suspect(self, number: int, by: int | None, request: str, why: str) -> None:
         """Count a loss at instance `number` against instance `by`, and restart the one that `PeerHealth` names."""
-        other = None if by is None else self._fleet.get(by)
+        other = None if by is None else self._registry.get(by)
         if by is None or other is None or not other.serves:
             return
         verdict = self.peers.lost(number, by, request, self._clock())
@@ -279,12 +279,12 @@ class LiveMembership:
             # Never give up an instance without which the policy could not place requests.
             for_good = verdict.for_good and self.refuses(self.others(verdict.number)) is None
             what = f"instances {number} and {by} do not work together: {why}" if number != by else why
-            self._fleet[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
+            self._registry[verdict.number].restart(f"instance {verdict.number} is ended: {what}", for_good)
 
     def restart_silent(self) -> None:
         """Restart instances that are silent for `SILENT_S`, now and every thirtieth of it from now on."""
         now = self._clock()
-        for each in self._fleet:
+        for each in self._registry:
             if each.serves and now - each.heard_s > SILENT_S:
                 why = f"instance {each.number} is ended: it has said nothing for {SILENT_S:g} s, though it runs"
                 each.restart(why, for_good=False)

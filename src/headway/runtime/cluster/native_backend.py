@@ -61,14 +61,14 @@ class LiveSpanBatch:
 class LiveSpanRuns:
     def __init__(
         self,
-        fleet: InstanceRegistry,
+        registry: InstanceRegistry,
         rooms: KvAdmission,
         shape: ModelShape,
         rows: int,
         submit: Callable[[RequestAttempt, int, Phase], None],
     ) -> None:
         """rows: see `SpanTask.rows`. submit: gives a whole request to an instance's scheduler."""
-        self._fleet, self._rooms, self._shape, self._rows, self._submit = fleet, rooms, shape, rows, submit
+        self._registry, self._rooms, self._shape, self._rows, self._submit = registry, rooms, shape, rows, submit
 
     def fits(self, entry: SpanEntry) -> bool:
         """See `InstanceBackend.fits`. A prompt that a scheduler computes gets its blocks from that scheduler, chunk by
@@ -79,7 +79,7 @@ class LiveSpanRuns:
         """Send the prompts of a committed batch to its group, ahead of its turn."""
         for member in (entry, *entry.batched_with):
             if self.computes(member):
-                self._fleet.admit(_attempt(member.controlled), member.group)
+                self._registry.admit(_attempt(member.controlled), member.group)
 
     def begin(self, entry: SpanEntry, now: float) -> None:
         """Begin or resume a span, or a batch of them."""
@@ -88,7 +88,7 @@ class LiveSpanRuns:
         attempt = _attempt(entry.controlled)
         if entry.resumed:
             attempt.running = set(entry.group)
-            self._fleet.tell(entry.group, ResumeSpan(attempt.wire))
+            self._registry.tell(entry.group, ResumeSpan(attempt.wire))
             return
         entry.backend_state = LiveSpanBatch()
         self._next(entry)
@@ -99,7 +99,7 @@ class LiveSpanRuns:
         if not self.computes(entry) or attempt.running != set(entry.group):
             raise ActionImpossible(f"{entry.owner} cannot be paused any more")
         # Only the first instance is asked: the others follow it, so that all stop at the same layer.
-        self._fleet.tell(entry.group[:1], PauseRequest(attempt.wire))
+        self._registry.tell(entry.group[:1], PauseRequest(attempt.wire))
 
     def done(self, number: int, attempt: RequestAttempt, message: SpanTaskDone) -> SpanEntry | None:
         """Handle `SpanTaskDone`; return the entry that is complete with it, for a batch its first."""
@@ -188,12 +188,12 @@ class LiveSpanRuns:
             preemptible=not entry.batched_with and entry.batch_leader is None,
             cached=cached,
         )
-        self._fleet.admit(attempt, entry.group)
+        self._registry.admit(attempt, entry.group)
         # `before` above is a copy made without this task: the layout that the instances find.
         attempt.runs.append(run)
         attempt.running = set(entry.group)
         # To all of the group at once and in one order: groups that overlap cannot wait for each other.
-        self._fleet.tell(entry.group, compute)
+        self._registry.tell(entry.group, compute)
         return None
 
     def _run(self, span: Span, group: tuple[int, ...]) -> SpanTask:
@@ -203,10 +203,10 @@ class LiveSpanRuns:
         or instances are tensor-parallel; the result is the same.
         """
         # `node`: instances per node; None: the group is, or counts as, one node.
-        size, nodes = len(group), len({self._fleet[i].node for i in group})
+        size, nodes = len(group), len({self._registry[i].node for i in group})
         node = size // nodes if nodes > 1 and size % nodes == 0 else None
         strategy, width = span.strategy, node or size
-        if max(self._fleet[i].ranks for i in group) > 1:
+        if max(self._registry[i].ranks for i in group) > 1:
             if strategy.attn == "ulysses":
                 strategy = Strategy("ring", strategy.mlp)
         elif "ulysses" in (strategy.attn, strategy.mlp) and not self._shape.heads_divide(width):
@@ -215,7 +215,7 @@ class LiveSpanRuns:
 
     def computes(self, entry: SpanEntry) -> bool:
         """Whether a span is a task of its group; otherwise a scheduler computes it as a whole prompt."""
-        return all((one := self._fleet.get(i)) is not None and one.moves_kv for i in entry.group)
+        return all((one := self._registry.get(i)) is not None and one.moves_kv for i in entry.group)
 
 
 def _attempt(controlled: ControlledRequest) -> RequestAttempt:
@@ -234,9 +234,9 @@ _WHAT = "move"
 
 
 class LiveKvMigrations:
-    def __init__(self, fleet: InstanceRegistry, attempts: AttemptTable, sent: Callable[[KvSlice], None]) -> None:
+    def __init__(self, registry: InstanceRegistry, attempts: AttemptTable, sent: Callable[[KvSlice], None]) -> None:
         """sent: called with each slice of the controller that has arrived."""
-        self._fleet, self._attempts, self._sent = fleet, attempts, sent
+        self._registry, self._attempts, self._sent = registry, attempts, sent
         self._serial = self._asked = 0
         self.under_way = 0
         """Number of movements that have not arrived."""
@@ -323,7 +323,7 @@ class LiveKvMigrations:
         self.reserve(attempt, target)
         send = SendKv(id=attempt.wire, piece=self._serial, start=start, end=end, to=target)
         if attempt.room[target].granted:
-            self._fleet.tell(holders, send)
+            self._registry.tell(holders, send)
         else:
             attempt.unsent += ((source, send) for source in holders)
 
@@ -340,13 +340,13 @@ class LiveKvMigrations:
         As soon as the target is known, so that slices do not occupy their senders while they wait for blocks.
         """
         if target not in attempt.room:
-            self._fleet.admit(attempt, (target,))
+            self._registry.admit(attempt, (target,))
             self.waiting.add(attempt.request.id)
-            self._fleet.kv.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
+            self._registry.kv.make(target, attempt.request.id, _WHAT, attempt.kv_tokens)
             # The serial tells this reservation's answer from that of an earlier one, which may still be on its way.
             self._asked += 1
             attempt.room[target] = ReservedKv(self._asked, attempt.kv_tokens)
-            self._fleet.tell((target,), ReserveKv(attempt.wire, attempt.kv_tokens, self._asked))
+            self._registry.tell((target,), ReserveKv(attempt.wire, attempt.kv_tokens, self._asked))
 
     def reserved(self, attempt: RequestAttempt, target: int, serial: int) -> None:
         """Handle `ReserveKv`: send what waits for that reservation. Answers to an earlier serial are ignored."""
@@ -354,12 +354,12 @@ class LiveKvMigrations:
         if reserved is not None and serial == reserved.serial:
             reserved.granted = True
             # The instance sent a snapshot before this answer: from now on that shows the blocks as used.
-            self._fleet.kv.kept(target, attempt.request.id, _WHAT)
+            self._registry.kv.kept(target, attempt.request.id, _WHAT)
             if all(each.granted for each in attempt.room.values()):
                 self.waiting.discard(attempt.request.id)
             for source, send in attempt.unsent:
                 if send.to == target:
-                    self._fleet.tell((source,), send)
+                    self._registry.tell((source,), send)
             attempt.unsent = [one for one in attempt.unsent if one[1].to != target]
 
     def arrived(self, attempt: RequestAttempt, message: KvArrived) -> None:
@@ -375,7 +375,7 @@ class LiveKvMigrations:
 
     def settled(self, attempt: RequestAttempt) -> None:
         """Withdraw a request's reservations and unsent slices: its KV is where it is decoded."""
-        self._fleet.kv.forget(attempt.request.id, _WHAT)
+        self._registry.kv.forget(attempt.request.id, _WHAT)
         attempt.room.clear()
         attempt.unsent.clear()
         attempt.together.clear()
@@ -422,7 +422,7 @@ class LiveResidency:
 
     def __init__(
         self,
-        fleet: InstanceRegistry,
+        registry: InstanceRegistry,
         attempts: AttemptTable,
         moves: LiveKvMigrations,
         steps: GroupDecodeSteps,
@@ -432,7 +432,7 @@ class LiveResidency:
     ) -> None:
         """in_place: groups decode where their KV lies. placed: called when a prompt goes to an instance's scheduler.
         over: called with a request whose decode is enqueued after it has ended."""
-        self._fleet, self._attempts, self._moves = fleet, attempts, moves
+        self._registry, self._attempts, self._moves = registry, attempts, moves
         self._steps, self._in_place = steps, in_place
         self._placed, self._over = placed, over
         self._left: list[RequestAttempt] = []
@@ -442,7 +442,7 @@ class LiveResidency:
     def enter(self, attempt: RequestAttempt, group: tuple[int, ...], phase: Phase) -> None:
         """Give a request to a group: its whole prompt, or its decode."""
         if phase != "decode":
-            self.submit(attempt, self._fleet.kv.roomiest(group), phase)
+            self.submit(attempt, self._registry.kv.roomiest(group), phase)
             return
         attempt.wanted = group
         if attempt.finished:
@@ -475,8 +475,8 @@ class LiveResidency:
             phase=phase,
             priority=attempt.request.priority,
         )
-        self._fleet[number].submit(submit, attempt.asked.prompt)
-        self._fleet.kv.grown = True
+        self._registry[number].submit(submit, attempt.asked.prompt)
+        self._registry.kv.grown = True
 
     def leave(self, attempt: RequestAttempt) -> None:
         """Take a request off its scheduler or group, to continue elsewhere.
@@ -490,7 +490,7 @@ class LiveResidency:
             self._left.append(attempt)
         elif attempt.at is not None:
             # Under a new id: what the old scheduler still sends for this request must not be taken for the new one's.
-            self._fleet.forget(attempt)
+            self._registry.forget(attempt)
             self._moves.settled(attempt)
             attempt.at = None
             self._attempts.rename(attempt)
@@ -544,7 +544,7 @@ class LiveResidency:
             self._gather(attempt, self._home(attempt, group))
         # No KV is left, as with a policy that had the prompt computed elsewhere: prefill again from the start.
         else:
-            self.submit(attempt, self._fleet.kv.roomiest(group))
+            self.submit(attempt, self._registry.kv.roomiest(group))
 
     def _go(self, attempt: RequestAttempt) -> None:
         """Begin the next token of a decode whose KV is spread: on the wanted group, or where the KV lies."""
@@ -566,7 +566,7 @@ class LiveResidency:
         self._steps.end(attempt)
         self.submit(attempt, home, "decode")
         # Before `whole` changes: `leave` takes from it the instances whose copies are to be freed.
-        self._fleet.leave(attempt, but=(home,))
+        self._registry.leave(attempt, but=(home,))
         attempt.spread, attempt.whole = (), {home}
         self._moves.settled(attempt)
         self._stay(attempt)
@@ -585,15 +585,15 @@ class LiveResidency:
         # One `PauseRequest` is enough; a delta with `staged`, or the last one, answers it.
         if at is None or attempt.halts:
             return
-        if not self._fleet[at].moves_kv:
+        if not self._registry[at].moves_kv:
             attempt.stopping = False
             return
         attempt.halts = True
-        self._fleet.tell((at,), PauseRequest(attempt.wire))
+        self._registry.tell((at,), PauseRequest(attempt.wire))
 
     def _several(self, group: tuple[int, ...]) -> bool:
         """Whether a group is to decode in place."""
-        return self._in_place and len(group) > 1 and all(self._fleet[i].moves_kv for i in group)
+        return self._in_place and len(group) > 1 and all(self._registry[i].moves_kv for i in group)
 
     def _home(self, attempt: RequestAttempt, group: tuple[int, ...]) -> int:
         """Return the instance of a group with the most free tokens for a request; of equals the lowest number."""
@@ -606,7 +606,7 @@ class LiveResidency:
     def _room(self, attempt: RequestAttempt, number: int) -> int:
         """Return an instance's free tokens for this request: those that it has reserved there count as free."""
         reserved = attempt.room.get(number)
-        return self._fleet.kv.room(number) + (0 if reserved is None else reserved.tokens)
+        return self._registry.kv.room(number) + (0 if reserved is None else reserved.tokens)
 
 
 _ALONE = GroupShape(1)
@@ -650,7 +650,7 @@ class LiveBackend:
 
     def __init__(
         self,
-        fleet: InstanceRegistry,
+        registry: InstanceRegistry,
         attempts: AttemptTable,
         latency_of: LatencyOf,
         shape: ModelShape,
@@ -661,19 +661,19 @@ class LiveBackend:
         """latency_of: predictor of an instance, and of a group that begins with it. in_place: groups decode where KV
         lies. rows: see `SpanTask.rows`.
         """
-        self.fleet, self.attempts = fleet, attempts
+        self.registry, self.attempts = registry, attempts
         self._latency_of, self._clock = latency_of, clock
         self.events: deque[BackendEvent] = deque()
         """What has happened during calls, in order: `LiveController` takes it after each of them."""
         self._latencies: dict[int, tuple[EngineInfo | None, GroupLatency]] = {}
         self._layers = shape.layers
         self.loads: dict[int, InstanceLoad] = {}
-        self.moves = LiveKvMigrations(fleet, attempts, self._sent)
+        self.moves = LiveKvMigrations(registry, attempts, self._sent)
         self.announced, self.ready, self.send = self.moves.announced, self.moves.ready, self.moves.send
-        self.steps = GroupDecodeSteps(fleet)
-        self.stays = LiveResidency(fleet, attempts, self.moves, self.steps, in_place, self._placed, self._over)
-        self.rooms = KvAdmission(fleet.kv, clock)
-        self.runs = LiveSpanRuns(fleet, self.rooms, shape, rows, self.stays.submit)
+        self.steps = GroupDecodeSteps(registry)
+        self.stays = LiveResidency(registry, attempts, self.moves, self.steps, in_place, self._placed, self._over)
+        self.rooms = KvAdmission(registry.kv, clock)
+        self.runs = LiveSpanRuns(registry, self.rooms, shape, rows, self.stays.submit)
         self.fits, self.committed = self.runs.fits, self.runs.committed
         self.begin, self.pause = self.runs.begin, self.runs.pause
 
@@ -681,7 +681,7 @@ class LiveBackend:
 
     def span_s(self, spans: Sequence[Span], nodes: int, before: tuple[int, ...]) -> float:
         for span in spans:
-            if any(self.fleet.get(i) is None for i in span.group):
+            if any(self.registry.get(i) is None for i in span.group):
                 raise ActionImpossible(f"{span.group} are not all there")
         shape = GroupShape(len(spans[0].group), nodes, spans[0].strategy)
         return batch_s(self._latency(spans[0].group[0]), ((span.start, span.end - span.start) for span in spans), shape)
@@ -696,7 +696,7 @@ class LiveBackend:
         return self._clock() + left_s if left_s else 0.0
 
     def refresh(self, instance: int) -> SchedulerStats:
-        one, load = self.fleet.get(instance), self.load(instance)
+        one, load = self.registry.get(instance), self.load(instance)
         if one is None:
             return SchedulerStats()
         load.take(one.stats)
@@ -730,7 +730,7 @@ class LiveBackend:
         for load in self.loads.values():
             load.remove(name)
         self.rooms.forget(name)
-        self.fleet.forget(attempt)
+        self.registry.forget(attempt)
         self.moves.forget(attempt)
         self.attempts.remove(attempt)
         # A batch continues with its next member; it may be complete because this one was the last.
@@ -761,7 +761,7 @@ class LiveBackend:
         (see `ClusterController.span_paused`)."""
         said, attempt = entry.backend_state.paused, entry.controlled.backend_state
         run = attempt.runs[-1]
-        shape = GroupShape(len(run.group), len({self.fleet[i].node for i in run.group}), run.strategy)
+        shape = GroupShape(len(run.group), len({self.registry[i].node for i in run.group}), run.strategy)
         points = pause_points_of(self._latency(run.group[0]), run.start, run.end, shape, run.rows, self._layers)
         return said.layer, said.tokens, points.elapsed_share(said.tokens, said.layer)
 
@@ -771,7 +771,7 @@ class LiveBackend:
 
     def _latency(self, number: int) -> GroupLatency:
         """Return the predictor of an instance as it is now."""
-        one = self.fleet.get(number)
+        one = self.registry.get(number)
         info = None if one is None else one.info
         # By identity: a restarted instance reports a new `EngineInfo`, maybe with another learned table.
         known = self._latencies.get(number)
