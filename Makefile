@@ -32,7 +32,7 @@ demo: setup ## a long document and chats on one server: numbers, and a picture i
 	@$(BIN)/headway demo
 
 # Beside the checks one process collects the tests, so that the workers find their files compiled.
-test: setup ## checks, then all tests but the long ones (about 5 minutes on 2 cores)
+test: setup ## checks, then all tests but the long ones (about 6 minutes on 2 cores)
 	@$(QUIET) $(BIN)/python -m pytest --collect-only -qq > /dev/null & $(MAKE) --no-print-directory check && wait
 	@$(QUIET) $(BIN)/python -m pytest -m "not long" -n $(JOBS) --dist worksteal
 

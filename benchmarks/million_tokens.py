@@ -2,9 +2,9 @@
 
     python -m benchmarks.million_tokens
 
-The embedded model looks for the passkey in the middle of the document: attention that loses one token, or a position
-that is off, answers something else. Chats of 100 tokens come one after the other, a second apart. On two cores a
-quarter of a million tokens take minutes, a million an hour and a half each.
+The embedded model looks for the passkey in the document: attention that misses its digits, or positions that are off,
+make the answer wrong. Chats of 100 tokens come one after the other, a second apart. `--tokens` makes it
+shorter: the time grows with the square of the length.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from headway.sim.report.page import ReportChart
 
 SCHEMA = "headway.reproduce/1"
 Mode = Literal["paper", "default"]
@@ -60,26 +62,13 @@ class ClaimRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlotPanel:
-    """One panel of a picture: axes and named curves."""
-
-    title: str
-    x: str
-    y: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
-    """Label → points."""
-    log_x: bool = False
-    log_y: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExperimentReport:
     """The outcome of an experiment."""
 
     source: Mapping[str, Any]
     """Provenance: source of the latencies, scenario, seeds and window."""
     rows: tuple[ClaimRow, ...]
-    panels: tuple[PlotPanel, ...] = ()
+    panels: tuple[ReportChart, ...] = ()
 
     def to_json(self, name: str) -> dict[str, Any]:
         return {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway_research.base import PlotPanel
+from headway.sim.report.page import ReportChart
 
 
-def draw(panels: Sequence[PlotPanel], file: Path) -> list[Path]:
+def draw(panels: Sequence[ReportChart], file: Path) -> list[Path]:
     """Write the picture (`.png`, `.svg`, or both without a suffix)."""
     from headway.sim.report.plots import COLOURS, MARKERS, house_style, new_figure, save
 

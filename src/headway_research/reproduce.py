@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +109,9 @@ def _one(name: str, arguments: argparse.Namespace, outputs: Sequence[Path | None
         if json_file is not None:
             write_output(json_file, _bytes(data))
     if page_file is not None:
-        from headway.sim.report.page import Chart, write_page
+        from headway.sim.report.page import write_page
 
-        charts = [Chart(**{each.name: getattr(panel, each.name) for each in fields(panel)}) for panel in report.panels]
-        write_page(page_file, f"headway reproduce {name}", [shown], charts)
+        write_page(page_file, f"headway reproduce {name}", [shown], report.panels)
     # Some experiments have claims only and nothing to draw.
     if picture is not None and report.panels:
         from headway_research.plot import draw

@@ -11,26 +11,14 @@ from pathlib import Path
 
 import pytest
 from scripts.headless_browser import browser, missing_browser
+from tests.cli.test_screens import SCENARIO
 from tests.helpers.report_pages import ReportPage
 
 from headway.cli.main import main
-from headway.sim.report.page import MOST_POINTS, Chart, write_page
+from headway.sim.report.page import MOST_POINTS, ReportChart, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>alert(1)</script>"
-SCENARIO = """
-name: "NAME"
-model: llama-3-8b
-cluster: {accelerator: a100-80gb}
-latency: {source: roofline}
-workload:
-  qps: 1.0
-  mix:
-    - {class: chat, share: 0.9, prompt: "uniform:500-700", output: "uniform:10-20"}
-    - {class: document, share: 0.1, prompt: "uniform:20K-30K", output: "uniform:10-20"}
-slo: {chat: {ttft_s: 0.2}}
-run: {window_s: 60, seeds: [0, 1]}
-"""
 QUESTION = """
 model: llama-3-8b
 accelerators: [{name: h100-80gb, most: 2}]
@@ -44,7 +32,7 @@ workload: {qps: 1.0, requests: 60, mix: [{class: chat, share: 1.0, prompt: "unif
 @pytest.fixture
 def scenario(tmp_path: Path) -> Path:
     file = tmp_path / "scenario.yaml"
-    file.write_text(SCENARIO.replace("NAME", HOSTILE))
+    file.write_text(SCENARIO.replace("name: two lengths", f'name: "{HOSTILE}"'))
     return file
 
 
@@ -134,10 +122,12 @@ def test_a_page_of_a_paper_and_of_one_of_its_figures(tmp_path: Path) -> None:
 
 def test_names_are_never_markup_and_long_runs_stay_small(tmp_path: Path) -> None:
     points = [(float(i), 0.01 + (i * 7919 % 1000) / 1000) for i in range(50_000)]
-    chart = Chart(title=HOSTILE, x=HOSTILE, lines={HOSTILE: points, "<img src=x>": points}, unit="seconds", log_y=True)
+    chart = ReportChart(
+        title=HOSTILE, x=HOSTILE, lines={HOSTILE: points, "<img src=x>": points}, unit="seconds", log_y=True
+    )
     write_page(tmp_path / "page.html", HOSTILE, ["{{data}}"], [chart, chart])
     page = checked(tmp_path / "page.html")
-    # What is put in is not searched for places.
+    # A name in braces that a result holds is text, not a part of the template.
     assert page.text == ["{{data}}"]
     assert page.charts[0]["title"] == HOSTILE
     line = page.charts[0]["lines"][HOSTILE]

@@ -23,7 +23,7 @@ from headway.perf.latency import table
 from headway.planning.question import DeploymentCandidate, PlanQuestion, cost_of, cost_unit
 from headway.planning.search import PlanErrorBars, PlanResult, pareto
 from headway.planning.simulate import CandidateMeasure, MeasureKey, SeedMeasure, SimulationJob
-from headway.sim.report.page import Chart
+from headway.sim.report.page import ReportChart
 from headway.sim.report.tables import duration
 
 SCHEMA = "headway.plan/1"
@@ -327,7 +327,7 @@ def candidates_table(result: PlanResult) -> Table:
     return table
 
 
-def candidates_chart(result: PlanResult) -> Chart:
+def candidates_chart(result: PlanResult) -> ReportChart:
     """Return the largest latency, as a share of its limit, over cost, of the candidates that ran to the end."""
     demands = result.question.demand_list()
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -336,7 +336,7 @@ def candidates_chart(result: PlanResult) -> Chart:
             name = "meets all limits" if one.meets(demands) else "does not"
             lines.setdefault(name, []).append((cost_of(one.candidate, result.question), one.ratio(demands)))
     title, x = "Largest latency as a share of its limit (1: at the limit)", f"cost, {cost_unit(result.question)}"
-    return Chart(title=title, x=x, lines=lines, dots=True, log_y=True)
+    return ReportChart(title=title, x=x, lines=lines, dots=True, log_y=True)
 
 
 def _table(title: str | None = None) -> Table:

@@ -28,7 +28,7 @@ from headway.core.parse import size as memory_size
 from headway.core.parse import tokens
 from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
-from headway.policy.placement.combinations import Combination, PoolShape
+from headway.policy.placement.combinations import PlacementCombination, PoolShape
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.sim.prefix_cache import INFINITE
 from headway.sim.vllm.section import VllmSection
@@ -385,11 +385,11 @@ class Scenario(FileSection):
         return self
 
     @property
-    def combination(self) -> Combination:
+    def combination(self) -> PlacementCombination:
         """What the cluster combines; with a `cluster.placement` only."""
         cluster = self.cluster
         shapes = [PoolShape(pool.role, pool.count, pool.tp, pool.stages, pool.kvp) for pool in cluster.pools]
-        return Combination(cluster.placement or DEFAULT, cluster.options, shapes, self.engine == "vllm")
+        return PlacementCombination(cluster.placement or DEFAULT, cluster.options, shapes, self.engine == "vllm")
 
 
 def parse_scenario(data: Any, where: str = "scenario") -> Scenario:

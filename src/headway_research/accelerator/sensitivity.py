@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headway.perf.latency.base import Seconds
+from headway.sim.report.page import ReportChart
 from headway.sim.workload import TraceRequest
 from headway_research.accelerator.service_figures import KV_TOKENS, MODELS, TIGHT_S, requests
 from headway_research.accelerator.serving import (
@@ -24,7 +25,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import ExperimentReport, PlotPanel, RunOptions
+from headway_research.base import ExperimentReport, RunOptions
 from headway_research.cache import SimulationCache
 from headway_research.verdicts import VerdictRule, judge, only, order
 
@@ -109,7 +110,7 @@ def run(options: RunOptions) -> ExperimentReport:
         for figure in figures
         for admission in ADMISSION
     }
-    panel = PlotPanel(title="Gain of prefetching, 8B arXiv", x="cost of history", y="times", lines=lines)
+    panel = ReportChart(title="Gain of prefetching, 8B arXiv", x="cost of history", y="times", lines=lines)
     source = {
         "latency": "the accelerator's timeline, the cost of a chunk's history multiplied",
         "scenario": f"Llama-3.1-8B, arXiv, {count} requests, Poisson, Sarathi's policy; P99 of delays in 1 s",

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.sim.report.page import ReportChart
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import LogNormalLengths, arrivals, preset, simple
 from headway_research.accelerator.serving import (
@@ -34,7 +35,7 @@ from headway_research.accelerator.serving import (
 )
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage_figures import setting, slo_s
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.cache import SimulationCache
 from headway_research.verdicts import at_least, band, both, judge, order
 
@@ -162,7 +163,7 @@ def case3(options: RunOptions) -> ExperimentReport:
     """Reproduce case study 3 (Fig. 7)."""
     runs = CapacitySearch(options)
     panels = [
-        PlotPanel(
+        ReportChart(
             title=f"P99 gap over the rate, {name[10:].upper()}, paper mode",
             x="requests a second",
             y="ms",
@@ -260,7 +261,7 @@ def case4(options: RunOptions) -> ExperimentReport:
                               for n in MODELS})),
     ]  # fmt: skip
     panels = [
-        PlotPanel(
+        ReportChart(
             title=f"P99 gap over the rate, 8B arXiv, {mode} mode",
             x="requests a second",
             y="ms",
@@ -277,7 +278,7 @@ def case4(options: RunOptions) -> ExperimentReport:
     return _report(runs, rows, panels)
 
 
-def _report(runs: CapacityStudy, rows: Sequence[Any], panels: Sequence[PlotPanel]) -> ExperimentReport:
+def _report(runs: CapacityStudy, rows: Sequence[Any], panels: Sequence[ReportChart]) -> ExperimentReport:
     source: dict[str, Any] = {
         "latency": "the accelerator's timeline as the scheduler's latency model",
         "scenario": f"{runs.count:,} requests, Poisson, Sarathi's policy; P99 of gaps in the limit, of delays in 1 s",

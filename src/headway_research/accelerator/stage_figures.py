@@ -11,11 +11,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from headway.perf.hardware import model
+from headway.sim.report.page import ReportChart
 from headway_research.accelerator.machine import MIB, IterationWork, assumptions, machine
 from headway_research.accelerator.operators import LayerOperators, OperatorSetting
 from headway_research.accelerator.stage import Mode as Schedule
 from headway_research.accelerator.stage import StageReport, simulate_stage
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.verdicts import VerdictRule, band, both, judge, order
 
 MACHINE_OF = {"llama-3.1-8b": "tpuv6e-like", "llama-3.1-70b": "tpuv7-like"}
@@ -109,7 +110,7 @@ def _rows(case: str) -> list[ClaimRow]:
     return [judge(f.claim, f.paper, within(f.paper), both(f.ours)) for f in FIGURES if f.case == case]
 
 
-def _report(rows: list[ClaimRow], panels: list[PlotPanel], scenario: str) -> ExperimentReport:
+def _report(rows: list[ClaimRow], panels: list[ReportChart], scenario: str) -> ExperimentReport:
     source: dict[str, Any] = {
         "latency": "the accelerator's operator model and timeline",
         "scenario": scenario,
@@ -145,7 +146,7 @@ def case1(options: RunOptions) -> ExperimentReport:
         )
     )
     panels = [
-        PlotPanel(
+        ReportChart(
             title=f"{part.capitalize()} speed-up, paper preset",
             x="KV tokens, Ki",
             y="over serial",
@@ -201,7 +202,7 @@ def case2(options: RunOptions) -> ExperimentReport:
         )
     )
     panels = [
-        PlotPanel(
+        ReportChart(
             title=f"{part.capitalize()} speed-up at 64K, paper preset",
             x="prefetch buffer, MiB",
             y="over serial",

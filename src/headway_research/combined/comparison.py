@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions
 from headway_research.combined.setting import (
     AZURE_RATE,
     MODEL,
@@ -120,12 +121,12 @@ def _words(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values.items())
 
 
-def _panel(runs: CombinedStudy, what: str, title: str) -> PlotPanel:
+def _panel(runs: CombinedStudy, what: str, title: str) -> ReportChart:
     lines = {
         system: [(k, max(1e-3, runs.value(place, system, what))) for k, place in enumerate(runs.places)]
         for system in SYSTEMS
     }
     places = "; ".join(f"{k}: {named(runs.setting, place)}" for k, place in enumerate(runs.places))
-    return PlotPanel(
+    return ReportChart(
         title=title, x=places, y="share" if what == "in_time" else "s", lines=lines, log_y=what != "in_time"
     )

@@ -6,7 +6,8 @@ iteration, the wait of a decode in the same batches. Adaptive: the largest chunk
 
 from __future__ import annotations
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import adaptive_prefill, latency_source, machine, static_prefill
 from headway_research.verdicts import at_most, band, both, descending, judge, order
 
@@ -94,7 +95,7 @@ def _report(
     prompt: int,
 ) -> ExperimentReport:
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"Prefill of {prompt:,} tokens, {mode} mode",
             x="worst iteration, s",
             y="TTFT, s",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from headway.perf.latency.base import one_chunk_s
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import InstanceModel, latency_source, machine
 from headway_research.verdicts import at_most, band, judge, order
 
@@ -41,7 +42,7 @@ def _over(times: dict[int, float], chunk: int) -> float:
 
 def _report(rows: list[ClaimRow], times: dict[Mode, dict[int, float]]) -> ExperimentReport:
     lines = {f"{mode} mode": [(float(c), s) for c, s in found.items()] for mode, found in times.items()}
-    panel = PlotPanel(title="Attention of a 1M prefill", x="chunk, tokens", y="seconds", lines=lines, log_x=True)
+    panel = ReportChart(title="Attention of a 1M prefill", x="chunk, tokens", y="seconds", lines=lines, log_x=True)
     scenario = f"Llama-3 70B, 8 H100 (TP8), prompt of {PROMPT:,}, chunks {CHUNKS}"
     return ExperimentReport(
         source=latency_source(*(_machine(mode) for mode in MODES), scenario=scenario), rows=tuple(rows), panels=(panel,)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from headway.perf.hardware import accelerator, model
-from headway_research.base import ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ExperimentReport, Mode, RunOptions
 from headway_research.verdicts import band, both, exact, judge
 
 CHUNKS = (16, 32, 40, 64, 128, 512, 2048)
@@ -53,7 +54,7 @@ def run(options: RunOptions) -> ExperimentReport:
     lines = {
         name: [(float(c), intensity(name, c, 1_000_000)) for c in CHUNKS] for name in ("llama-3-8b", "llama-3-70b")
     }
-    panel = PlotPanel(title="Intensity of chunked attention", x="chunk, tokens", y="FLOPs a byte", lines=lines,
+    panel = ReportChart(title="Intensity of chunked attention", x="chunk, tokens", y="FLOPs a byte", lines=lines,
                   log_x=True, log_y=True)  # fmt: skip
     source: dict[str, Any] = {
         "latency": "none: counted from model shapes and data sheets",

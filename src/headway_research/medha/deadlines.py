@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway_research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import LONG_SHARE, POLICY_SETTING, SEEDS, MedhaSetting, MedhaStudy, scenario
 from headway_research.verdicts import ascending, both, judge, only, order
 
@@ -72,5 +73,5 @@ def run(options: RunOptions) -> ExperimentReport:
         ),
     )
     lines = {f"{mode} mode": [(DEADLINES[d][0], gain) for d, gain in gains(mode).items()] for mode in MODES}
-    panel = PlotPanel(title="Gain of multi-prefill batching", x="floor of the deadline, s", y="times", lines=lines)
+    panel = ReportChart(title="Gain of multi-prefill batching", x="floor of the deadline, s", y="times", lines=lines)
     return ExperimentReport(source=runs.source(), rows=rows, panels=(panel,))

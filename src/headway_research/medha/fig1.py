@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import LONG_SHARE, MedhaStudy
 from headway_research.verdicts import ascending, at_least, at_most
 
@@ -145,12 +146,12 @@ def _non_preemptive_rows(points: TtftByShare) -> list[ClaimRow]:
     return growth + over_medha
 
 
-def _panel(points: TtftByShare, cut: str) -> PlotPanel:
+def _panel(points: TtftByShare, cut: str) -> ReportChart:
     lines = {
         system: [(share, points.ttft_s(system, cut, share, "default")) for share in points.shares]
         for system in ("Medha", "non-preemptive")
     }
     lines["LoongServe"] = [(share, points.loong_s(cut, share, "default")) for share in LOONG_SHARES]
-    return PlotPanel(
+    return ReportChart(
         title=f"TTFT {cut} at {QPS:g} QPS", x="share of long requests", y="seconds", log_y=True, lines=lines
     )

@@ -15,7 +15,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from headway_research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import LONG_SHARE, SEEDS, MedhaSetting, MedhaStudy
 from headway_research.verdicts import at_least, band, order
 
@@ -152,9 +153,9 @@ def fig12(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=_panels(runs, "tpot_s", "TPOT"))
 
 
-def _panels(runs: MedhaStudy, metric: str, title: str) -> tuple[PlotPanel, ...]:
+def _panels(runs: MedhaStudy, metric: str, title: str) -> tuple[ReportChart, ...]:
     return tuple(
-        PlotPanel(
+        ReportChart(
             title=f"{title}, {mode} mode",
             x="QPS",
             y="seconds",

@@ -10,7 +10,8 @@ from __future__ import annotations
 from functools import partial
 from statistics import median
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import SEEDS, MedhaStudy
 from headway_research.verdicts import at_least, at_most, band, both, judge
 
@@ -70,7 +71,7 @@ def run(options: RunOptions) -> ExperimentReport:
     )
     rows += _beside_the_ladder(runs)
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"Median TTFT, {mode} mode",
             x="QPS",
             y="seconds",

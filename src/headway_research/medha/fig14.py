@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import LONG_SHARE, SEEDS, MedhaStudy, scenario
 from headway_research.verdicts import at_least, band, order
 
@@ -90,6 +91,6 @@ def _rows(runs: MedhaStudy, qps: float) -> list[ClaimRow]:
     ]
 
 
-def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> PlotPanel:
+def _panel(title: str, y: str, find: Callable[[float], dict[str, float]], log: bool) -> ReportChart:
     lines = {system: [(qps, find(qps)[system]) for qps in RATES] for system in SYSTEMS}
-    return PlotPanel(title=f"{title}, default mode", x="QPS", y=y, lines=lines, log_y=log)
+    return ReportChart(title=f"{title}, default mode", x="QPS", y=y, lines=lines, log_y=log)

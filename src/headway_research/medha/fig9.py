@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.setting import LONG_SHARE, SEEDS, STAGES, TBT_S, MedhaStudy, stage_target_s
 from headway_research.verdicts import at_least, at_most, band, order
 
@@ -234,13 +235,13 @@ def _tpots(points: RateSweep) -> list[ClaimRow]:
     ]
 
 
-def _panels(points: RateSweep, metric: str, cut: str, title: str) -> tuple[PlotPanel, ...]:
+def _panels(points: RateSweep, metric: str, cut: str, title: str) -> tuple[ReportChart, ...]:
     def line(system: str, share: float) -> list[tuple[float, float]]:
         value = points.study.value
         return [(qps, value(system, "default", qps, metric, cut, share) or 0.0) for qps in points.rates(share)]
 
     return tuple(
-        PlotPanel(
+        ReportChart(
             title=f"{title}, {'5% long' if share else 'chats alone'}, default mode",
             x="QPS",
             y="seconds",

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from headway_research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, machine
 from headway_research.medha.setting import CAPACITY_SETTING, ENOUGH_S, LONG_SHARE, SEEDS, MedhaStudy
 from headway_research.verdicts import at_least, band, judge, only, order
@@ -107,7 +108,7 @@ def run(options: RunOptions) -> ExperimentReport:
             "reached by no kernel of that date that the paper's own Fig. 15 allows.",
         ),
     ]
-    panel = PlotPanel(
+    panel = ReportChart(
         title=f"P90 of TTFT, {LONG_SHARE:.0%} long, at {runs.qps[0]:g} QPS (Medha: {runs.qps[-1]:g})",
         x="0 LoongServe, 1 FCFS, 2, 3 Sarathi, 4 Medha",
         y="seconds",

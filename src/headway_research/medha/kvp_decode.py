@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from headway.perf.hardware import accelerator, model
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine
 from headway_research.medha.kvp_served import PREFILL_CHUNK, TOKENS, scenario, served, served_tbt_s
 from headway_research.verdicts import at_least, band, both, descending, exact, judge, judge_same
@@ -134,13 +135,13 @@ def _equation() -> ClaimRow:
     )
 
 
-def _report(rows: list[ClaimRow], *more: PlotPanel) -> ExperimentReport:
+def _report(rows: list[ClaimRow], *more: ReportChart) -> ExperimentReport:
     lines = {
         f"{name}, {context // 1_000_000}M": [(float(k), tbt_s(name, context, k, "paper")) for k in GROUPS]
         for name in STAGES
         for context in CONTEXTS
     }
-    panel = PlotPanel(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
+    panel = ReportChart(title="Decode alone, paper mode", x="KV groups", y="TBT, s", lines=lines)
     machines = [machine("h100", name, 8, stages, mode) for name, stages in STAGES.items() for mode in MODES]
     setting = (
         "one request, simulated: prefill, then decode; TP8, 4 stages (8B) or 8 (70B), H100, equal shards, KV groups "
@@ -179,7 +180,7 @@ def fig7(options: RunOptions) -> ExperimentReport:
         _equation(),
     ]
     lines = {f"{mode} mode": [(float(k), value) for k, value in mixed(mode).items()] for mode in MODES}
-    return _report(rows, PlotPanel(title=f"Beside chunks of {chunk}", x="KV groups", y="P95 TBT, s", lines=lines))
+    return _report(rows, ReportChart(title=f"Beside chunks of {chunk}", x="KV groups", y="P95 TBT, s", lines=lines))
 
 
 def fig19(options: RunOptions) -> ExperimentReport:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine, static_prefill
 from headway_research.medha.kvp_served import KvpServedResult, scenario, served
 from headway_research.verdicts import at_most, band, both, judge, order
@@ -90,7 +91,7 @@ def _falls(values: list[float]) -> bool:
 def trade(options: RunOptions) -> ExperimentReport:
     """Reproduce Medha Fig. 20 and Mnemosyne Fig. 18."""
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"{context // 1_000_000}M tokens, default mode, arithmetic",
             x="TTFT, s",
             y="P95 TBT, s",
@@ -192,21 +193,21 @@ def _timeline_rows(runs: JoinTimeline) -> list[ClaimRow]:
     return [*growth, *shares, tokens]
 
 
-def _gpus_panel(name: str, found: KvpServedResult) -> PlotPanel:
+def _gpus_panel(name: str, found: KvpServedResult) -> ReportChart:
     """Plot the accelerators in use over time: a step at every join."""
     points = [(0.0, float(GPUS))]
     for join in found.joins:
         points += [(join.at_s, points[-1][1]), (join.at_s, float(GPUS * join.groups))]
-    return PlotPanel(
+    return ReportChart(
         title=name, x="seconds", y="H100s", lines={"participating": [*points, (found.ttft_s, points[-1][1])]}
     )
 
 
-def _batches_panel(name: str, grown: KvpServedResult, alone: KvpServedResult) -> PlotPanel:
+def _batches_panel(name: str, grown: KvpServedResult, alone: KvpServedResult) -> ReportChart:
     """Plot batch times over the prompt, with groups that join and without."""
     lines = {}
     for label, one in (("4 KV groups", grown), ("1", alone)):
         step = max(1, len(one.through_s) // 100)
         total = len(one.through_s)
         lines[label] = [(i / total, one.through_s[i]) for i in range(0, total, step)]
-    return PlotPanel(title=f"{name}: batches", x="share of the prompt", y="seconds through the stages", lines=lines)
+    return ReportChart(title=f"{name}: batches", x="share of the prompt", y="seconds through the stages", lines=lines)

@@ -7,7 +7,8 @@ paper's two ratios over our own times: if one overhead explains both, they agree
 
 from __future__ import annotations
 
-from headway_research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine, static_prefill
 from headway_research.verdicts import band, both, descending, judge
 
@@ -67,7 +68,7 @@ def run(options: RunOptions) -> ExperimentReport:
         ),
     )
     lines = {f"{mode} mode": [(float(c), tbt_s(c, mode)) for c in CONTEXTS] for mode in MODES}
-    panel = PlotPanel(title="Decode, tensor parallelism alone", x="tokens", y="TBT, s", lines=lines, log_x=True)
+    panel = ReportChart(title="Decode, tensor parallelism alone", x="tokens", y="TBT, s", lines=lines, log_x=True)
     machines = [machine("h100", "llama-3-8b", 8, 1, mode) for mode in MODES]
     scenario = f"Llama-3 8B, 8 H100s (TP8), contexts of 128K to 1M, prefill in chunks of {CHUNK}"
     return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=rows, panels=(panel,))

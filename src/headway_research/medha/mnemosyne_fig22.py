@@ -5,7 +5,8 @@ Every decode has 1K tokens; the chunk is over the last 5% of the prompt (its P95
 
 from __future__ import annotations
 
-from headway_research.base import MODES, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine
 from headway_research.verdicts import ascending, at_most, both, judge
 
@@ -52,7 +53,7 @@ def run(options: RunOptions) -> ExperimentReport:
         f"chunk {c}": [(0.0, seconds(c, 0, "default")), *((float(n), seconds(c, n, "default")) for n in BATCHES)]
         for c in CHUNKS
     }
-    panel = PlotPanel(title="Batch time, default mode", x="decodes of 1K tokens", y="seconds", lines=lines)
+    panel = ReportChart(title="Batch time, default mode", x="decodes of 1K tokens", y="seconds", lines=lines)
     machines = [machine("h100", "llama-3-8b", 8, 1, mode) for mode in MODES]
     scenario = f"Llama-3 8B, 8 H100 (TP8), chunk over {PAST:,} tokens beside decodes of {CONTEXT:,}"
     return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))

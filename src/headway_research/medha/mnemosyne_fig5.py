@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from headway.perf.hardware import accelerator, model
-from headway_research.base import ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ExperimentReport, Mode, RunOptions
 from headway_research.verdicts import at_most, band, both, judge, judge_same, order
 
 DEVICE, SHAPE = accelerator("h100"), model("llama-3-8b")
@@ -71,7 +72,7 @@ def run(options: RunOptions) -> ExperimentReport:
         ),
     ]
     lines = {f"{mode} count": [(float(n), float(gpus_for(n * MI, mode))) for n in (1, 2, 4, 8)] for mode in _modes()}
-    panel = PlotPanel(
+    panel = ReportChart(
         title="GPUs for a 30 s TTFT, Llama-3 8B", x="context, Mi tokens", y="H100s", lines=lines, log_y=True
     )
     source: dict[str, Any] = {

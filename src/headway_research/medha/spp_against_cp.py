@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from headway.perf.latency.base import MAX_CHUNK, one_chunk_s
 from headway.perf.latency.groups import ring_share
-from headway_research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, latency_source, machine, static_prefill
 from headway_research.verdicts import at_least, at_most, band, both, descending, judge, only
 
@@ -76,7 +77,7 @@ def _rows(full: bool) -> list[ClaimRow]:
 
 
 def _report(rows: list[ClaimRow]) -> ExperimentReport:
-    panel = PlotPanel(
+    panel = ReportChart(
         title="Prefill of 1M tokens, paper mode",
         x="nodes of 8 H100s",
         y="TTFT, s",

@@ -11,7 +11,8 @@ from functools import partial
 
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.build import InfeasibleError, plan_memory
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import latency_source, machine, static_prefill
 from headway_research.medha.kvp_served import served_tbt_s
 from headway_research.verdicts import at_least, at_most, band, both, judge, order
@@ -118,7 +119,7 @@ def _decode_rows() -> list[ClaimRow]:
 
 def _report(rows: list[ClaimRow]) -> ExperimentReport:
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"{name}, paper mode",
             x="nodes of 8 H100s",
             y="TTFT, s",

@@ -7,7 +7,8 @@ shows both, with the kernel that the papers had (`arithmetic`): between them lie
 
 from __future__ import annotations
 
-from headway_research.base import ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.medha.arithmetic import PAPER_KERNEL, latency_source, machine, prefill_flops, static_prefill
 from headway_research.verdicts import at_least, both, judge, only, order, share_of_peak
 
@@ -75,7 +76,7 @@ def prefill(options: RunOptions) -> ExperimentReport:
         for name in ("llama-3-8b", "llama-3-70b")
         for c in CONTEXTS[:2]
     }
-    panel = PlotPanel(title="MFU of a prefill, causal count", x="H100s", y="MFU", lines=lines, log_x=True)
+    panel = ReportChart(title="MFU of a prefill, causal count", x="H100s", y="MFU", lines=lines, log_x=True)
     return _report(rows, panel)
 
 
@@ -101,10 +102,10 @@ def decode(options: RunOptions) -> ExperimentReport:
             both(lambda mode: mbu("llama-3-8b", 1_000_000, 1, mode) / mbu("llama-3-8b", 1_000_000, 4, mode)),
         ),
     ]
-    return _report(rows, PlotPanel(title="MBU of a decode", x="H100s", y="MBU", lines=lines))
+    return _report(rows, ReportChart(title="MBU of a decode", x="H100s", y="MBU", lines=lines))
 
 
-def _report(rows: list[ClaimRow], panel: PlotPanel) -> ExperimentReport:
+def _report(rows: list[ClaimRow], panel: ReportChart) -> ExperimentReport:
     machines = [machine("h100", "llama-3-70b", 8, n, "default") for n in NODES]
     scenario = f"H100, TP8, 1 to 16 stages; lone prefill in chunks of {CHUNK}, lone decode"
     return ExperimentReport(source=latency_source(*machines, scenario=scenario), rows=tuple(rows), panels=(panel,))

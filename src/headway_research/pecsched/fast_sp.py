@@ -6,7 +6,8 @@ from __future__ import annotations
 from headway.perf.hardware import accelerator, model
 from headway.perf.latency import fast_sp
 from headway.perf.latency.fast_sp import AcceleratorGroup, SpRates
-from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions
 from headway_research.pecsched import as_printed
 from headway_research.pecsched.setting import MODELS
 from headway_research.verdicts import at_least, band, judge, order
@@ -37,7 +38,7 @@ def run(options: RunOptions) -> ExperimentReport:
     """All 32 GPUs of the cluster; corrected formulas in default mode, printed ones in paper mode."""
     plans = SpPlans()
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"Prefill on 32 A100, {name}",
             x="tokens",
             y="seconds",

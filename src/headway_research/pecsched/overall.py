@@ -8,7 +8,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.pecsched.setting import ABLATIONS, CUTS, PEERS, REGIMES, SERVED, PecSchedStudy, Regime
 from headway_research.verdicts import VerdictRule, at_least, at_most, both, every, judge, only, order
 
@@ -198,7 +199,7 @@ def headlines(options: RunOptions) -> ExperimentReport:
         ),
     )
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"P99 queueing of short requests, {regime}",
             x="model (7B, 14B, 34B, 70B)",
             y="seconds",
@@ -216,9 +217,9 @@ def headlines(options: RunOptions) -> ExperimentReport:
     return ExperimentReport(source=runs.source(REGIMES), rows=rows, panels=panels)
 
 
-def _panels(runs: PecSchedStudy, systems: tuple[str, ...]) -> tuple[PlotPanel, ...]:
+def _panels(runs: PecSchedStudy, systems: tuple[str, ...]) -> tuple[ReportChart, ...]:
     return tuple(
-        PlotPanel(
+        ReportChart(
             title=f"Queueing of short requests, {name}, {regime}",
             x="percentile",
             y="seconds",

@@ -22,10 +22,11 @@ from headway.policy.placement.pecsched.policy import PecSched, PecSchedOptions
 from headway.policy.placement.registry import PolicyContext
 from headway.sim.cluster.build import cluster_of
 from headway.sim.cluster.state import ClusterSpec
+from headway.sim.report.page import ReportChart
 from headway.sim.scenario import parse_scenario
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import ConstantArrivals, preset
-from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, PlotPanel, RunOptions
+from headway_research.base import MODES, ClaimRow, ExperimentReport, Mode, RunOptions
 from headway_research.pecsched.drill import DrillResult, PlacementDrill
 from headway_research.pecsched.literal import LiteralPecSched
 from headway_research.pecsched.setting import MODELS, scenario, work_s
@@ -139,7 +140,7 @@ def fig15(options: RunOptions) -> ExperimentReport:
     sizes = (32, 512) if options.quick else SIZES
     found = _costs(options, sizes, list(MODELS))
     panels = tuple(
-        PlotPanel(
+        ReportChart(
             title=f"P99 of a short decision over JCT, {'scan' if literal else 'indexed'}",
             x="GPUs",
             y="share of JCT",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from headway_research.base import ExperimentReport, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ExperimentReport, RunOptions
 from headway_research.tetris.setting import TetrisStudy
 from headway_research.verdicts import at_least, at_most, judge_same, order
 
@@ -61,7 +62,7 @@ def _rates(options: RunOptions, cluster: str) -> ExperimentReport:
                 max(max(y for _, y in line) for line in over.values()),
             )
         )
-        panels.append(PlotPanel(title=workload, x="requests/s", y="mean TTFT over dynamic rates", lines=over))
+        panels.append(ReportChart(title=workload, x="requests/s", y="mean TTFT over dynamic rates", lines=over))
     return ExperimentReport(source=runs.source(), rows=tuple(rows), panels=tuple(panels))
 
 
@@ -96,7 +97,9 @@ def fig13(options: RunOptions) -> ExperimentReport:
                         "inside the single-chunk group: few requests are cut.",
                     )
                 )
-            panels.append(PlotPanel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines))
+            panels.append(
+                ReportChart(title=f"{cluster.upper()}, {workload}", x="requests/s", y="slowdown", lines=lines)
+            )
     return ExperimentReport(source=source, rows=tuple(rows), panels=tuple(panels))
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from headway.sim import metrics
 from headway.sim.build import run_scenario
 from headway.sim.metrics import percentiles
+from headway.sim.report.page import ReportChart
 from headway.sim.scenario import parse_scenario
-from headway_research.base import ClaimRow, ExperimentReport, PlotPanel, RunOptions
+from headway_research.base import ClaimRow, ExperimentReport, RunOptions
 from headway_research.tetris.setting import TetrisStudy
 from headway_research.verdicts import band, judge_same, order
 
@@ -38,7 +39,7 @@ def systems(cluster: str) -> list[str]:
 def fig8(options: RunOptions) -> ExperimentReport:
     """Reproduce Fig. 8: capacity of each system."""
     rows: list[ClaimRow] = []
-    panels: list[PlotPanel] = []
+    panels: list[ReportChart] = []
     sources = {}
     for cluster in ("8b", "70b"):
         runs, names = TetrisStudy(options, cluster), systems(cluster)
@@ -241,10 +242,10 @@ def _throughput(runs: TetrisStudy, system: str, workload: str) -> float | None:
     return runs.value(system, workload, max(within), "tokens_per_s") if within else None
 
 
-def _panel(runs: TetrisStudy, names: list[str], cluster: str, workload: str) -> PlotPanel:
+def _panel(runs: TetrisStudy, names: list[str], cluster: str, workload: str) -> ReportChart:
     loads = runs.loads(workload)
     knees = {name: runs.crossing(name, workload, 5.0) for name in names}
     lines = {name: [(rps, runs.value(name, workload, rps, "p50")) for rps in loads] for name in names}
     at = 5.0 * runs.light(workload, "p50")
     lines["5× light load"] = [(rps, at) for rps in knees.values() if rps is not None]
-    return PlotPanel(title=f"{cluster.upper()}, {workload}", x="requests/s", y="P50 TTFT, s", lines=lines, log_y=True)
+    return ReportChart(title=f"{cluster.upper()}, {workload}", x="requests/s", y="P50 TTFT, s", lines=lines, log_y=True)

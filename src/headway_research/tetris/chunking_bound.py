@@ -26,10 +26,11 @@ from headway.perf.latency.eq1 import Eq1Coefficients, Eq1Latency
 from headway.policy.placement.registry import make_placement
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.metrics import ttft_s
+from headway.sim.report.page import ReportChart
 from headway.sim.spec import RunSpec
 from headway.sim.workload import TraceRequest
 from headway.sim.workload.generate import arrivals, preset
-from headway_research.base import ExperimentReport, PlotPanel, RunOptions
+from headway_research.base import ExperimentReport, RunOptions
 from headway_research.tetris.setting import prefill_cluster
 from headway_research.verdicts import at_most, every, judge_same
 
@@ -140,7 +141,7 @@ def run(options: RunOptions) -> ExperimentReport:
         ),
     )
     lines = {words: [(float(at), found[f"{w}, {words}"]) for at, w in enumerate(loads)] for words in variants}
-    panel = PlotPanel(title="Gain of chunks, simulated", x="workload (short, medium, long)", y="times", lines=lines)
+    panel = ReportChart(title="Gain of chunks, simulated", x="workload (short, medium, long)", y="times", lines=lines)
     source = {
         "latency": eq1.tetris_table1().source,
         "scenario": f"Llama-3 8B, 16 A100s; {count:,} requests at {', '.join(f'{r:g}' for r in loads.values())}/s",

@@ -10,7 +10,8 @@ from headway.core.errors import ConfigError
 from headway.perf.latency import eq1
 from headway.perf.latency.groups import GroupShape, largest
 from headway.policy.placement.cdsp import ChunkAllocation
-from headway_research.base import ExperimentReport, PlotPanel, RunOptions
+from headway.sim.report.page import ReportChart
+from headway_research.base import ExperimentReport, RunOptions
 from headway_research.tetris.literal import LiteralPlanner
 from headway_research.verdicts import at_most, band, exact, judge_same, order
 
@@ -198,7 +199,7 @@ def table1(options: RunOptions) -> ExperimentReport:
         f"SP {sp}, Eq. (1)": [(n * K, model.prefill_s(0, n * K, GroupShape(sp))) for n in (4, 8, 16, 32, 64, 128, 256)]
         for sp in model.sizes
     }
-    panel = PlotPanel(title="Table 1 and its fit", x="tokens", y="seconds", lines=lines, log_x=True, log_y=True)
+    panel = ReportChart(title="Table 1 and its fit", x="tokens", y="seconds", lines=lines, log_x=True, log_y=True)
     return ExperimentReport(source=_source(), rows=tuple(rows), panels=(panel,))
 
 

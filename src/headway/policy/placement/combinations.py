@@ -1,6 +1,6 @@
-"""What is served: the combinations of placement, pools and backend, and the sentence where one is not.
+"""Which placements work on which pools and backends. For each combination that does not work: a sentence that says why.
 
-The readers of cluster files and of scenarios ask the same `Combination`, so that what is simulated can be served.
+The readers of cluster files and of scenarios both ask `PlacementCombination`: what is simulated can be served.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PoolShape:
 
 
 @dataclass(frozen=True)
-class Combination:
+class PlacementCombination:
     """A placement on pools of one backend."""
 
     placement: str

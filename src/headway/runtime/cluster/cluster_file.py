@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import FileSection, validated
-from headway.policy.placement.combinations import Combination, PoolShape
+from headway.policy.placement.combinations import PlacementCombination, PoolShape
 from headway.policy.placement.contract import Role
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.runtime.kv_transfer.connector import check_connector
@@ -157,10 +157,10 @@ class ClusterFile(FileSection):
         return self.pools[0].backend == "vllm"
 
     @property
-    def combination(self) -> Combination:
+    def combination(self) -> PlacementCombination:
         """What the file combines, as far as it tells: instances may be of several processes (`instance_configs`)."""
         shapes = [PoolShape(pool.role, pool.size) for pool in self.pools]
-        return Combination(self.placement, self.options, shapes, self.behind_http)
+        return PlacementCombination(self.placement, self.options, shapes, self.behind_http)
 
     @property
     def in_place(self) -> bool:

@@ -32,7 +32,7 @@ MOST_POINTS = 1_500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class ReportChart:
     """One chart: axes and named lines."""
 
     title: str
@@ -49,7 +49,7 @@ class Chart:
     note: str = ""
 
 
-def write_page(file: Path, title: str, shown: Sequence[RenderableType], charts: Sequence[Chart]) -> None:
+def write_page(file: Path, title: str, shown: Sequence[RenderableType], charts: Sequence[ReportChart]) -> None:
     """Write the page. shown: what the terminal shows, a sentence first. Raises ConfigError as `write_output`."""
     static, template = files("headway") / "serving" / "live" / "static", files("headway") / "sim" / "report"
     read = {
@@ -75,7 +75,7 @@ def write_page(file: Path, title: str, shown: Sequence[RenderableType], charts: 
         # No other script runs, whatever a name in the data says.
         "hash": b64encode(sha256(script.encode()).digest()).decode(),
     }
-    # In one pass: what is put in is not searched.
+    # One pass over the template: a name in braces within the inserted text stays as it is.
     write_output(file, re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page).encode())
 
 
@@ -108,7 +108,7 @@ def _side(justify: str) -> str:
     return ' class="right"' if justify == "right" else ""
 
 
-def _drawn(chart: Chart) -> dict[str, Any]:
+def _drawn(chart: ReportChart) -> dict[str, Any]:
     """Return a chart as its script takes it: numbers only, few enough."""
     words = list(dict.fromkeys(x for line in chart.lines.values() for x, _ in line if isinstance(x, str)))
     lines = {}
@@ -129,14 +129,14 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     return [point for pair in ends for point in dict.fromkeys(pair)] if step > 1 else list(points)
 
 
-def request_charts(records: Sequence[RequestRecord]) -> list[Chart]:
+def request_charts(records: Sequence[RequestRecord]) -> list[ReportChart]:
     """Return the times to first token by arrival and by length of the prompt, a colour a class."""
     came = [(record, wait) for record in records if (wait := ttft_s(record)) is not None]
     names = sorted({record.klass for record, _ in came})
 
-    def chart(title: str, x: str, field: str, log_x: bool) -> Chart:
+    def chart(title: str, x: str, field: str, log_x: bool) -> ReportChart:
         lines = {n or "all": [(getattr(r, field), wait) for r, wait in came if r.klass == n] for n in names}
-        return Chart(title=title, x=x, lines=lines, unit="seconds", dots=True, log_x=log_x, log_y=True)
+        return ReportChart(title=title, x=x, lines=lines, unit="seconds", dots=True, log_x=log_x, log_y=True)
 
     return [
         chart("Time to first token, by arrival", "arrival, seconds", "arrival_s", False),
@@ -144,7 +144,7 @@ def request_charts(records: Sequence[RequestRecord]) -> list[Chart]:
     ]
 
 
-def sweep_charts(data: Mapping[str, Any], asked: Collection[str]) -> list[Chart]:
+def sweep_charts(data: Mapping[str, Any], asked: Collection[str]) -> list[ReportChart]:
     """Return the shares in their SLO (of the classes `asked`) and the P99 of TTFT, over what a result's points vary."""
     field = sweep_field(data)
     good = sweep_lines(data, field, lambda block: block["good_share"] if block["class"] in asked else None)
@@ -157,14 +157,14 @@ def sweep_charts(data: Mapping[str, Any], asked: Collection[str]) -> list[Chart]
     shares, waits = ({name: [(x, y) for x, y, _ in line] for name, line in lines.items()} for lines in (good, late))
     words = any(isinstance(x, str) for line in waits.values() for x, _ in line)
     charts = [
-        Chart(title="Share of requests in their SLO", x=field, lines=shares, unit="share", dots=words),
-        Chart(title="Time to first token, P99", x=field, lines=waits, unit="seconds", dots=words, log_y=True,
+        ReportChart(title="Share of requests in their SLO", x=field, lines=shares, unit="share", dots=words),
+        ReportChart(title="Time to first token, P99", x=field, lines=waits, unit="seconds", dots=words, log_y=True,
               note="; ".join(knees)),
     ]  # fmt: skip
     return charts if shares else charts[1:]
 
 
-def convoy_charts(data: Mapping[str, Any]) -> list[Chart]:
+def convoy_charts(data: Mapping[str, Any]) -> list[ReportChart]:
     """Return what shorts waited beside the long prompt, of a convoy's JSON, a colour a server or policy."""
     lines = {
         run["policy"]: [
@@ -174,4 +174,4 @@ def convoy_charts(data: Mapping[str, Any]) -> list[Chart]:
     }
     title = "Time to first token of short prompts"
     x = "sent, seconds after the long prompt"
-    return [Chart(title=title, x=x, lines=lines, unit="seconds", dots=True, log_y=True)]
+    return [ReportChart(title=title, x=x, lines=lines, unit="seconds", dots=True, log_y=True)]
