@@ -39,7 +39,7 @@ test: setup ## checks, then all tests but the long ones (about 6 minutes on 2 co
 test-long: setup ## clusters, hosts, chaos, pairs of parameters, more examples of properties, soaks (about half an hour)
 	@$(MAKE) --no-print-directory ray || echo "SKIPPED: the tests of several hosts, which need Ray: no wheel"
 	@$(QUIET) $(BIN)/python -m pytest -m "long and not soak" -n $(LONG_JOBS) --dist loadgroup --timeout 900
-	@if $(call IN_TIME,3600,more examples of properties); then $(QUIET) HYPOTHESIS_PROFILE=thorough \
+	@if $(call IN_TIME,2700,more examples of properties); then $(QUIET) HYPOTHESIS_PROFILE=thorough \
 	$(BIN)/python -m pytest -m "hypothesis and not long" -n $(LONG_JOBS) --dist worksteal $(SEARCHED); fi
 	@$(QUIET) $(BIN)/python -m pytest -m soak --timeout 900
 	@if [ -n "$(IN_CI)" ]; then $(MAKE) --no-print-directory nixl || echo "SKIPPED: NIXL: no wheel"; fi
@@ -65,9 +65,9 @@ test-vllm: setup ## Headway inside vLLM's real scheduler (no weights, no server)
 	if [ $$status -eq 75 ] && [ -n "$(IN_CI)" ]; then echo "SKIPPED: the contract tests with vLLM: no wheel"; exit 0; \
 	fi; exit $$status; }; \
 	$(QUIET) $(VLLM_VENV)/bin/python -m pytest tests/vllm/contract --noconftest -W ignore --timeout 600
-	@if [ -n "$(IN_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,3300,other versions of vLLM); then \
+	@if [ -n "$(IN_CI)" ] && [ -f $(VLLM_VENV)/.installed ] && $(call IN_TIME,2700,other versions of vLLM); then \
 	$(QUIET) $(BIN)/python scripts/check_vllm_version.py --tests $(VLLM_VENV) || [ $$? -eq 75 ]; fi
-	@if $(call IN_TIME,3900,live servers of vLLM); then \
+	@if $(call IN_TIME,3000,live servers of vLLM); then \
 	$(QUIET) $(BIN)/python -m pytest tests/conformance tests/vllm -m long -k vllm --timeout 600; fi
 
 check: setup ## lint, types, import layers
