@@ -25,7 +25,7 @@ from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics import tbt_s, ttft_s
 from headway.sim.sweep import run_in_processes
 from headway.sim.workload import TraceRequest
-from headway_research.base import PlotPanel
+from headway.sim.report.page import ReportChart
 from headway_research.plot import draw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -137,11 +137,11 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def panels(rows: Sequence[Row]) -> list[PlotPanel]:
+def panels(rows: Sequence[Row]) -> list[ReportChart]:
     """Return goodput against load of every policy, one panel a workload."""
     names = list(dict.fromkeys(row.cell.workload for row in rows))
     return [
-        PlotPanel(
+        ReportChart(
             title=name,
             x="load",
             y="requests in time in a second",
