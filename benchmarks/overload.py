@@ -23,9 +23,9 @@ from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics import tbt_s, ttft_s
+from headway.sim.report.page import ReportChart
 from headway.sim.sweep import run_in_processes
 from headway.sim.workload import TraceRequest
-from headway.sim.report.page import ReportChart
 from headway_research.plot import draw
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

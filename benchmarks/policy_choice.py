@@ -34,7 +34,8 @@ def rows(text: str) -> Iterator[TableRow]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 7 and cells[6].endswith("%"):
-            yield TableRow(*cells[:3], _times(cells[3]), _times(cells[4]), float(cells[6].rstrip("%")))
+            workload, load, policy, short, long, _, in_time = cells
+            yield TableRow(workload, load, policy, _times(short), _times(long), float(in_time.rstrip("%")))
 
 
 def cells(text: str) -> dict[tuple[str, str], list[TableRow]]:

@@ -122,7 +122,7 @@ class Chaos:
         tokens: list[int] = []
         last_s = 0.0
         try:
-            async with aclosing(self.cluster.generate(submit, array("i", prompt).tobytes())) as deltas:  # type: ignore[type-var]
+            async with aclosing(self.cluster.generate(submit, array("i", prompt).tobytes())) as deltas:
                 async for delta in deltas:
                     now = time.monotonic()
                     if tokens and delta.tokens:

@@ -76,7 +76,7 @@ class Pair:
             if handed
             else self.ends[0].complete(body, headers)
         )
-        async with aclosing(pieces) as answer:  # type: ignore[type-var]
+        async with aclosing(pieces) as answer:
             async for piece in answer:
                 tokens += piece.tokens
                 first_s = first_s or (time.monotonic() - began_s if tokens else 0.0)

@@ -151,17 +151,17 @@ def main() -> int:
             print(f"{name:>62} {says:>4} {measured:>8.1f} ms measured", *cells)
     covered = ours["headway, computed"]
     print(f"{len(covered)} of {len(actual)} deployments are covered. Mean absolute error:")
-    columns = {**ours, **{name: {} for name, _ in predicted}}
-    for (name, one), values in predicted.items():
-        columns[name] |= {one: values} if one in covered else {}
+    by_name: dict[str, dict[Deployment, dict[str, float]]] = {**ours, **{label: {} for label, _ in predicted}}
+    for (label, one), values in predicted.items():
+        by_name[label] |= {one: values} if one in covered else {}
     table = {}
-    for name, column in columns.items():
-        cells = {}
+    for label, errors_of in by_name.items():
+        missed = {}
         for metric, says in METRICS.items():
-            errors = [abs(v[metric] / actual[one][metric] - 1) for one, v in column.items() if metric in v]
-            cells[says] = [float(np.mean(errors)) if errors else None, len(errors)]
-        table[name] = cells
-        print(f"{name:>26}", *(f"{says} {e:.1%} of {n}" if e is not None else "-" for says, (e, n) in cells.items()))
+            errors = [abs(v[metric] / actual[one][metric] - 1) for one, v in errors_of.items() if metric in v]
+            missed[says] = [float(np.mean(errors)) if errors else None, len(errors)]
+        table[label] = missed
+        print(f"{label:>26}", *(f"{says} {e:.1%} of {n}" if e is not None else "-" for says, (e, n) in missed.items()))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(table, indent=1))
     return 0

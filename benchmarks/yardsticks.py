@@ -80,7 +80,7 @@ def compare(run: Mapping[str, str], front: Path | None = None) -> Comparison:
     rows = [f"{at},{run['prompt_tokens']},{run['output_tokens']}" for at in run["arrivals_s"].split()]
     measured = tuple(float(run[f"mean_{name}_s"]) for name in ("ttft", "tpot", "e2e"))
     group = f"{run['device']}, {run['max_num_batched_tokens']} tokens a step"
-    return Comparison(group, means(data, rows), measured)  # type: ignore[arg-type]
+    return Comparison(group, means(data, rows), measured)
 
 
 def errors(found: Sequence[Comparison]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -72,7 +72,7 @@ def licence(name: str) -> str:
     """Return the licence of an installed package in its own words."""
     fields = distribution(name).metadata
     classified = [each.rpartition(" :: ")[2] for each in fields.get_all("Classifier", ()) if each.startswith("License")]
-    stated = fields.get("License-Expression") or (fields.get("License") or "").partition("\n")[0]
+    stated = fields["License-Expression"] or (fields["License"] or "").partition("\n")[0]
     return stated or ", ".join(classified) or "not stated"
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 FILES = (
     "test_scheduler.py",
@@ -93,7 +94,7 @@ def pytest_configure(config: Any) -> None:
     settings = json.loads(os.environ[SETTINGS])
 
     def with_settings(kind: Any) -> Any:
-        class WithSettings(kind):  # type: ignore[misc]
+        class WithSettings(kind):
             def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
                 vllm_config.additional_config = {"headway": settings}
                 super().__init__(vllm_config, *args, **kwargs)
@@ -102,8 +103,8 @@ def pytest_configure(config: Any) -> None:
 
     if settings == UNLIMITED:
         # Nor is a block set aside for a prompt's first outputs: some of these tests fill the pool to the last block.
-        made = ReservedKvPool.__init__
-        ReservedKvPool.__init__ = lambda self, *given: made(self, *given[:-1], 0)
+        made: Any = ReservedKvPool.__init__
+        patch.object(ReservedKvPool, "__init__", lambda self, *given: made(self, *given[:-1], 0)).start()
 
     synchronous.Scheduler = with_settings(plugged._SyncHeadwayScheduler)
     asynchronous.AsyncScheduler = with_settings(plugged._AsyncHeadwayScheduler)

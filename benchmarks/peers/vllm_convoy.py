@@ -98,7 +98,7 @@ def draw(held: dict[str, Any], file: Path) -> None:
         point = tuple(value_of(run, MEASURES[name]) for name in ("tbt_p99", "ttft_p99", "long_ttft"))
         if run["run"] != "default" and None not in point:
             kind = run["run"].partition(":")[0] if ":" in run["run"] else "vllm"
-            curves.setdefault(kind, []).append(point)  # type: ignore[arg-type]
+            curves.setdefault(kind, []).append(point)
     with house_style():
         figure = new_figure(4.2)
         panels = figure.subplots(1, 2)

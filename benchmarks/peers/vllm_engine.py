@@ -252,7 +252,9 @@ def main() -> int:
     a = parser.parse_args()
     lengths = [int(n) for n in a.prompts.split(",")]
     a.json.parent.mkdir(parents=True, exist_ok=True)
-    held = json.loads(a.json.read_text()) if a.json.exists() else {"schema": "headway.peers/1", "rows": []}
+    held: dict[str, Any] = {"schema": "headway.peers/1", "rows": []}
+    if a.json.exists():
+        held = json.loads(a.json.read_text())
     done = {row["probe"] for row in held["rows"]}
     asked = [
         probe for probe in probes(lengths) if any(word in probe.name for word in a.only) and probe.name not in done
