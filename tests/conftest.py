@@ -22,6 +22,7 @@ for _name in list(os.environ):
     if _foreign and _name != "HEADWAY_NATIVE":
         del os.environ[_name]
 # Processes that the product starts do not search the working directory (`-P`): doubles of engines are in `tests`.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests share the cores
 _ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 _ANYWHERE = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

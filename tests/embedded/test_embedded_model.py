@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.marks import quick_diagonal, quick_first
@@ -18,9 +19,6 @@ from tokenizers import Tokenizer
 
 from headway.runtime.embedded import model_path
 from headway.runtime.embedded.passkey import PasskeyDocument, make_document
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_embedded_model.py"
 PARTS = [f"layer {layer} head {head}" for layer in (0, 1) for head in range(4)] + ["layer 0 mlp", "layer 1 mlp"]
@@ -33,12 +31,15 @@ def count(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.set_num_threads(1)
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
+    import transformers
+
     return transformers.AutoTokenizer.from_pretrained(model_path())
 
 

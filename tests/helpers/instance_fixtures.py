@@ -6,15 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from tests.helpers.checkpoints import greedy, make_tiny
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3, "head_dim": 8}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

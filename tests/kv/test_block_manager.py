@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from tests.helpers.kv_ops import apply_ops
 
 from headway.core.batch import KvOp
 from headway.core.errors import ConfigError, InvariantError
@@ -67,7 +66,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.block_manager.drain_ops())
+        for op in self.block_manager.drain_ops():
+            self.replica.apply(op)
         held = {lease.request: self.block_manager.where(lease.request) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()

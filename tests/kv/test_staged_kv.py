@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.helpers.kv_ops import apply_ops
 
 from headway.core.batch import KvOp
 from headway.core.errors import InvariantError, RequestError
@@ -129,7 +128,8 @@ class StagedKvMachine(RuleBasedStateMachine):
 
     @rule()
     def carry_out(self) -> None:
-        apply_ops(self.replica, self.block_manager.drain_ops())
+        for op in self.block_manager.drain_ops():
+            self.replica.apply(op)
         held = {lease.request: self.block_manager.where(lease.request) for lease in self.block_manager.leases()}
         assert held == {name: self.replica.runs(name) for name in self.replica.owners()}
         self.replica.check()

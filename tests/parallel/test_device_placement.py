@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.helpers.checkpoints import make_tiny
-from tests.helpers.child_processes import python_path
 
 
 @pytest.mark.long
@@ -24,7 +22,6 @@ def test_every_tensor_is_where_it_has_to_be(tmp_path: Path) -> None:
         [sys.executable, "-m", "tests.helpers.device_placement", *folders],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": python_path()},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

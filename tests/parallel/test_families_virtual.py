@@ -32,11 +32,6 @@ PHASES = (Phase.explicit, Phase.generate)
 """Cases are small as they come, and each costs a world: no shrinking."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 CASES = {
     "length": st.integers(70, 150),
     "shorts": st.lists(st.tuples(st.integers(1, 40), st.integers(0, 12)), min_size=1, max_size=3),

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from tests.helpers.checkpoints import make_tiny
 from tests.helpers.marks import quick_first
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
@@ -50,11 +49,6 @@ def checkpoint(family: str, dtype: str = "float32") -> Path:
 @functools.cache
 def expected(family: str, seed: int, length: int, count: int) -> list[int]:
     return greedy(checkpoint(family), prompt_of(seed, length), count)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def single(folder: Path, asks: list[Ask], **scheduler: Any) -> list[list[int]]:

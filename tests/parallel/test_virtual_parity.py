@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from tests.helpers.model_families import checkpoint, expected, single
 from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
@@ -11,11 +10,6 @@ from tests.helpers.virtual_ranks import VirtualWorld
 from headway.perf.latency.layout import ParallelLayout
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (4, 3))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("tp", "stages"), LAYOUTS)

@@ -28,9 +28,8 @@ TOKENIZER = ModelTokenizer.load(Path(embedded.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def helpers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes import the work that tests give them; be impatient."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(body_work.__file__).parents[2]))
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be impatient."""
     monkeypatch.setattr(body_worker, "SILENCE_S", 4)
 
 

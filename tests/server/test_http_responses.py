@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from tests.helpers.fake_engine import FakeEngine, say
 
 from headway.serving.tokenizer import ModelTokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 TEXT = "hello world"
 
 
 @pytest.fixture
 def client(engine: FakeEngine, live: Any, tokenizer: ModelTokenizer) -> Iterator[openai.OpenAI]:
+    import openai
+
     engine.script = say(tokenizer.encode(TEXT, add_special_tokens=False))
     with (
         live(engine, api_key="secret") as url,
@@ -77,6 +81,8 @@ def test_a_stream_opens_the_message_sends_its_text_and_ends_with_the_whole(clien
 def test_what_it_does_not_have_is_a_400_that_names_the_field(
     client: openai.OpenAI, more: dict[str, Any], param: str, words: str
 ) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match=words) as error:
         client.responses.create(**{"model": "fake-model", "input": "hi", **more})
     assert error.value.param == param

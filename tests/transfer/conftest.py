@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.instance_fixtures import checkpoint, expected, one_thread
+from tests.helpers.instance_fixtures import checkpoint, expected
 from tests.helpers.instance_world import World
 
-__all__ = ["checkpoint", "expected", "one_thread"]
+__all__ = ["checkpoint", "expected"]
 
 
 TOKEN_BYTES = 3 * 2 * 2 * 8 * 4

@@ -5,7 +5,6 @@ Only where NIXL is installed.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive
 
@@ -106,7 +104,6 @@ def test_a_killed_sender_is_reported_and_its_next_incarnation_is_read(tmp_path: 
         (tmp_path / "1").unlink(missing_ok=True)
         child = subprocess.Popen(
             [sys.executable, "-c", SENDS, str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": python_path()},
             stdout=subprocess.DEVNULL,
         )
         try:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from tests.helpers.child_processes import python_path
 from tests.helpers.kv_ends import LAYERS, SLOTS, End, meet
 from tests.helpers.polling import let_arrive, until
 
@@ -242,7 +241,6 @@ def test_a_receiver_killed_with_full_slabs_is_reported_and_leaves_nothing(tmp_pa
     end = End(0, tmp_path)
     child = subprocess.Popen(
         [sys.executable, "-c", HANGS, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": python_path()},
         stdout=subprocess.PIPE,
         text=True,
     )
