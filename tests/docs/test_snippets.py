@@ -31,8 +31,7 @@ from headway.serving.app import create_app
 from headway.serving.settings import ServerSettings
 from headway.serving.tokenizer import ModelTokenizer
 from headway.sim.sweep import SweepPoint, parse_points, points_of
-from headway_research.accelerator.command import read_data
-from headway_research.accelerator.study_file import read_study
+from headway_research.accelerator.command import StudySource
 from headway_research.papers import PAPERS
 from headway_research.registry import names
 
@@ -93,7 +92,7 @@ def read_experiment(arguments: Namespace) -> None:
 
 
 FILES: dict[str, Callable[[Namespace], Any]] = {
-    "accel": lambda arguments: "file" in arguments and read_study(*read_data(arguments)),
+    "accel": lambda arguments: "file" in arguments and StudySource(arguments).study(),
     "cluster": read_cluster,
     "compare": read_scenario,
     "plan": lambda arguments: arguments.schema or plan._read(arguments),

@@ -11,10 +11,13 @@ import csv
 import io
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich.console import RenderableType
 
 from headway.core.errors import ConfigError
 from headway.core.files import write_output
@@ -30,9 +33,19 @@ from headway.sim.workload import TraceRequest
 from headway_research.accelerator import report as tables
 from headway_research.accelerator import serving, sizing
 from headway_research.accelerator.machine import MIB, IterationWork
-from headway_research.accelerator.stage import MODES, IterationTimeline, Mode, StageReport, simulate_stage
+from headway_research.accelerator.stage import (
+    MODES,
+    IterationTimeline,
+    Mode,
+    StageReport,
+    TimelineSlot,
+    simulate_stage,
+)
 from headway_research.accelerator.stage_figures import PinnedFigure, pins
 from headway_research.accelerator.study_file import AcceleratorStudy, AccelFile, read_study, scheduler_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WORDS = {
     "stage": "one iteration: serial, packed, packed with prefetch; what bounds it",
@@ -79,51 +92,62 @@ def run(arguments: argparse.Namespace) -> int:
     return commands[arguments.word](arguments)
 
 
-def read_data(arguments: argparse.Namespace) -> tuple[dict[str, object], str, Path]:
-    """Read a study's file and apply `--set`.
+class StudySource:
+    """The plain data of a study's file with `--set` applied, and what errors and paths in it refer to."""
 
-    Returns the plain data, the file's name in errors, and the folder to which paths in it are relative.
-    """
-    data: dict[str, object] = {}
-    if arguments.file is not None:
-        data = read_yaml(str(arguments.file), commands=("accel",))
-    for text in arguments.set:
-        field, values = parse_sweep(text, "--set")
-        if len(values) != 1:
-            raise ConfigError(f"--set {text!r}: one value; use `headway accel sweep --axis` for several")
-        section = field.split(".")[0]
-        # A preset by name becomes a section, so that one of its fields can be set.
-        if section in ("machine", "assumptions") and isinstance(data.get(section), str):
-            data[section] = {"preset": data[section]}
-        data = with_field(data, field, values[0])
-    folder = arguments.file.parent if arguments.file is not None else Path()
-    return data, str(arguments.file or "accel"), folder
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.where = str(arguments.file or "accel")
+        self._folder = arguments.file.parent if arguments.file is not None else Path()
+        self.data = read_yaml(str(arguments.file), commands=("accel",)) if arguments.file is not None else {}
+        # a preset by name becomes a section, so that one of its fields can be set
+        self.data |= {
+            name: {"preset": preset}
+            for name in ("machine", "assumptions")
+            if isinstance(preset := self.data.get(name), str)
+        }
+        for text in arguments.set:
+            field, values = parse_sweep(text, "--set")
+            if len(values) != 1:
+                raise ConfigError(f"--set {text!r}: one value; use `headway accel sweep --axis` for several")
+            self.data = with_field(self.data, field, values[0])
 
+    def study(self) -> AcceleratorStudy:
+        """Compile the study. Raises ConfigError."""
+        return read_study(self.data, self.where, self._folder)
 
-def write_json(path: Path | None, data: Any) -> bool:
-    """Write JSON to a file, or to stdout for `-`; return True when it went to stdout. None: write nothing."""
-    if path is None:
-        return False
-    return write(path, msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
-
-
-def write(path: Path, body: bytes) -> bool:
-    """Write bytes to a file, or to stdout for `-`; return True when they went to stdout. Raises ConfigError."""
-    # The caller prints no tables then, so that stdout is valid JSON or CSV.
-    if str(path) == "-":
-        sys.stdout.buffer.write(body)
-        return True
-    write_output(path, body)
-    return False
+    def sweep(self, axes: list[tuple[str, list[Any]]]) -> Iterator[tuple[dict[str, Any], AcceleratorStudy]]:
+        """Yield (values of the axes, study) for each point of a grid."""
+        for at, changed in points_of(self.data, axes):
+            yield at, read_study(changed, f"{self.where} at {at}", self._folder)
 
 
-def rows_csv(rows: list[dict[str, Any]]) -> bytes:
-    """Return CSV with the columns of the first row; rows is not empty."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().encode()
+def deliver(
+    arguments: argparse.Namespace,
+    found: dict[str, Any],
+    report: Callable[[dict[str, Any]], RenderableType],
+    rows: Sequence[dict[str, Any]] = (),
+    figure: Callable[[dict[str, Any]], Figure] | None = None,
+) -> None:
+    """Write what `--json`, `--csv` and `--plot` ask for, and print the tables unless stdout is one of them.
+
+    rows: of the CSV, with the columns of the first. Raises ConfigError where a file cannot be written."""
+    outputs = {arguments.json: msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n"}
+    if rows and arguments.csv is not None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        outputs[arguments.csv] = text.getvalue().encode()
+    for path, body in outputs.items():
+        if path is not None and str(path) != "-":
+            write_output(path, body)
+    # stdout is valid JSON or CSV: no tables beside it
+    if (stdout := outputs.get(Path("-"))) is not None:
+        sys.stdout.buffer.write(stdout)
+    else:
+        show(report(found))
+    if figure is not None and arguments.plot is not None:
+        save(figure(found), arguments.plot)
 
 
 STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
@@ -131,17 +155,9 @@ STAGE_SCHEMA, SWEEP_SCHEMA = "headway.accel.stage/1", "headway.accel.sweep/1"
 
 def stage(arguments: argparse.Namespace) -> int:
     """Run `headway accel stage`: simulate one iteration and report it; return the exit status."""
-    data, where, folder = read_data(arguments)
-    study = read_study(data, where, folder)
-    report = simulate_stage(study.setting, study.work)
-    result = stage_json(study, report)
-    quiet = write_json(arguments.json, result)
-    if arguments.csv is not None:
-        quiet = write(arguments.csv, rows_csv(result["operators"])) or quiet
-    if not quiet:
-        show(tables.stage_report(result))
-    if arguments.plot is not None:
-        save(tables.stage_figure(result), arguments.plot)
+    study = StudySource(arguments).study()
+    found = stage_json(study, simulate_stage(study.setting, study.work))
+    deliver(arguments, found, tables.stage_report, found["operators"], tables.stage_figure)
     return 0
 
 
@@ -149,25 +165,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     """Run `headway accel sweep`: simulate the iteration at each point of a grid; return the exit status."""
     if not arguments.axis:
         raise ConfigError("--axis: give at least one, such as --axis machine.prefetch_buffer=0,64M,128M,256M,512M")
-    data, where, folder = read_data(arguments)
     axes = [parse_sweep(text) for text in arguments.axis]
-    # A preset by name becomes a section, so that an axis can set one of its fields.
-    for name in ("machine", "assumptions"):
-        if isinstance(data.get(name), str):
-            data[name] = {"preset": data[name]}
-    rows = []
-    for at, changed in points_of(data, axes):
-        study = read_study(changed, f"{where} at {at}", folder)
-        rows.append({**at, **figures(study)})
-    mark_front(rows, [field for field, _ in axes])
-    result = {"schema": SWEEP_SCHEMA, "axes": [field for field, _ in axes], "rows": rows}
-    quiet = write_json(arguments.json, result)
-    if arguments.csv is not None:
-        quiet = write(arguments.csv, rows_csv(rows)) or quiet
-    if not quiet:
-        show(tables.sweep_report(result))
-    if arguments.plot is not None:
-        save(tables.sweep_figure(result), arguments.plot)
+    rows = [{**at, **figures(study)} for at, study in StudySource(arguments).sweep(axes)]
+    fields = [field for field, _ in axes]
+    mark_front(rows, fields)
+    found = {"schema": SWEEP_SCHEMA, "axes": fields, "rows": rows}
+    deliver(arguments, found, tables.sweep_report, rows, tables.sweep_figure)
     return 0
 
 
@@ -219,26 +222,27 @@ def stage_json(study: AcceleratorStudy, report: StageReport) -> dict[str, Any]:
 
 
 def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[str, Any]]:
-    """Return the operators of a steady-state layer with prefetch, in order of the timeline, and the LM head."""
+    """Return the operators of a steady-state layer with prefetch, in order of the timeline."""
     bandwidth = study.setting.machine.bandwidth
     rows = []
     for slot in report.prefetch.slots:
         op = slot.op
         # With KV prefetched only the rest is read from HBM: compute bounds it when that takes no longer.
         ready = op.name == "decode attention" and op.compute_s * bandwidth >= slot.own_bytes
+        shown = slot_json(slot)
         rows.append(
             {
                 "operator": op.name,
                 "unit": op.unit,
-                "start_us": slot.start_s * 1e6,
+                "start_us": shown["start_us"],
                 "us": (slot.end_s - slot.start_s) * 1e6,
-                "compute_us": op.compute_s * 1e6,
+                "compute_us": shown["compute_us"],
                 "hbm_us": slot.own_bytes / bandwidth * 1e6,
                 "fill_us": op.fill_bytes / bandwidth * 1e6,
                 "bound": "compute" if ready else op.bound(bandwidth),
-                "hbm_mib": slot.own_bytes / MIB,
-                "prefetched_mib": slot.prefetched / MIB,
-                "buffered_mib": slot.buffered / MIB,
+                "hbm_mib": shown["own_mib"],
+                "prefetched_mib": shown["prefetched_mib"],
+                "buffered_mib": shown["buffered_mib"],
                 "peak_mib": op.peak_bytes / MIB,
                 "mapping": op.mapping,
             }
@@ -246,26 +250,25 @@ def operators_json(study: AcceleratorStudy, report: StageReport) -> list[dict[st
     return rows
 
 
-def timeline_json(line: IterationTimeline) -> dict[str, Any]:
-    """Return the timeline of a steady-state layer: times, units, and buffer occupancy of each operator."""
+def slot_json(slot: TimelineSlot) -> dict[str, Any]:
+    """Return an operator's time, unit, and buffer occupancy on the timeline."""
     return {
-        "total_ms": line.total_s * 1e3,
-        "layer_us": line.layer_s * 1e6,
-        "hbm_gb": line.hbm_bytes / 1e9,
-        "slots": [
-            {
-                "operator": slot.op.name,
-                "unit": slot.op.unit,
-                "start_us": slot.start_s * 1e6,
-                "end_us": slot.end_s * 1e6,
-                "own_mib": slot.own_bytes / MIB,
-                "prefetched_mib": slot.prefetched / MIB,
-                "buffered_mib": slot.buffered / MIB,
-                "compute_us": slot.op.compute_s * 1e6,
-            }
-            for slot in line.slots
-        ],
+        "operator": slot.op.name,
+        "unit": slot.op.unit,
+        "start_us": slot.start_s * 1e6,
+        "end_us": slot.end_s * 1e6,
+        "own_mib": slot.own_bytes / MIB,
+        "prefetched_mib": slot.prefetched / MIB,
+        "buffered_mib": slot.buffered / MIB,
+        "compute_us": slot.op.compute_s * 1e6,
     }
+
+
+def timeline_json(line: IterationTimeline) -> dict[str, Any]:
+    """Return the timeline of a steady-state layer."""
+    slots = [slot_json(slot) for slot in line.slots]
+    return {"total_ms": line.total_s * 1e3, "layer_us": line.layer_s * 1e6, "hbm_gb": line.hbm_bytes / 1e9,
+            "slots": slots}  # fmt: skip
 
 
 def mark_front(rows: list[dict[str, Any]], axes: list[str]) -> None:
@@ -328,19 +331,13 @@ class ServiceStudy:
 
     def to_json(self) -> dict[str, Any]:
         """Return the section and what follows from it, for `--json`."""
-        return {
-            "kv_tokens": self.kv_tokens,
-            "limits": {
-                "tbt_s": self.limits.tbt_s, "delay_s": self.limits.delay_s, "percentile": self.limits.percentile,
-            },
-            "serve": self.section.model_dump(mode="json", by_alias=True, exclude_none=True),
-        }  # fmt: skip
+        serve = self.section.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return {"kv_tokens": self.kv_tokens, "limits": asdict(self.limits), "serve": serve}
 
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run `headway accel serve`: simulate one rate with and without prefetch; return the exit status."""
-    data, where, folder = read_data(arguments)
-    study = read_study(data, where, folder)
+    study = StudySource(arguments).study()
     at = ServiceStudy(study)
     qps = arguments.qps if arguments.qps is not None else at.section.workload.qps or 1.0
     if not qps > 0:
@@ -349,14 +346,10 @@ def serve(arguments: argparse.Namespace) -> int:
     for mode in COMPARED:
         result = simulate(at.instance(mode), at.draw(qps), RunSpec(send_slo=False, seed=at.section.seed))
         rate = serving.judged(result, qps, at.limits)
-        runs[mode] = {"rate": rate.to_json(), "run": run_json(result, at.section.seed)}
+        runs[mode] = {"rate": asdict(rate), "run": run_json(result, at.section.seed)}
     found = {"schema": SERVE_SCHEMA, "setting": study.to_json(), **at.to_json(), "runs": runs}
-    quiet = write_json(arguments.json, found)
-    if arguments.csv is not None:
-        rows = [{"schedule": mode, **run["rate"]} for mode, run in runs.items()]
-        quiet = write(arguments.csv, rows_csv(rows)) or quiet
-    if not quiet:
-        show(tables.serve_report(found))
+    rows = [{"schedule": mode, **run["rate"]} for mode, run in runs.items()]
+    deliver(arguments, found, tables.serve_report, rows)
     return 0
 
 
@@ -364,29 +357,26 @@ def capacity(arguments: argparse.Namespace) -> int:
     """Run `headway accel capacity`: search the highest rate within the limits, with and without prefetch."""
     if not arguments.ratio > 1:
         raise ConfigError(f"--ratio must be above 1, such as 1.02, not {arguments.ratio:g}")
-    data, where, folder = read_data(arguments)
-    study = read_study(data, where, folder)
+    study = StudySource(arguments).study()
     at = ServiceStudy(study)
-    found: dict[str, Any] = {"schema": CAPACITY_SCHEMA, "setting": study.to_json(), **at.to_json(), "modes": {}}
-    best: dict[str, float] = {}
-    for mode in COMPARED:
-        answer = serving.capacity(at.instance(mode), at.draw, at.limits, ratio=arguments.ratio)
-        best[mode] = answer.qps
-        found["modes"][mode] = {"qps": answer.qps, "tried": [rate.to_json() for rate in answer.tried]}
-    # None: packing alone meets the limits at no rate.
-    found["gain"] = best["prefetch"] / best["packing"] if best["packing"] else None
-    if arguments.match and best["prefetch"]:
+    answers = {
+        mode: serving.capacity(at.instance(mode), at.draw, at.limits, ratio=arguments.ratio) for mode in COMPARED
+    }
+    packing, prefetch = (answers[mode].qps for mode in COMPARED)
+    modes: dict[Mode, dict[str, Any]] = {
+        mode: {"qps": each.qps, "tried": list(map(asdict, each.tried))} for mode, each in answers.items()
+    }
+    found = {
+        "schema": CAPACITY_SCHEMA, "setting": study.to_json(), **at.to_json(), "modes": modes,
+        # None: packing alone meets the limits at no rate
+        "gain": prefetch / packing if packing else None,
+    }  # fmt: skip
+    if arguments.match and prefetch:
         found["packing_needs_bandwidth_times"] = serving.bandwidth_to_match(
-            study.setting, at.config, at.kv_tokens, at.draw, at.limits, best["prefetch"], ratio=arguments.ratio
+            study.setting, at.config, at.kv_tokens, at.draw, at.limits, prefetch, ratio=arguments.ratio
         )
-    quiet = write_json(arguments.json, found)
-    if arguments.csv is not None:
-        tried = [{"schedule": mode, **rate} for mode, answer in found["modes"].items() for rate in answer["tried"]]
-        quiet = write(arguments.csv, rows_csv(tried)) or quiet
-    if not quiet:
-        show(tables.capacity_report(found))
-    if arguments.plot is not None:
-        save(tables.capacity_figure(found), arguments.plot)
+    rows = [{"schedule": mode, **rate} for mode, each in modes.items() for rate in each["tried"]]
+    deliver(arguments, found, tables.capacity_report, rows, tables.capacity_figure)
     return 0
 
 
@@ -400,11 +390,10 @@ def validate(arguments: argparse.Namespace) -> int:
         return 0
     rows = pins()
     found: dict[str, Any] = {"schema": SCHEMA, "pins": [pin.to_json() for pin in rows], "summary": summary(rows)}
-    ok = all(pin.ok for pin in rows)
-    if not write_json(arguments.json, found):
-        show(tables.validate_report(found))
+    deliver(arguments, found, tables.validate_report)
+    if str(arguments.json) != "-":
         print(found["summary"])
-    return 0 if ok else 1
+    return 0 if all(pin.ok for pin in rows) else 1
 
 
 def summary(rows: list[PinnedFigure]) -> str:

@@ -33,8 +33,7 @@ from headway_research.accelerator.machine import MIB, MachineModel
 class OpCost(NamedTuple):
     """Cost of one operator.
 
-    No field depends on bandwidth: a mapping is chosen for the fewest bytes, then the fewest cycles. So time is a
-    convex, piecewise linear function of 1 / bandwidth, and the results of `sizing` are exact.
+    No field depends on bandwidth: a mapping is chosen for the fewest bytes, then the fewest cycles.
     """
 
     name: str

@@ -260,9 +260,6 @@ class RateResult:
     ok: bool
     """All limits hold and every request finished."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("qps", "tbt_s", "delay_s", "finished", "requests", "ok")}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityResult:
@@ -455,21 +452,3 @@ def bandwidth_to_match(
 def at_rate(requests: Sequence[TraceRequest], qps: float) -> list[TraceRequest]:
     """Return requests drawn at one a second with their arrivals rescaled to `qps`."""
     return [replace(request, arrival_s=request.arrival_s / qps) for request in requests]
-
-
-__all__ = [
-    "CapacityResult",
-    "Draw",
-    "RateResult",
-    "ServiceLimits",
-    "at_rate",
-    "bandwidth_to_match",
-    "capacity",
-    "expected_qps",
-    "gaps_s",
-    "instance",
-    "judged",
-    "kv_capacity",
-    "rate_of",
-    "sarathi",
-]  # fmt: skip
