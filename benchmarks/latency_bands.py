@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks import latency_fit as fit
 from headway.perf.hardware import accelerator
+from headway.perf.latency.device_fit import DERIVED_BANDS
 from headway.perf.latency.fitted import BEYOND_BANDS, beyond_share, inside_band
-from headway.perf.latency.operators.device_fit import DERIVED_BANDS
-from headway.perf.latency.operators.linear import LAYERS, ring_all_reduce_ms
+from headway.perf.latency.operators import LAYERS, ring_all_reduce_ms
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
 from headway_research.fit.readers import (  # type: ignore[attr-defined]
     COLLECTIVE,

@@ -16,13 +16,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from headway.perf.hardware import accelerator
-from headway.perf.latency.base import one_chunk_s
+from headway.perf.hardware import ParallelLayout, accelerator
+from headway.perf.latency.base import PrefillCache, one_chunk_s
+from headway.perf.latency.device_fit import DeviceScaling, EngineAssumptions, preferred_source
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators.device_fit import DeviceScaling, EngineAssumptions, preferred_source
-from headway.perf.latency.operators.linear import LAYERS
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.operators import LAYERS
 from headway_research.fit.operators import (
     fit_collectives,
     fit_decode,

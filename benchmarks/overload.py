@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.policy_table import SHARED, at_load, lengths, machine
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import PrefillCache
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, simulate

@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.policy_choice import comparison
-from headway.perf.hardware import accelerator, model
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
+from headway.perf.hardware import ParallelLayout, accelerator, model
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig

@@ -24,7 +24,6 @@ MODULES = (
     "kv/block_manager",
     "perf/latency/base",
     "perf/latency/corrected",
-    "perf/latency/prefill_cache",
     "perf/latency/table",
     *(
         f"policy/iteration/{name}"
@@ -43,7 +42,6 @@ MODULES = (
         )
     ),
     "policy/ladder",
-    "sim/cohorts",
     "sim/engine",
 )
 """Files of the package that are compiled, without suffix. Together they call each other as C functions."""

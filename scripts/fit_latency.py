@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from headway.perf.latency.device_fit import DeviceFit
 from headway.perf.latency.fitted import shipped_fit
-from headway.perf.latency.operators.device_fit import DeviceFit
 from headway_research.fit.operators import borrow, encode, fit_device
 from headway_research.fit.readers import OperatorProfile, read_all
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, simulate
 from headway.sim.workload import TraceRequest

@@ -92,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _one(name: str, arguments: argparse.Namespace, outputs: Sequence[Path | None], words: str) -> None:
     """Run one experiment, print or write what comes out. outputs: JSON, picture, page. words: beside its progress."""
-    from headway.sim.report.progress import StepBar
-    from headway.sim.report.tables import show
+    from headway.sim.report.tables import StepBar, show
     from headway_research.registry import EXPERIMENTS, experiment
     from headway_research.table import report_table
 

@@ -11,10 +11,10 @@ import pytest
 
 from headway.core.errors import ConfigError
 from headway.core.request import Strategy
+from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import eq1
 from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import GroupShape, RingLatency
-from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.placement.pecsched.long import StrategyChooser
 from headway.policy.placement.registry import names

@@ -14,8 +14,7 @@ from headway.cli.main import main
 from headway.core.errors import ConfigError
 from headway.core.files import read_lines, write_output
 from headway.core.logs import open_event_log
-from headway.perf.latency import eq1, table
-from headway.perf.latency.operators import device_fit
+from headway.perf.latency import device_fit, eq1, table
 from headway.planning.answer import read_measures
 from headway.policy.placement.contract import load_rates
 from headway.runtime.embedded import model_path

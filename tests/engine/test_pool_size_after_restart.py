@@ -9,7 +9,7 @@ import torch
 from tests.helpers.checkpoints import make_tiny
 
 from headway.core.json_files import read_json
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import single_process as one_process
 from headway.runtime.assembly.engine import kv_blocks

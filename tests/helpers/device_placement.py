@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.attention.backend import BatchSegment
 from headway.runtime.attention.sdpa import SdpaBackend
 from headway.runtime.executor import rank as gloo

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.plans import BatchPlan, Frame, PlanDone, PlanReader, ToRank, places
 

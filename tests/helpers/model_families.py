@@ -12,7 +12,7 @@ from tests.helpers.checkpoints import make_tiny
 from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 
 from headway.core.logs import EventSink
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.single_process import SingleProcessExecutor

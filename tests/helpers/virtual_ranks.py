@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.core.json_files import read_json
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import EndProcess
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import Frame, FromRank, InstanceFromRank, RankPeer, RankPosition, places

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.helpers.latency_models import gpu_roofline, literal_prefill_s, table, tables
 from tests.helpers.unit_latency import Linear
 
-from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
+from headway.perf.latency.base import BatchLoad, PrefillCache, load_s, one_chunk_s
 from headway.perf.latency.corrected import CorrectedLatency
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.table import TableLatency
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch
+from headway.perf.hardware import ParallelLayout
 from headway.perf.latency.base import BatchLoad, LatencyModel, beside_prompts, one_chunk_s, solve_tokens
 from headway.perf.latency.corrected import CorrectedLatency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import part_load
-from headway.perf.latency.layout import ParallelLayout
 from headway.perf.latency.table import TableLatency
 from headway_research.fit.operators import batched_rows, fit_batched_prefill
 from headway_research.fit.readers import DECODE, PREFILL, OperatorProfile

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.perf.hardware import model
+from headway.perf.hardware import ParallelLayout, model
 from headway.perf.latency.base import BatchLoad, decode_load, load_s
 from headway.perf.latency.corrected import CorrectedLatency
+from headway.perf.latency.device_fit import DERIVED_BANDS
 from headway.perf.latency.fitted import (
     BEYOND_BANDS,
     ErrorBand,
@@ -22,8 +23,6 @@ from headway.perf.latency.fitted import (
     prefill_band,
     table_source,
 )
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators.device_fit import DERIVED_BANDS
 from headway.perf.latency.table import MachineRates, roofline
 
 H100 = fitted("h100", "llama-3-8b", ParallelLayout(tp=8))

@@ -9,13 +9,11 @@ import pytest
 from tests.helpers import profile_files as files
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import ModelShape, model
-from headway.perf.latency.base import BatchLoad, load_s, solve_tokens
+from headway.perf.hardware import ModelShape, ParallelLayout, model
+from headway.perf.latency import device_fit
+from headway.perf.latency.base import BatchLoad, PrefillCache, load_s, solve_tokens
+from headway.perf.latency.device_fit import DeviceFit, EngineAssumptions
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.device_fit import DeviceFit, EngineAssumptions
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway_research.fit.operators import encode, fit_device
 from headway_research.fit.readers import read_all
 

@@ -14,12 +14,11 @@ from benchmarks.latency_bands import coverage, derived_band, devices, inside
 from benchmarks.latency_fit import families, files, unseen_devices, unseen_heads, unseen_runs, unseen_shapes
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import ACCELERATORS, MODELS, from_hf_config
+from headway.perf.hardware import ACCELERATORS, MODELS, ParallelLayout, from_hf_config
+from headway.perf.latency import device_fit
 from headway.perf.latency.base import one_chunk_s
+from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fit_for, fitted, shipped, shipped_fit
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.perf.latency.table import TableLatency
 from headway.sim.build import instance_of, workload_of
 from headway.sim.scenario import parse_scenario

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.echo_transport import EchoTransport
 from tests.helpers.rank_serving import Ask, make_core, serve
 
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import BatchPlan

@@ -12,10 +12,10 @@ from tests.helpers.model_families import BLOCK, BLOCKS, checkpoint, core_of, lay
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.batch import ManualClock
+from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import table as store
 from headway.perf.latency.corrected import describe, restore
 from headway.perf.latency.groups import ShardExchangeCost, exchange_of
-from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.assembly.engine import assemble, latency_source, profile_mark
 from headway.runtime.assembly.multi_process import build_many
 from headway.runtime.engine.config import EngineConfig

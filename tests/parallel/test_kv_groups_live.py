@@ -17,7 +17,7 @@ from tests.helpers.rank_serving import Ask, greedy, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.request import SamplingParams
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker

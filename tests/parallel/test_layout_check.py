@@ -13,7 +13,7 @@ from tests.helpers.checkpoints import FAMILIES, make_tiny
 
 from headway.core.errors import ConfigError
 from headway.core.json_files import read_json
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime import embedded
 from headway.runtime.assembly import multi_process as many_processes
 from headway.runtime.engine.config import EngineConfig

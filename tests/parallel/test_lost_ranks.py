@@ -17,7 +17,7 @@ from tests.helpers.rank_serving import make_core
 
 from headway.core.errors import ConfigError, LostError
 from headway.core.request import SamplingParams
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.core import EngineCore
 from headway.runtime.engine.liveness import HeartbeatMonitor
 from headway.runtime.engine.protocol import SubmitRequest

@@ -17,7 +17,7 @@ from tests.helpers.virtual_ranks import VirtualWorld
 
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp
 from headway.core.request import SamplingParams
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.executor.multi_process import MultiProcessExecutor
 from headway.runtime.executor.plans import REMEMBERED_EPOCHS, BatchPlan, PlanReader, PlanWriter, RankLostError, ToRank
 

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.executor.plans import place_of, places
 from headway.runtime.executor.profiling import numbers
 from headway.runtime.model.config import DecoderConfig, RopeConfig

@@ -7,7 +7,7 @@ from tests.helpers.model_families import checkpoint, expected, single
 from tests.helpers.rank_serving import Ask, make_core, prompt_of, serve
 from tests.helpers.virtual_ranks import VirtualWorld
 
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (4, 3))
 

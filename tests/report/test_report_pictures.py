@@ -10,8 +10,8 @@ from tests.helpers.live_feeds import logged_events
 from headway.cli.main import main
 from headway.sim.metrics import RequestRecord, summarise
 from headway.sim.report.plots import convoy_figure, save
-from headway.sim.report.progress import LoadProgress
 from headway.sim.report.tables import (
+    LoadProgress,
     classes_sentence,
     classes_table,
     convoy_sentence,

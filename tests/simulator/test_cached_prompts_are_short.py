@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim import InstanceSpec, simulate
 from headway.sim.metrics import ttft_s

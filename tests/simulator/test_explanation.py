@@ -23,8 +23,16 @@ from headway.core.errors import ConfigError
 from headway.perf.latency.table import TableLatency
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.medha import MedhaConfig
-from headway.sim.counterfactual import outcomes, with_setting
-from headway.sim.explanation import LifeInterval, RequestExplanation, explain, find, merged, shares
+from headway.sim.explanation import (
+    LifeInterval,
+    RequestExplanation,
+    explain,
+    find,
+    merged,
+    outcomes,
+    shares,
+    with_setting,
+)
 from headway.sim.loop import simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.replay import ReplayedRun, replay

@@ -13,11 +13,10 @@ from tests.helpers.unit_latency import small_machine
 from headway.core.errors import ConfigError
 from headway.core.request import Request, Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency.base import one_chunk_s
 from headway.perf.latency.corrected import describe
 from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, WithExchange, between_groups
-from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.groups import make_scheduler
 from headway.sim import InstanceSpec, RunSpec, SimResult, StageLink, simulate

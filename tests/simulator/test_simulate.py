@@ -9,10 +9,9 @@ from tests.helpers.marks import quick_first
 from tests.helpers.simulator_worlds import how, instance, requests
 from tests.helpers.unit_latency import small_machine
 
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency.base import BatchLoad, load_s, one_chunk_s
 from headway.perf.latency.fitted import fitted
-from headway.perf.latency.layout import ParallelLayout
 from headway.policy.iteration.config import Mode, SchedulerConfig  # type: ignore[attr-defined]
 from headway.policy.iteration.medha import MedhaConfig
 from headway.sim import InstanceSpec, NoiseSpec, RunSpec, SimResult, StageLink, simulate

@@ -17,7 +17,7 @@ from headway.serving.live.recordings import ClusterRecording
 from headway.serving.live.watch import LogPlayer
 from headway.sim.cluster.simulation import simulate_cluster
 from headway.sim.cluster.state import ClusterResult
-from headway.sim.cluster_log import is_cluster_log, read_cluster
+from headway.sim.replay import is_cluster_log, read_cluster
 from headway.sim.spec import NoiseSpec, RunSpec
 from headway.sim.workload import TraceRequest
 from headway_research.fit.eq1_command import prefill_samples

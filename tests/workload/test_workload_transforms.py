@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import ConfigError
 from headway.sim.build import requests_of, run_scenario
-from headway.sim.scenario import parse_scenario
+from headway.sim.scenario import WorkloadSection, parse_scenario
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.generate import ConstantArrivals
-from headway.sim.workload.section import WorkloadSection
 
 REQUESTS = st.lists(
     st.builds(TraceRequest, st.integers(0, 50).map(float), st.integers(0, 10**6), st.integers(0, 5000)), max_size=30

@@ -15,8 +15,8 @@ def fitted_latency(device: str, model: str, *, tp: int = 1, stages: int = 1) -> 
 
     Raises ConfigError that lists the names that exist. `docs/concepts/latency-models.md` says how wrong it is.
     """
+    from headway.perf.hardware import ParallelLayout
     from headway.perf.latency.fitted import fitted
-    from headway.perf.latency.layout import ParallelLayout
 
     return fitted(device, model, ParallelLayout(tp=tp, stages=stages), stages - 1)
 

@@ -120,7 +120,7 @@ def _search(question: PlanQuestion, arguments: argparse.Namespace) -> tuple[Plan
     from headway.planning.answer import measure_line, question_line, read_measures
     from headway.planning.search import PlanSearch, error_bars
     from headway.planning.simulate import CandidateMeasure, MeasureRunner, SimulationJob
-    from headway.sim.report.progress import RunProgress
+    from headway.sim.report.tables import RunProgress
 
     jobs = processes_of(arguments.jobs)
     known = read_measures(arguments.resume, question) if arguments.resume is not None else {}

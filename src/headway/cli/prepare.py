@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from headway.serving.load.client import ask, first_model, server_root
-    from headway.sim.report.progress import StepBar
+    from headway.sim.report.tables import StepBar
 
     root = server_root(arguments.url)
     model = arguments.model or first_model(root, arguments.api_key)["id"]

@@ -114,9 +114,8 @@ def headline(source: TableSource, most: int) -> list[str]:
 
     most: tokens that the KV cache holds; depths beyond it are left out.
     """
-    from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
+    from headway.perf.latency.base import MAX_CHUNK, BatchLoad, PrefillCache, solve_tokens
     from headway.perf.latency.fitted import prefill_band
-    from headway.perf.latency.prefill_cache import PrefillCache
     from headway.perf.latency.table import TableLatency
     from headway.policy.iteration.budget import reference_aim_s
     from headway.policy.iteration.config import SchedulerConfig

@@ -21,8 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from headway.sim.calibration import calibrate
-    from headway.sim.cluster_log import engine_log
-    from headway.sim.replay import replay
+    from headway.sim.replay import engine_log, replay
     from headway.sim.report.tables import calibration_report, show
 
     replayed = replay(engine_log(arguments.log))

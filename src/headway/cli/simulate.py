@@ -114,8 +114,7 @@ def simulate(arguments: argparse.Namespace, data: dict[str, Any], sweeps: list[V
     from rich.markup import escape
 
     from headway.core.settings import processes_of
-    from headway.sim.report.progress import RunProgress
-    from headway.sim.report.tables import show, simulation_report
+    from headway.sim.report.tables import RunProgress, show, simulation_report
     from headway.sim.result import document
     from headway.sim.sweep import SweepPoint, parse_points, run_points, with_common_draws
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from headway.sim.cluster_log import ClusterLogRun, open_log
+    from headway.sim.replay import ClusterLogRun, open_log
     from headway.sim.report.perfetto import cluster_trace, engine_timeline, engine_trace
 
     log = open_log(arguments.log)

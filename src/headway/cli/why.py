@@ -13,8 +13,7 @@ from headway.core.files import check_outputs, write_output
 
 if TYPE_CHECKING:
     from headway.serving.live.recordings import RecordedRun
-    from headway.sim.counterfactual import CounterfactualOutcome
-    from headway.sim.explanation import RequestExplanation
+    from headway.sim.explanation import CounterfactualOutcome, RequestExplanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

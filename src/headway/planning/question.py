@@ -14,13 +14,11 @@ from pydantic import Field, model_validator
 from headway.core.errors import ConfigError
 from headway.core.file_sections import Aim, Count, FileSection, Machines, Positive, Seconds, Seeds, validated
 from headway.core.parse import number
-from headway.perf.hardware import ModelShape, accelerator, model
-from headway.perf.latency.layout import ParallelLayout, rank_shape
+from headway.perf.hardware import ModelShape, ParallelLayout, accelerator, model, rank_shape
 from headway.policy.iteration.config import SchedulerConfig
 from headway.sim.build import InfeasibleError, plan_memory
-from headway.sim.scenario import LatencySection, MemorySection, ModelSection, Scenario, parse_scenario
+from headway.sim.scenario import LatencySection, MemorySection, ModelSection, Scenario, WorkloadSection, parse_scenario
 from headway.sim.workload import TraceRequest
-from headway.sim.workload.section import WorkloadSection
 
 Metric = Literal["ttft", "tbt", "max_tbt", "tpot", "e2e"]
 _DEMAND = re.compile(r"(ttft|tbt|max_tbt|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)_s")

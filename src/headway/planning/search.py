@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import accelerator
+from headway.perf.hardware import ParallelLayout, accelerator
 from headway.perf.latency.fitted import ErrorBand, prefill_band
-from headway.perf.latency.layout import ParallelLayout
 from headway.planning.question import DeploymentCandidate, PlanQuestion, candidates_of, cost_of, memory_faults, shape_of
 from headway.planning.simulate import (
     BACKLOG,

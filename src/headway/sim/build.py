@@ -14,11 +14,10 @@ import numpy as np
 from headway.core.errors import ConfigError
 from headway.core.logs import EventSink
 from headway.perf.device import gib
-from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator, link, model
+from headway.perf.hardware import AcceleratorSpec, ModelShape, ParallelLayout, accelerator, link, model, rank_shape
 from headway.perf.latency import table
 from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.groups import ShardExchangeCost, between_groups
-from headway.perf.latency.layout import ParallelLayout, rank_shape
 from headway.perf.latency.table import HostedLatency, MachineRates, ServingOverhead, TableLatency, roofline
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.config import SchedulerConfig
@@ -27,9 +26,17 @@ from headway.sim.loop import OnProgress, simulate
 from headway.sim.metrics import SloTargets
 from headway.sim.prefix_cache import PrefixCacheSpec
 from headway.sim.result import SimResult
-from headway.sim.scenario import ClusterSection, LatencySection, ModelSection, PoolSection, Scenario
+from headway.sim.scenario import (
+    ClusterSection,
+    LatencySection,
+    ModelSection,
+    PoolSection,
+    Scenario,
+    SessionsSection,
+    VllmSection,
+    WorkloadSection,
+)
 from headway.sim.spec import InstanceSpec, NoiseSpec, RunSpec, StageLink, VllmSpec, stock_flags
-from headway.sim.vllm.section import VllmSection
 from headway.sim.workload import TraceRequest, transforms
 from headway.sim.workload.generate import (
     ArrivalProcess,
@@ -41,7 +48,6 @@ from headway.sim.workload.generate import (
     parse_lengths,
     preset,
 )
-from headway.sim.workload.section import SessionsSection, WorkloadSection
 from headway.sim.workload.traces import MOST_REQUESTS, RequestTrace, read_trace
 from headway.sim.workload.transforms import rewrite
 
@@ -461,8 +467,8 @@ def latency_of(
     if section.source == "table":
         return TableLatency(table.load(Path(str(section.file)), None))
     if section.source == "fitted":
+        from headway.perf.latency.device_fit import EngineAssumptions
         from headway.perf.latency.fitted import FRONT, fitted_source
-        from headway.perf.latency.operators.device_fit import EngineAssumptions
 
         assumptions = EngineAssumptions(engine=section.engine or engine)
         source = fitted_source(device, shape, layout, layout.stages - 1, assumptions=assumptions)

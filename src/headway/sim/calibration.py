@@ -15,10 +15,9 @@ from headway.perf.latency.base import LatencyModel
 from headway.perf.latency.corrected import fit_scales
 from headway.perf.latency.table import HostedLatency, TableLatency, bake
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.cluster_log import engine_log
 from headway.sim.loop import simulate
 from headway.sim.metrics import RequestRecord, RunSummary, percentiles, summarise
-from headway.sim.replay import ReplayedRun, replay
+from headway.sim.replay import ReplayedRun, engine_log, replay
 from headway.sim.result import SimResult
 from headway.sim.spec import InstanceSpec, RunSpec, VllmSpec
 from headway.sim.workload import TraceRequest

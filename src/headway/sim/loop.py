@@ -19,8 +19,7 @@ from typing import Any
 from headway.core.errors import ConfigError, PredictedLateError, RequestError
 from headway.core.logs import EventSink
 from headway.core.request import Request, Slo
-from headway.sim.cohorts import DecodeTrack
-from headway.sim.engine import SimulatedEngine
+from headway.sim.engine import DecodeTrack, SimulatedEngine
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.result import IterationRecord, SimResult, later, record_of
 from headway.sim.spec import InstanceSpec, NoiseSource, RunSpec

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 
 from headway.core.errors import ConfigError
 from headway.core.file_sections import (
@@ -26,13 +26,15 @@ from headway.core.file_sections import (
 )
 from headway.core.parse import size as memory_size
 from headway.core.parse import tokens
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
+from headway.policy.hosted.settings import VllmSettings
 from headway.policy.iteration.config import FOLLOWS_FROM_LAYOUT, SchedulerConfig
 from headway.policy.placement.combinations import PlacementCombination, PoolShape
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.sim.prefix_cache import INFINITE
-from headway.sim.vllm.section import VllmSection
-from headway.sim.workload.section import WorkloadSection
+from headway.sim.spec import stock_flags
+from headway.sim.workload.generate import PRESETS
+from headway.sim.workload.traces import MOST_REQUESTS, class_name
 
 
 class ModelSection(FileSection):
@@ -329,6 +331,158 @@ def _policy_section() -> type[FileSection]:
 PolicySection: Any = _policy_section()
 # where pickle finds the class, so that scenarios can be sent to other processes
 PolicySection.__module__ = __name__
+
+
+# The `workload` of a scenario file, a plan's question or an accelerator file, validated; `sim.build` draws it.
+
+Requests = Annotated[Count, Field(le=MOST_REQUESTS)]
+
+
+class SessionsSection(FileSection):
+    """A trace's sessions, closed: the next request of a thread comes after the answer before it and the think time."""
+
+    count: Count | None = Field(default=None, description="sessions, the first of the trace; null: all")
+    turns: Count | None = Field(default=None, description="requests of a session, the first; null: all")
+    think: Annotated[float, Field(ge=0)] = Field(default=1.0, description="think times of the trace times this")
+    max_think_s: Seconds | None = Field(default=None, description="longer think times are cut to this, in seconds")
+
+
+def _as_text(value: object) -> object:
+    """Return a bare number as the length specification that it means."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Lengths = Annotated[str, BeforeValidator(_as_text)]
+
+
+class MixSection(FileSection):
+    """One kind of request. Lengths: 200 or fixed:200, uniform:100-500, lognormal:median=…,p90=… (or mu, sigma; min,
+    max), empirical:FILE, mix:0.95*SPEC+0.05*SPEC; k is 1,000 and K 1,024, as everywhere."""
+
+    share: Positive = 1.0
+    klass: Annotated[str, AfterValidator(class_name)] = Field(default="", alias="class")
+    prompt: Lengths
+    output: Lengths
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class WorkloadSection(FileSection):
+    """Exactly one of preset, trace and mix."""
+
+    preset: str | None = Field(default=None, description=f"a named mix: {', '.join(PRESETS)}")
+    trace: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="a trace file or a server's event log, or several that ran together; own arrival times unless "
+        "`arrivals` is given",
+    )
+    mix: tuple[MixSection, ...] | None = Field(default=None, description="kinds of requests with shares and lengths")
+    arrivals: Literal["poisson", "gamma", "constant", "trace", "at-once"] | None = Field(
+        default=None, description="null: the trace's own, poisson otherwise; at-once: all at time 0"
+    )
+    qps: Positive | None = Field(
+        default=None, description="requests per second; a trace's own times are stretched to it"
+    )
+    cv: Positive = Field(default=2.0, description="coefficient of variation of gamma arrivals")
+    requests: Requests | None = Field(default=None, description="how many; null: as many as arrive in the window")
+    draws: Requests | None = Field(
+        default=None,
+        description="requests drawn before the window cuts them; with the same number, loads differ in arrival times "
+        "only (a sweep of qps does that); null: enough for the window",
+    )
+    concurrency: Count | None = Field(
+        default=None,
+        description="users, each of which sends its next request when it has the answer to the one before; in place of "
+        "arrival times",
+    )
+    sessions: SessionsSection | None = Field(
+        default=None,
+        description="play the trace's sessions closed; they start by `arrivals` (poisson) at `qps` sessions a second",
+    )
+    slice: str | None = Field(default=None, description="part of a trace: 100:400 (requests) or 60s:120s")
+    long_threshold: Count = Field(
+        default=8192, description="prompts above this are of class long where no class is given"
+    )
+    long_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="share of requests that are replaced by requests of `long_preset`"
+    )
+    long_preset: str = Field(default="medha-swe", description="what they are replaced by")
+    long_rule: Literal["p95-uniform", "linear-4096"] | None = Field(
+        default=None,
+        description="PecSched's rewriting of the longest prompts to 100K to 500K: those above the 95th percentile, "
+        "uniformly; or those of 4,096 and more, in proportion",
+    )
+    max_prompt: Count | None = Field(default=None, description="longer prompts are cut to this")
+    max_output: Count | None = Field(default=None, description="longer outputs are cut to this")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WorkloadSection:
+        given = [name for name in ("preset", "trace", "mix") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of preset, trace and mix, not {' and '.join(given) or 'none'}")
+        if not getattr(self, given[0]):
+            raise ValueError(f"`{given[0]}` is empty: fill it in, or give another of preset, trace and mix")
+        if self.arrivals == "trace" and self.trace is None:
+            raise ValueError("`arrivals: trace` needs a trace")
+        if self.concurrency and (self.qps or self.arrivals or self.sessions):
+            raise ValueError("`concurrency` takes the place of qps, arrivals and sessions: leave those out")
+        others = (self.slice, self.requests, self.long_rule, self.long_share)
+        if self.sessions is not None and (self.trace is None or self.arrivals == "trace" or any(others)):
+            raise ValueError(
+                "`sessions` needs a trace, and goes with none of slice, requests, long_rule, long_share and "
+                "`arrivals: trace`"
+            )
+        return self
+
+
+# The section `vllm` of a scenario file.
+
+
+class VllmSection(FileSection):
+    """Settings of `engine: vllm`, by their names on vLLM's command line where it has them."""
+
+    scheduler: str = Field(
+        default="default",
+        description="default, threshold:N (`--long-prefill-token-threshold N`), priority (`--scheduling-policy "
+        "priority`), or plugged (`--scheduler-cls headway.vllm.Scheduler`)",
+    )
+    headway: VllmSettings = Field(
+        default_factory=lambda: VllmSettings.model_validate({}),
+        description="with plugged: what `--additional-config '{\"headway\": {…}}'` holds (docs/how-to/vllm.md)",
+    )
+    priorities: dict[str, int] = Field(default_factory=dict, description="by class; lower goes first, as in vLLM")
+    block_size: Count = Field(default=16, description="tokens a KV block")
+    max_num_batched_tokens: Count = Field(default=8192, description="tokens of one step")
+    max_num_seqs: Count = Field(default=256, description="running requests")
+    max_model_len: Count | None = Field(default=None, description="longest request; null: what the KV cache holds")
+    async_scheduling: bool = Field(default=True, description="a step is scheduled while the one before is computed")
+    enable_prefix_caching: bool = Field(
+        default=True, description="a preempted request finds its KV again where it has not been overwritten"
+    )
+    long_prefill_token_threshold_adaptive: bool = Field(
+        default=False, description="the threshold is at least a request's even share of a step"
+    )
+    scheduler_reserve_full_isl: bool = Field(default=True, description="a request begins only if all of it fits")
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="share of the blocks that a request which begins leaves free"
+    )
+    prefill_schedule_interval: Count = Field(
+        default=1, description="steps from one with prefills to the next, while requests decode (vLLM 0.33)"
+    )
+
+    @model_validator(mode="after")
+    def _known_scheduler(self) -> VllmSection:
+        try:
+            stock_flags(self.scheduler)
+        except ConfigError as error:
+            raise ValueError(f"`scheduler`: {error}") from None
+        if self.scheduler == "plugged" and self.prefill_schedule_interval > 1:
+            raise ValueError("`prefill_schedule_interval`: Headway decides in every step which prefills get tokens")
+        if self.headway.profile is not None:
+            raise ValueError("`headway.profile`: step times come from the scenario's `latency`")
+        if self.headway.log is not None:
+            raise ValueError("`headway.log`: a simulation writes no decision log; `--trace` shows its steps")
+        return self
 
 
 class Scenario(FileSection):

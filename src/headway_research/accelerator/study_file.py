@@ -17,8 +17,7 @@ from headway.core.file_sections import Count, FileSection, Positive, Seconds, pa
 from headway.core.parse import size, tokens
 from headway.perf.hardware import ModelShape, from_config_file, model
 from headway.policy.iteration.config import SchedulerConfig
-from headway.sim.scenario import ModelSection, PolicySection
-from headway.sim.workload.section import WorkloadSection
+from headway.sim.scenario import ModelSection, PolicySection, WorkloadSection
 from headway_research.accelerator.machine import (
     PRESETS,
     WORDS,

@@ -18,7 +18,7 @@ from headway.core.files import read_input, write_output
 
 if TYPE_CHECKING:
     from headway.perf.latency.eq1 import PrefillSample
-    from headway.sim.cluster_log import ClusterLogRun
+    from headway.sim.replay import ClusterLogRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _samples(path: Path) -> list[PrefillSample]:
-    from headway.sim.cluster_log import is_cluster_log, read_cluster
+    from headway.sim.replay import is_cluster_log, read_cluster
 
     if not is_cluster_log(path):
         return _read(path)

@@ -17,26 +17,30 @@ import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.perf.hardware import accelerator
-from headway.perf.latency.operators.attention import (
+from headway.perf.latency.device_fit import DeviceFit, preferred_source
+from headway.perf.latency.operators import (
+    FEATURES,
     HEAD_DIM,
+    LAYERS,
     MOST_EFFICIENT,
+    UNIT_MS,
     BandwidthGrowth,
     BatchedPrefill,
+    BoostedTrees,
+    CollectiveFit,
+    Column,
     DecodeFit,
     DecodeGrid,
-    PrefillFit,
-    longer_reads,
-)
-from headway.perf.latency.operators.curves import UNIT_MS, BoostedTrees, Column, Heads, Matrix, SizeCurve, name
-from headway.perf.latency.operators.device_fit import DeviceFit, preferred_source
-from headway.perf.latency.operators.linear import (
-    FEATURES,
-    LAYERS,
-    CollectiveFit,
     ElementwiseFit,
+    Heads,
     LinearFit,
+    Matrix,
+    PrefillFit,
+    SizeCurve,
     base_ms,
     features,
+    heads_key,
+    longer_reads,
 )
 from headway_research.fit.readers import COLLECTIVE, DECODE, ELEMENTWISE, LINEAR, PREFILL, OperatorProfile
 
@@ -328,7 +332,7 @@ def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: flo
             rows = one.where((heads == (q, kv)).all(axis=1))
             alone = rows.where(rows.x["past"] == 0)
             if len(alone) > 2:
-                own.setdefault(p.source, {})[name((int(q), int(kv)))] = curve(
+                own.setdefault(p.source, {})[heads_key((int(q), int(kv)))] = curve(
                     alone.x["chunk"], alone.ms, tolerance, steps=True
                 )
                 chunk = max(chunk, int(alone.x["chunk"].max()))
@@ -343,7 +347,9 @@ def fit_prefill(device: str, profiles: Sequence[OperatorProfile], tolerance: flo
                     lines.setdefault(p.source, {}).setdefault((int(q), int(kv)), []).append((float(c), a, b))
                     past = max(past, int(at.x["past"].max()))
     over = {
-        source: {name(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None}
+        source: {
+            heads_key(heads): fitted for heads, seen in sorted(by_heads.items()) if (fitted := _over(seen)) is not None
+        }
         for source, by_heads in sorted(lines.items())
     }
     peak = accelerator(device).flops
@@ -443,7 +449,7 @@ def fit_decode(device: str, profiles: Sequence[OperatorProfile]) -> DecodeFit:
                 continue
             table = _filled(counts, past_, times, heads[1] * _HEAD_DIM, own.bandwidth, growth[source])
             rows = tuple(tuple(float(f"{v:.4g}") for v in row) for row in table)
-            grids.setdefault(source, {})[name(heads)] = DecodeGrid(tuple(counts), tuple(past_), rows)
+            grids.setdefault(source, {})[heads_key(heads)] = DecodeGrid(tuple(counts), tuple(past_), rows)
     kept = {source: tails[source] for source in grids}
     return DecodeFit(device, _HEAD_DIM, grids, kept, {source: growth[source] for source in grids}, cached)
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from headway.core.errors import ConfigError
 from headway.core.files import read_input
-from headway.perf.latency.operators.curves import Column
+from headway.perf.latency.operators import Column
 
 LINEAR = "linear"
 """Matrix products. Columns m (rows), k, n."""

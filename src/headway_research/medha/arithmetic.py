@@ -22,11 +22,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator, model
+from headway.perf.hardware import AcceleratorSpec, ModelShape, ParallelLayout, RankShape, accelerator, model, rank_shape
 from headway.perf.latency.base import BatchLoad, Seconds, one_chunk_s, solve_tokens
+from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fitted_source
-from headway.perf.latency.layout import ParallelLayout, RankShape, rank_shape
-from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.perf.latency.table import TableLatency, TableSource
 from headway_research.base import MODES, Mode
 

@@ -13,13 +13,12 @@ from statistics import mean
 from typing import Any
 
 from headway.core.request import Span, Strategy
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency import eq1
 from headway.perf.latency.base import BatchLoad, load_s
+from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import GroupShape, ShardedDecode
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.policy.placement.cdsp import CdspPlanner
 from headway.policy.placement.contract import (
     Action,

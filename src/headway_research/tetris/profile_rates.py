@@ -135,7 +135,7 @@ def _trace_of(file: Path, folder: Path, newest: int | None = None) -> Path:
     newest: only of so many last prompts; then no other file will do. Raises ConfigError, and `_TryLaterError` where
     requests may still come."""
     from headway.control.log import read_log
-    from headway.sim.cluster_log import is_cluster_log
+    from headway.sim.replay import is_cluster_log
 
     if not file.exists() or (file.is_file() and not file.stat().st_size):
         # The server may start later, or write its log's first line.

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.perf.hardware import accelerator, model
+from headway.perf.hardware import ParallelLayout, accelerator, model
 from headway.perf.latency import eq1
+from headway.perf.latency.device_fit import EngineAssumptions
 from headway.perf.latency.eq1 import Eq1Latency
 from headway.perf.latency.fitted import fitted
 from headway.perf.latency.groups import RingLatency
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators.device_fit import EngineAssumptions
 from headway.perf.latency.table import TableLatency, TableSource
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.placement.contract import ClusterInstance, ClusterLinks

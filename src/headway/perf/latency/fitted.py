@@ -20,12 +20,11 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import ConfigError
-from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator, model_name
+from headway.perf.hardware import AcceleratorSpec, ModelShape, ParallelLayout, accelerator, model_name
 from headway.perf.hardware import model as named_model
+from headway.perf.latency import device_fit
 from headway.perf.latency.base import BatchLoad, LatencyModel
-from headway.perf.latency.layout import ParallelLayout
-from headway.perf.latency.operators import device_fit
-from headway.perf.latency.operators.device_fit import DERIVED_BANDS, DeviceFit, EngineAssumptions, compile_stage
+from headway.perf.latency.device_fit import DERIVED_BANDS, DeviceFit, EngineAssumptions, compile_stage
 from headway.perf.latency.table import ServingOverhead, TableLatency, TableSource
 
 _STAND_IN = {"a100-40gb": "a100-80gb"}
@@ -102,7 +101,7 @@ def fitted(
 # measured - 1|: of sizes left out (`measured`), of models or head counts left out (`fitted`), of a device left out
 # (`derived`), and of sizes beyond those fitted, by octaves. `python -m benchmarks.latency_fit` measures each anew and
 # prints how many held-out rows the bands hold. They were set from those rows. With two dies in the profiles, `derived`
-# is tested on the way back only (`operators.derived`).
+# is tested on the way back only (`device_fit.DeviceScaling`).
 
 INSIDE_BANDS = {
     "linear": {"measured": 0.04, "fitted": 0.12},

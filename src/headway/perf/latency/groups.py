@@ -14,9 +14,8 @@ import numpy as np
 
 from headway.core.batch import GroupBatch
 from headway.core.request import Strategy, cut
-from headway.perf.hardware import AcceleratorSpec, ModelShape, NetworkLink
+from headway.perf.hardware import AcceleratorSpec, ModelShape, NetworkLink, ParallelLayout, rank_shape
 from headway.perf.latency.base import MAX_CHUNK, BatchLoad, LatencyModel, Seconds, beside_prompts, load_s, one_chunk_s
-from headway.perf.latency.layout import ParallelLayout, rank_shape
 from headway.perf.latency.table import TableSource
 
 LOCAL = Strategy()

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import LatencyModel, PrefillCache
 from headway.policy.iteration.budget import EfficientChunks, newcomer_s
 from headway.policy.iteration.config import LONG_TOKENS, SchedulerConfig
 from headway.policy.iteration.requests import PrefillState

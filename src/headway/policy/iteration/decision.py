@@ -16,8 +16,7 @@ import msgspec
 
 from headway.core.errors import PredictedLateError
 from headway.core.request import BACKGROUND_PRIORITY, Request
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s, one_chunk_s
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s, one_chunk_s
 from headway.policy.iteration.admission import KvBlockAdmission, KvPool
 from headway.policy.iteration.budget import IterationBudget, reference_aim_s
 from headway.policy.iteration.chunking_strategies import is_empty, make_chunking

@@ -19,9 +19,8 @@ from headway.core.batch import Batch, Chunk, RemoteAttention, RequestProgress
 from headway.core.errors import ConfigError, InvariantError, RequestError
 from headway.core.request import Phase, Request, RequestEvent, Span
 from headway.kv.block_manager import BlockManager
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.perf.latency.groups import ShardedModel, ShardExchangeCost, assist_s, batch_loads
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.admission import refuse_unservable
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig

@@ -1,7 +1,7 @@
 """Medha's scheduler (arXiv 2409.17264): length-aware relative slack, and space sharing of iterations.
 
-The order is that of `lars`, Algorithm 3 is `perf.latency.prefill_cache`, Algorithms 1 and 2 are here: at most one long
-prompt has tokens in an iteration, and it leaves a share of the time to shorter ones. `mode` "paper" is literal;
+The order is that of `lars`, Algorithm 3 is `perf.latency.base.PrefillCache`, Algorithms 1 and 2 are here: at most one
+long prompt has tokens in an iteration, and it leaves a share of the time to shorter ones. `mode` "paper" is literal;
 "default" is it with our rulings (docs/concepts/medha.md). Another order may run under the same rules, as Medha's own
 baselines do. The default policy passes through none of this.
 """
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.policy.iteration.ordering import UrgencyLine
 from headway.policy.iteration.requests import PrefillState
 

@@ -14,8 +14,7 @@ from headway.core.batch import Batch, Chunk, GroupBatch, RemoteAttention, Reques
 from headway.core.errors import InvariantError, RequestError
 from headway.core.request import Phase, Request, RequestEvent, Span
 from headway.kv.block_manager import BlockManager, KvLease, KvShardLease
-from headway.perf.latency.base import BatchLoad, LatencyModel, decode_load, load_s
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, decode_load, load_s
 from headway.policy.iteration.admission import ADMISSION_AGE_S, refuse_unservable
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.requests import WHOLE, DecodeSet, SequenceState

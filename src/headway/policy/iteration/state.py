@@ -13,8 +13,7 @@ from headway.core.errors import InvariantError
 from headway.core.request import Request, RequestEvent
 from headway.kv.block_manager import BlockManager
 from headway.kv.staged_kv import StagedKv
-from headway.perf.latency.base import BatchLoad, LatencyModel, load_s
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import BatchLoad, LatencyModel, PrefillCache, load_s
 from headway.policy.iteration.admission import KvGrowth
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import SchedulerConfig

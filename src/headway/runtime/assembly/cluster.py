@@ -154,11 +154,11 @@ def policy_context(file: ClusterFile, model: str, about: Mapping[str, Any]) -> P
     instance computes in it and what its link takes (no constant of another machine); for `pecsched`, which chooses
     between forms of sequence parallelism, a group costs what fast SP's formulas say at the instance's own rates.
     """
+    from headway.perf.hardware import ParallelLayout
     from headway.perf.latency import eq1
     from headway.perf.latency.corrected import restore
     from headway.perf.latency.fast_sp import FastSpLatency, measured_rates
     from headway.perf.latency.groups import GroupLatency, RingLatency
-    from headway.perf.latency.layout import ParallelLayout
     from headway.policy.placement.registry import PolicyContext
 
     shape, between = shape_of(model), links(file)

@@ -10,10 +10,9 @@ import msgspec
 
 from headway.core.batch import ManualClock
 from headway.core.request import Request
-from headway.perf.latency.base import MAX_CHUNK, BatchLoad, solve_tokens
+from headway.perf.latency.base import MAX_CHUNK, BatchLoad, PrefillCache, solve_tokens
 from headway.perf.latency.fitted import prefill_band
 from headway.perf.latency.groups import GroupShape, ShardedModel
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.groups import GroupedScheduler
 from headway.policy.placement.contract import (

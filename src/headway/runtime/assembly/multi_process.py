@@ -11,7 +11,7 @@ from headway.core.errors import CheckpointError
 from headway.core.json_files import read_json
 from headway.core.machine import CORES
 from headway.perf.device import DeviceAssignment, available_bytes, choose
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.assembly.engine import LoadedModel, backend_name, kv_blocks
 from headway.runtime.assembly.facts import eos_ids
 from headway.runtime.engine.config import HOST_TIMEOUT_S, EngineConfig

@@ -12,8 +12,8 @@ import torch
 
 from headway.core.machine import CORES
 from headway.perf.device import DeviceAssignment, available_bytes, choose, processor_name
+from headway.perf.hardware import ParallelLayout
 from headway.perf.latency import table
-from headway.perf.latency.layout import ParallelLayout
 from headway.runtime.assembly.engine import LoadedModel, backend_name, kv_blocks, named_profile
 from headway.runtime.assembly.facts import eos_ids
 from headway.runtime.attention.backend import AttentionBackend, kernels_of, make_backend
@@ -25,7 +25,7 @@ from headway.runtime.executor.single_process import SingleProcessExecutor
 from headway.runtime.executor.worker import ModelWorker
 from headway.runtime.model.decoder import DecoderModel
 from headway.runtime.model.loading import load_decoder
-from headway.sim.report.progress import StepBar
+from headway.sim.report.tables import StepBar
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from headway.policy.placement.combinations import PlacementCombination, PoolShap
 from headway.policy.placement.contract import Role
 from headway.policy.placement.registry import DEFAULT, check_options
 from headway.runtime.kv_transfer.connector import check_connector
-from headway.sim.scenario import RunSection, SloSection
-from headway.sim.workload.section import WorkloadSection
+from headway.sim.scenario import RunSection, SloSection, WorkloadSection
 
 SPAN_ROWS = 512
 LARGEST_POOL = 1024

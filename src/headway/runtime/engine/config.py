@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from headway.core.errors import ConfigError, HeadwayError
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import EngineStats
 
 _PREFIX_CACHE_ALONE = (

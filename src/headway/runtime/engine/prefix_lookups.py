@@ -12,8 +12,7 @@ from headway.core.batch import Batch
 from headway.core.errors import OverloadedError, RequestError, UnavailableError
 from headway.kv.block_manager import BlockManager
 from headway.kv.text_keys import TextKeys
-from headway.perf.latency.base import LatencyModel
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import LatencyModel, PrefillCache
 from headway.runtime.engine.output_tracker import ScheduledOutput
 from headway.runtime.engine.protocol import CacheChanges, EngineInfo, OutputDelta, Rejection, SubmitRequest
 

@@ -26,7 +26,7 @@ from headway.core.batch import Batch, DecodeGroup, EmittedToken, Executor, Group
 from headway.core.errors import ConfigError, InvariantError, LostError
 from headway.core.files import ScratchFolder
 from headway.core.request import SamplingParams
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.liveness import HeartbeatMonitor
 from headway.runtime.engine.protocol import EndProcess, FatalError, SubmitRequest
 from headway.runtime.executor.plans import (

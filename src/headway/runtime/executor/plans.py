@@ -19,7 +19,7 @@ from headway import __version__
 from headway.core.batch import Chunk, DecodeGroup, GroupBatch, KvOp, KvVerb, RemoteAttention
 from headway.core.errors import InvariantError, LostError
 from headway.core.request import TokenLogprobs
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,

@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.perf.device import gib
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.perf.latency.table import TableSource, fit_decodes, fit_line
 from headway.runtime.executor.plans import places
 from headway.runtime.model.config import DecoderConfig

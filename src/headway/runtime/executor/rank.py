@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from headway.core.batch import GroupBatch
 from headway.core.errors import HeadwayError, InvariantError
-from headway.perf.latency.layout import ParallelLayout
+from headway.perf.hardware import ParallelLayout
 from headway.runtime.engine.protocol import (
     AbortRequest,
     ComputeSpan,

@@ -8,9 +8,9 @@ from functools import cache
 
 from headway.core.errors import ConfigError
 from headway.serving.live.feed import MOST_BLOCKS, FeedBlock, FeedTransfer, FollowedRequest, LiveFeed
-from headway.sim.explanation import KvTransfer, RequestExplanation, RequestSurroundings, explain_record, find
+from headway.sim.explanation import RequestExplanation, RequestSurroundings, explain_record, find
 from headway.sim.metrics import RequestRecord
-from headway.sim.replay import ReplayedChunk, ReplayedStep
+from headway.sim.replay import KvTransfer, ReplayedChunk, ReplayedStep
 
 
 def explain_request(

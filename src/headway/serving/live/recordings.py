@@ -7,16 +7,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.core.errors import ConfigError
-from headway.perf.latency.prefill_cache import PrefillCache
+from headway.perf.latency.base import PrefillCache
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.iteration.config import DEADLINE_BASE_S, DEADLINE_FACTOR, LONG_TOKENS, SchedulerConfig
 from headway.runtime.engine.protocol import ChunkSample, EngineSamples, IterationSample, TransferSample
 from headway.serving.live.feed import FollowedRequest, InstanceLoad, LiveFeed
-from headway.sim.cluster_log import ClusterLogRun, ClusterRequestLife, GroupSpan, open_log
-from headway.sim.counterfactual import CounterfactualOutcome, outcomes
-from headway.sim.explanation import KvTransfer, RequestExplanation, explain, find
+from headway.sim.explanation import CounterfactualOutcome, RequestExplanation, explain, find, outcomes
 from headway.sim.metrics import RequestRecord
-from headway.sim.replay import ReplayedRun, ReplayedStep, limit_of_chunk, replay
+from headway.sim.replay import (
+    ClusterLogRun,
+    ClusterRequestLife,
+    GroupSpan,
+    KvTransfer,
+    ReplayedRun,
+    ReplayedStep,
+    limit_of_chunk,
+    open_log,
+    replay,
+)
 
 Happening = tuple[float, Callable[[LiveFeed], None]]
 """A time, and what then happens to a feed."""

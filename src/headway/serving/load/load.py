@@ -132,7 +132,7 @@ def _hits_line(requests: Sequence[TraceRequest], records: Sequence[RequestRecord
 
 async def _with_progress(endpoint: Any, play: Any, count: int) -> Any:
     from headway.serving.load.client import LoadClient
-    from headway.sim.report.progress import LoadProgress
+    from headway.sim.report.tables import LoadProgress
 
     async with LoadClient(endpoint) as client:
         with LoadProgress(count) as progress:

@@ -11,15 +11,14 @@ import msgspec
 from headway.core.errors import ConfigError
 from headway.core.request import Phase, Request
 from headway.perf.hardware import ModelShape
+from headway.perf.latency.base import PrefillCache
 from headway.perf.latency.groups import GroupLatency
-from headway.perf.latency.prefill_cache import PrefillCache
 from headway.perf.latency.table import NO_OVERHEAD, ServingOverhead
 from headway.perf.utilisation import UtilisationBase
 from headway.policy.iteration.budget import reference_aim_s
 from headway.policy.placement.contract import ALL_CAPABILITIES, Capability, ClusterInstance, ClusterLinks
 from headway.policy.placement.registry import PolicyContext
-from headway.sim.cohorts import DecodeTrack
-from headway.sim.engine import SimulatedEngine
+from headway.sim.engine import DecodeTrack, SimulatedEngine
 from headway.sim.metrics import NO_TARGETS, RequestRecord, SloTargets
 from headway.sim.result import SimResult, later, record_of
 from headway.sim.spec import InstanceSpec

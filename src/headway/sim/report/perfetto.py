@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import ConfigError
-from headway.sim.cluster_log import ClusterLogRun
+from headway.sim.replay import ClusterLogRun
 from headway.sim.result import SimResult
 
 _REQUESTS = 0

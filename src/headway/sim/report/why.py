@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.sim.counterfactual import CounterfactualOutcome
-from headway.sim.explanation import LifeInterval, RequestExplanation, merged, shares
+from headway.sim.explanation import CounterfactualOutcome, LifeInterval, RequestExplanation, merged, shares
 from headway.sim.metrics import RequestRecord
 from headway.sim.replay import ReplayedChunk
 from headway.sim.report.plots import BAND, COLOURS, FAINT, INK, house_style, new_figure, save

@@ -23,7 +23,7 @@ from headway.policy.hosted.gate import GatedQueueMethods
 from headway.policy.hosted.settings import TRUST_PROFILE
 from headway.policy.iteration.config import SchedulerConfig
 from headway.policy.iteration.decision import IterationPolicy
-from headway.sim.cohorts import DecodeTrack
+from headway.sim.engine import DecodeTrack
 from headway.sim.result import IterationRecord, ReplicaUse
 from headway.sim.spec import InstanceSpec, NoiseSource, VllmSpec
 from headway.sim.vllm.scheduler import SchedulerPlugin, VllmRequestState, VllmScheduler, VllmStep

@@ -11,16 +11,17 @@ import numpy as np
 
 from headway.core.errors import ConfigError
 from headway.core.files import read_input
-from headway.perf.hardware import AcceleratorSpec, ModelShape, accelerator
+from headway.perf.hardware import AcceleratorSpec, ModelShape, ParallelLayout, RankShape, accelerator, rank_shape
 from headway.perf.latency.base import MAX_CHUNK
-from headway.perf.latency.layout import ParallelLayout, RankShape, rank_shape
-from headway.perf.latency.operators.attention import HEAD_DIM, DecodeFit, PrefillFit
-from headway.perf.latency.operators.curves import Column
-from headway.perf.latency.operators.linear import (
+from headway.perf.latency.operators import (
+    HEAD_DIM,
     LAYERS,
     CollectiveFit,
+    Column,
+    DecodeFit,
     ElementwiseFit,
     LinearFit,
+    PrefillFit,
     base_ms,
     ring_all_reduce_ms,
 )
