@@ -12,7 +12,7 @@ from headway.runtime.engine.config import EngineConfig, InstanceConfig
 from headway.runtime.engine.process import EngineChild
 from headway.runtime.engine.protocol import FatalError, IterationOutputs
 
-MODULE = "tests.helpers.odd_engine_process"
+MODULE = "tests.helpers.fake_engine_process"
 
 
 def last_words(folder: Path, model: str, **fields: object) -> FatalError:

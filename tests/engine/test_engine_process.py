@@ -9,22 +9,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+from tests.engine.test_engine_restarts import stream, tokens
 from tests.helpers.fake_executor import VOCAB, answer
 from tests.helpers.polling import run_ready_tasks, until
+from tests.helpers.process_tree import is_running
 
 from headway.core.errors import ConfigError, OverloadedError, RequestError, UnavailableError
-from headway.core.request import SamplingParams
 from headway.runtime.engine.client import ProcessEngineClient
 from headway.runtime.engine.config import EngineConfig
-from headway.runtime.engine.protocol import OutputDelta, SubmitRequest
 
 
 def make_client(model: str = "fake", **fields: int) -> ProcessEngineClient:
@@ -48,30 +46,8 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def stream(client: ProcessEngineClient, name: str, prompt: list[int], **params: object) -> AsyncIterator[OutputDelta]:
-    submit = SubmitRequest(
-        id=name,
-        prompt_tokens=len(prompt),
-        params=SamplingParams(**{"max_tokens": 8, **params}),
-        received_s=time.monotonic(),
-    )
-    return client.generate(submit, array("i", prompt).tobytes())
-
-
-async def all_of(deltas: AsyncIterator[OutputDelta]) -> list[int]:
-    return [token async for delta in deltas for token in delta.tokens]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def gone(client: ProcessEngineClient) -> bool:
-    return not alive(client.pid) and not client._folder.path.exists()
+    return not is_running(client.pid) and not client._folder.path.exists()
 
 
 def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() -> None:
@@ -80,7 +56,7 @@ def test_a_prompt_of_a_million_tokens_arrives_intact_and_close_leaves_nothing() 
 
     async def test() -> None:
         async with running() as client:
-            assert await all_of(stream(client, "long", prompt, max_tokens=2)) == answer(prompt, 2)
+            assert await tokens(stream(client, "long", prompt, count=2)) == answer(prompt, 2)
             assert client.stats.prefill_tokens_total in (0, 1_000_000)
             assert not gone(client)
         assert gone(client)
@@ -96,7 +72,7 @@ def test_many_streams_at_once_are_not_mixed_up() -> None:
         async with running() as client:
             lengths = {name: 1 + i % 50 for i, name in enumerate(prompts)}
             told = await asyncio.gather(
-                *(all_of(stream(client, name, prompt, max_tokens=lengths[name])) for name, prompt in prompts.items())
+                *(tokens(stream(client, name, prompt, count=lengths[name])) for name, prompt in prompts.items())
             )
             assert told == [answer(prompt, lengths[name]) for name, prompt in prompts.items()]
 
@@ -106,8 +82,8 @@ def test_many_streams_at_once_are_not_mixed_up() -> None:
 def test_closing_an_iterator_early_aborts_the_request_and_no_other() -> None:
     async def test() -> None:
         async with running() as client:
-            endless = stream(client, "endless", [1, 2], max_tokens=10**6)
-            other = asyncio.create_task(all_of(stream(client, "other", [3, 4], max_tokens=500)))
+            endless = stream(client, "endless", [1, 2], count=10**6)
+            other = asyncio.create_task(tokens(stream(client, "other", [3, 4], count=500)))
             seen = [(await anext(endless)).tokens[0] for _ in range(3)]
             assert seen == answer([1, 2], 3)
             await endless.aclose()  # type: ignore[attr-defined]
@@ -123,10 +99,10 @@ def test_refusals_arrive_as_the_errors_that_they_are() -> None:
     async def test() -> None:
         async with running(max_queued_requests=1) as client:
             with pytest.raises(RequestError, match="token ids must be between") as refused:
-                await all_of(stream(client, "bad", [VOCAB]))
+                await tokens(stream(client, "bad", [VOCAB]))
             assert refused.value.param == "prompt"
             results = await asyncio.gather(
-                *(all_of(stream(client, f"r{i}", [i] * 2000)) for i in range(300)), return_exceptions=True
+                *(tokens(stream(client, f"r{i}", [i] * 2000)) for i in range(300)), return_exceptions=True
             )
             kinds = {type(result) for result in results}
             assert kinds == {list, OverloadedError}
@@ -138,11 +114,11 @@ def test_refusals_arrive_as_the_errors_that_they_are() -> None:
 def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
     async def test() -> None:
         async with running() as client:
-            first = stream(client, "same", [1, 2], max_tokens=300)
+            first = stream(client, "same", [1, 2], count=300)
             begun = list((await anext(first)).tokens)
             with pytest.raises(RequestError, match="'same' is in use"):
-                await all_of(stream(client, "same", [3, 4]))
-            assert begun + await all_of(first) == answer([1, 2], 300)
+                await tokens(stream(client, "same", [3, 4]))
+            assert begun + await tokens(first) == answer([1, 2], 300)
 
     go(test)
 
@@ -150,16 +126,16 @@ def test_an_id_in_use_is_refused_and_its_first_stream_goes_on() -> None:
 def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_one() -> None:
     async def test() -> None:
         async with running(max_restarts=0) as client:
-            streams = [stream(client, f"r{i}", [i], max_tokens=10**6) for i in range(3)]
+            streams = [stream(client, f"r{i}", [i], count=10**6) for i in range(3)]
             for one in streams:
                 await anext(one)
             os.kill(client.pid, signal.SIGKILL)
             for one in streams:
                 with pytest.raises(UnavailableError, match="has ended with SIGKILL"):
-                    await all_of(one)
+                    await tokens(one)
             assert client.state == "lost"
             with pytest.raises(UnavailableError, match="has ended with SIGKILL"):
-                await all_of(stream(client, "late", [1]))
+                await tokens(stream(client, "late", [1]))
             await client.drain()
         assert gone(client)
 
@@ -167,7 +143,7 @@ def test_an_engine_that_may_not_start_again_fails_its_streams_and_every_later_on
 
 
 @pytest.mark.parametrize(
-    ("model", "words"), [("broken", "the checkpoint has no tensors"), ("silent", "exit code 3 while starting")]
+    ("model", "words"), [("foreseen", "the checkpoint has no tensors"), ("silent", "exit code 3 while starting")]
 )
 def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words: str) -> None:
     async def test() -> None:
@@ -180,7 +156,7 @@ def test_an_engine_that_cannot_start_fails_all_waiting_callers(model: str, words
                 await client.start()
             assert words in (client.failure or "")
             with pytest.raises(UnavailableError):
-                await all_of(stream(client, "late", [1]))
+                await tokens(stream(client, "late", [1]))
         finally:
             await client.close()
         assert gone(client)
@@ -212,7 +188,7 @@ def test_start_may_be_awaited_by_two_and_again() -> None:
             one, two = await asyncio.gather(client.start(), client.start())
             assert one is two is client.info is await client.start()
             assert client.state == "ready"
-            assert await all_of(stream(client, "a", [1])) == answer([1], 8)
+            assert await tokens(stream(client, "a", [1])) == answer([1], 8)
         finally:
             await client.close()
 
@@ -229,10 +205,10 @@ def test_closing_wakes_all_waiting_callers() -> None:
             await starting
         assert gone(client)
         async with running() as second:
-            endless = stream(second, "endless", [1], max_tokens=10**6)
+            endless = stream(second, "endless", [1], count=10**6)
             await anext(endless)
         with pytest.raises(UnavailableError, match="the server is ending"):
-            await all_of(endless)
+            await tokens(endless)
 
     go(test)
 
@@ -240,13 +216,13 @@ def test_closing_wakes_all_waiting_callers() -> None:
 def test_drain_finishes_what_was_accepted_and_the_engine_ends_by_itself() -> None:
     async def test() -> None:
         async with running() as client:
-            accepted = [stream(client, f"r{i}", [i] * 300, max_tokens=200) for i in range(5)]
+            accepted = [stream(client, f"r{i}", [i] * 300, count=200) for i in range(5)]
             firsts = [list((await anext(one)).tokens) for one in accepted]
-            rest = [asyncio.create_task(all_of(one)) for one in accepted]
+            rest = [asyncio.create_task(tokens(one)) for one in accepted]
             draining = asyncio.create_task(client.drain())
             await run_ready_tasks(1)
             with pytest.raises(UnavailableError, match="draining"):
-                await all_of(stream(client, "late", [1]))
+                await tokens(stream(client, "late", [1]))
             await draining
             told = await asyncio.gather(*rest)
             assert [a + b for a, b in zip(firsts, told, strict=True)] == [answer([i] * 300, 200) for i in range(5)]
@@ -284,7 +260,7 @@ def test_an_engine_ends_when_its_parent_is_killed(short_path: Path) -> None:
     )
     assert parent.returncode == -signal.SIGKILL
     pid = int(parent.stdout.split()[0])
-    until(lambda: not alive(pid), 30.0)
+    until(lambda: not is_running(pid), 30.0)
 
 
 def test_an_engine_whose_parent_was_killed_before_it_could_look_ends(short_path: Path) -> None:

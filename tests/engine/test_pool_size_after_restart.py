@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tests.helpers.checkpoints import make_tiny
 
 from headway.core.json_files import read_json
 from headway.perf.hardware import ParallelLayout
@@ -21,10 +18,8 @@ from headway.runtime.model.config import read_config
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 64])
-def test_the_pool_keeps_its_size_in_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_size: int
-) -> None:
-    model = str(make_tiny("llama", tmp_path))
+def test_the_pool_keeps_its_size_in_one_process(monkeypatch: pytest.MonkeyPatch, block_size: int) -> None:
+    model = str(embedded.model_path())
     built = []
     for free, asked in ((40_000_001, None), (1_000_000, None), (1_000_000, "as before")):
         monkeypatch.setattr(one_process, "available_bytes", lambda free=free: free)

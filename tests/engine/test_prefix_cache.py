@@ -177,7 +177,7 @@ def test_a_replay_decides_as_the_engine_did_with_what_it_had_cached(policy: str)
     made = engine(640, prefix_cache=True, prefix_cache_policy=policy)
     core = EngineCore(made.scheduler, made.executor, ManualClock(), made.info, log)
     rng, said = random.Random(3), dict[str, list[int]]()
-    for seed in range(3):
+    for seed in range(2):
         prompts = dict(enumerate([*questions(seed), *questions(seed)]))
         for turn in range(2):
             for number, prompt in prompts.items():
@@ -192,7 +192,7 @@ def test_a_replay_decides_as_the_engine_did_with_what_it_had_cached(policy: str)
                 hear(core, said)
             prompts = {number: [*text, *said[f"{seed}-{turn}-{number}"], 5] for number, text in prompts.items()}
     stats = core.stats()
-    assert stats.prefix_hits_total > 2000
+    assert stats.prefix_hits_total > 1000
     core.executor.close()
     run = replay(lines)
     assert run.differences == []

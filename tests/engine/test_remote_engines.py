@@ -22,6 +22,7 @@ import pytest
 import zmq
 from tests.helpers.fake_executor import answer
 from tests.helpers.polling import eventually
+from tests.helpers.process_tree import is_running
 
 from headway.core.errors import ConfigError
 from headway.core.request import SamplingParams
@@ -151,7 +152,7 @@ FAKE = "tests.helpers.fake_engine_process"
 class Cluster:
     """This host's end, and the actors of the others."""
 
-    def __init__(self, stack: ExitStack, patience_s: float = 20.0, model: str = "beating") -> None:
+    def __init__(self, stack: ExitStack, patience_s: float = 20.0, model: str = "fake") -> None:
         self._stack, self.ray = stack, FakeRay()
         self.actors = [self.ray.actor(model), self.ray.actor(model)]
         there: Future[None] = Future()
@@ -210,13 +211,6 @@ async def answered(engine: RemoteEngine, count: int) -> list[OutputDelta]:
     return deltas
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 async def pid(engine: RemoteEngine) -> int:
     """Of its process, as soon as its host has said it."""
     await eventually(lambda: engine.process.pid)
@@ -254,14 +248,14 @@ def test_engines_of_two_hosts_answer_independently() -> None:
             orphan = await pid(three)
             cluster.actors[1].lose()
             assert await three.wait_until_exited() == "was on host 2, which is lost"
-            await eventually(lambda: not alive(orphan))
+            await eventually(lambda: not is_running(orphan))
             waiting = cluster.engine(3)
             await asyncio.sleep(0.2)
             assert waiting.process.pid is None
             cluster.actors[1].come()
             await said(waiting, EngineInfo)
             last = await pid(waiting)
-        await eventually(lambda: not alive(last))
+        await eventually(lambda: not is_running(last))
 
     go(test)
 
@@ -322,7 +316,7 @@ def test_a_hanging_remote_engine_is_noticed_and_ended() -> None:
             os.kill(hung, signal.SIGSTOP)
             assert await engine.wait_until_exited() == "sent no heartbeat for 1 s: it hangs, or is cut off"
             engine.end()
-            await eventually(lambda: not alive(hung))
+            await eventually(lambda: not is_running(hung))
 
     go(test)
 

@@ -33,13 +33,13 @@ from headway.runtime.engine.protocol import SubmitRequest
 from headway.runtime.launcher import standby as engine_template
 from headway.runtime.launcher.standby import EngineTemplate, ForkedEngine, TemplatePool
 
-FAKE = "tests.helpers.fake_template_process"
+FAKE = "tests.helpers.fake_engine_process"
 
 
 def go(test: Callable[[ProcessEngineClient], Awaitable[None]], **fields: object) -> None:
     async def bounded() -> None:
         config = EngineConfig(model="fake", standby=True, **fields)
-        client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+        client = ProcessEngineClient(config, template_module=FAKE)
         try:
             async with asyncio.timeout(60):
                 await client.start()
@@ -130,7 +130,7 @@ from headway.runtime.engine.config import EngineConfig
 
 async def main():
     config = EngineConfig(model="fake", standby=True)
-    client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+    client = ProcessEngineClient(config, template_module="tests.helpers.fake_engine_process")
     await client.start()
     print(client.pid, flush=True)
     if WITHOUT_TEMPLATE:
@@ -215,8 +215,8 @@ def test_a_stopped_template_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_model_that_cannot_be_loaded_is_reported_in_its_own_words() -> None:
     async def refused() -> None:
-        config = EngineConfig(model="broken", standby=True)
-        client = ProcessEngineClient(config, template_module="tests.helpers.fake_template_process")
+        config = EngineConfig(model="foreseen", standby=True)
+        client = ProcessEngineClient(config, template_module=FAKE)
         try:
             with pytest.raises(ConfigError, match="the checkpoint has no tensors"):
                 async with asyncio.timeout(60):
